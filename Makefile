@@ -1,0 +1,53 @@
+# Needs only make and a Python >= 3.10 with the venv module; everything else goes into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+# Handed on as they are: make train ARGS="--env Acrobot-v1", make test PYTEST_ARGS="-k house"
+ARGS ?=
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+SOURCES := sb3_grpo benchmarks tests setup.py
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test test-slow lint type format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+venv: $(STAMP) ## create .venv and install the package, editable, with all that tests and benchmarks need
+
+# torch comes first so that nothing after it can pick another build: see constraints.txt.
+$(STAMP): setup.py pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed and $(PYTHON) is {v.major}.{v.minor}: pass another one, make PYTHON=python3.12")'
+	@echo 'Installing into $(VENV): one to a few minutes, the first time only.'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e '.[tests,benchmarks]'
+	@touch $@
+
+train: $(STAMP) ## train GRPO on CartPole, evaluate it, draw the learning curve
+	$(PY) -m benchmarks.quickstart $(ARGS)
+
+test: lint type ## lint, type check and run every test that is not slow
+	$(PY) -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## run the slow tests
+	$(PY) -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff and black, changing nothing
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m black --check -q $(SOURCES)
+
+type: $(STAMP) ## mypy
+	$(PY) -m mypy
+
+format: $(STAMP) ## sort imports, apply ruff's safe fixes, reformat
+	$(PY) -m ruff check --fix $(SOURCES)
+	$(PY) -m black -q $(SOURCES)
+
+clean: ## remove caches and build output; .venv and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

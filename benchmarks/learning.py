@@ -1,0 +1,373 @@
+"""
+Does GRPO learn what it should? One run per case and seed, one CSV row per finished run, a table of what passed.
+
+    python -m benchmarks.learning                     # what is missing in the CSV, then the table
+    python -m benchmarks.learning --cases cartpole-1  # one case
+    python -m benchmarks.learning --dry-run           # what would run
+    python -m benchmarks.learning --table             # the table alone
+
+Runs that are in the CSV under the same settings are not repeated, so that an interrupted command goes on where it stopped.
+To try other settings, keep them apart from what is reported: ``--set gae_lambda=0.95 --seeds 1000 1001 --csv runs/try.csv``.
+"""
+
+import argparse
+import ast
+import csv
+import hashlib
+import importlib.metadata
+import multiprocessing
+import pathlib
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch as th
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from tqdm import tqdm
+
+from sb3_grpo import GRPO
+
+CSV = pathlib.Path(__file__).with_name("learning.csv")
+N_EVAL_EPISODES = 20
+WINDOW = 20  # episodes over which the training return is averaged
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    One row of the table.
+
+    :param env_id: Gymnasium environment
+    :param n_envs: environments side by side
+    :param timesteps: budget of a run
+    :param threshold: return that a run must reach
+    :param required: how many of the seeds must reach it
+    :param seeds: seeds that are reported
+    :param judged_by: ``"evaluation"``: mean return of 20 deterministic episodes after training; ``"training"``: mean of 20
+        consecutive training episodes, at any time within the budget; ``"failure"``: as ``"training"``, and it must *not* be
+        reached
+    :param settings: arguments of GRPO that differ from its defaults
+    :param normalize: arguments of a ``VecNormalize`` around the environments, ``None`` for none
+    """
+
+    env_id: str
+    n_envs: int
+    timesteps: int
+    threshold: float
+    required: int
+    seeds: tuple[int, ...] = tuple(range(5))
+    judged_by: str = "training"
+    settings: dict[str, Any] = field(default_factory=dict)
+    normalize: dict[str, Any] | None = None
+
+    def settings_hash(self) -> str:
+        """:return: eight characters that change with anything that a run depends on, the seed and the threshold excepted"""
+        what = (self.env_id, self.n_envs, self.timesteps, sorted(self.settings.items()), self.normalize)
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+
+
+CASES: dict[str, Case] = {
+    # Default settings throughout
+    "cartpole-1": Case("CartPole-v1", 1, 100_000, 475.0, 9, tuple(range(10)), "evaluation"),
+    "cartpole-8": Case("CartPole-v1", 8, 100_000, 475.0, 9, tuple(range(10)), "evaluation"),
+    "acrobot-8": Case("Acrobot-v1", 8, 60_000, -100.0, 4),
+    "lunarlander-8": Case("LunarLander-v3", 8, 200_000, 150.0, 4),
+    # Settings of their own
+    "pendulum": Case(
+        "Pendulum-v1",
+        4,
+        100_000,
+        -200.0,
+        4,
+        settings=dict(
+            learning_rate=1e-3,
+            gamma=0.9,
+            gae_lambda=0.95,
+            rollout_buffer_kwargs=dict(n_features=256, bandwidth=1.0, ridge=1e-4),
+        ),
+    ),
+    "halfcheetah": Case(
+        "HalfCheetah-v5",
+        1,
+        200_000,
+        2000.0,
+        4,
+        settings=dict(
+            n_steps=512,
+            learning_rate=2.0633e-5,
+            n_epochs=20,
+            gamma=0.98,
+            gae_lambda=0.92,
+            clip_range=0.1,
+            ent_coef=0.0004,
+            max_grad_norm=0.8,
+            rollout_buffer_kwargs=dict(time_feature=False),
+            policy_kwargs=dict(log_std_init=-2.0, ortho_init=False, activation_fn=th.nn.ReLU, net_arch=[256, 256]),
+        ),
+        normalize={},
+    ),
+    # The buffers that judge whole trajectories
+    "outcome": Case("CartPole-v1", 8, 100_000, 400.0, 4, settings=dict(rollout_buffer_class="outcome", group_size=8)),
+    "return_to_go": Case(
+        "CartPole-v1", 8, 100_000, 400.0, 4, settings=dict(rollout_buffer_class="return_to_go", group_size=8)
+    ),
+    "stepwise": Case("CartPole-v1", 8, 100_000, 400.0, 4, settings=dict(rollout_buffer_class="stepwise", group_size=8)),
+    "process": Case(
+        "CartPole-v1", 8, 100_000, 50.0, 5, judged_by="failure", settings=dict(rollout_buffer_class="process", group_size=8)
+    ),
+}
+
+FIELDS = [
+    "case", "seed", "settings_hash", "settings", "steps_to_threshold", "best_window", "auc",
+    "eval_mean", "eval_std", "timesteps", "wall_clock", "steps_per_second", "commit", "versions",
+]  # fmt: skip
+
+
+class TrainingCurve(BaseCallback):
+    """Keeps the return of each training episode and the step at which it ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+        self.returns: list[float] = []
+
+    def _on_step(self) -> bool:
+        for info in self.locals["infos"]:
+            if "episode" in info:
+                self.steps.append(self.num_timesteps)
+                self.returns.append(info["episode"]["r"])
+        return True
+
+    def windows(self) -> np.ndarray:
+        """:return: mean returns of ``WINDOW`` consecutive episodes, one for each episode from the ``WINDOW``-th on"""
+        return (
+            np.convolve(self.returns, np.ones(WINDOW) / WINDOW, mode="valid") if len(self.returns) >= WINDOW else np.empty(0)
+        )
+
+    def area(self, timesteps: int) -> float:
+        """
+        :param timesteps: budget of the run
+        :return: mean over the budget of the mean return of the last (up to) 20 episodes, sampled at 200 steps evenly apart
+        """
+        totals = np.concatenate([[0.0], np.cumsum(self.returns)])
+        ended = np.searchsorted(self.steps, np.linspace(0, timesteps, 201)[1:], side="right")
+        ended = np.maximum(ended, 1)
+        window = np.minimum(ended, WINDOW)
+        return float(np.mean((totals[ended] - totals[ended - window]) / window))
+
+
+def make_env(case: Case, seed: int) -> VecEnv:
+    """
+    :param case: what to run
+    :param seed: of the run
+    :return: training environments
+    """
+    env: VecEnv = make_vec_env(case.env_id, case.n_envs, seed=seed)
+    if case.normalize is not None:
+        env = VecNormalize(env, gamma=case.settings.get("gamma", 0.99), **case.normalize)
+    return env
+
+
+def run(name: str, case: Case, seed: int) -> dict[str, Any]:
+    """
+    Train once and evaluate.
+
+    :param name: of the case
+    :param case: what to run
+    :param seed: of the run
+    :return: a row of the CSV
+    """
+    # More threads only wait for one another on networks this small, and runs side by side would fight for cores
+    th.set_num_threads(1)
+    curve = TrainingCurve()
+    env = make_env(case, seed)
+    model = GRPO("MlpPolicy", env, seed=seed, device="cpu", **case.settings)
+    began = time.perf_counter()
+    model.learn(case.timesteps, callback=curve)
+    wall_clock = time.perf_counter() - began
+
+    eval_env = make_vec_env(case.env_id, 1, seed=10_000 + seed)
+    if isinstance(env, VecNormalize):
+        eval_env = VecNormalize(eval_env, training=False, norm_reward=False, norm_obs=env.norm_obs)
+        eval_env.obs_rms = env.obs_rms
+    eval_mean, eval_std = evaluate_policy(model, eval_env, N_EVAL_EPISODES)
+
+    windows = curve.windows()
+    reached = np.flatnonzero(windows >= case.threshold)
+    return {
+        "case": name,
+        "seed": seed,
+        "settings_hash": case.settings_hash(),
+        "settings": repr(case.settings),
+        "steps_to_threshold": curve.steps[reached[0] + WINDOW - 1] if len(reached) else "",
+        "best_window": f"{windows.max():.2f}" if len(windows) else "",
+        "auc": f"{curve.area(case.timesteps):.2f}",
+        "eval_mean": f"{eval_mean:.2f}",
+        "eval_std": f"{eval_std:.2f}",
+        "timesteps": case.timesteps,
+        "wall_clock": f"{wall_clock:.1f}",
+        "steps_per_second": f"{model.num_timesteps / wall_clock:.0f}",
+        "commit": commit(),
+        "versions": versions(),
+    }
+
+
+def commit() -> str:
+    """:return: the commit that is checked out, with ``+`` if the package differs from it"""
+    root = pathlib.Path(__file__).parent
+    try:
+        head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=root, text=True).strip()
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "../sb3_grpo"], cwd=root).returncode != 0
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + "+" * changed
+
+
+def versions() -> str:
+    """:return: versions of what results depend on"""
+    packages = ("stable_baselines3", "gymnasium", "torch", "numpy")
+    return " ".join(f"{package}={importlib.metadata.version(package)}" for package in packages)
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    """
+    :param path: of the CSV
+    :return: its rows, none if there is no file
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append_row(path: pathlib.Path, row: dict[str, Any]) -> None:
+    """
+    :param path: of the CSV
+    :param row: to append
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def passed(case: Case, row: dict[str, str]) -> bool:
+    """
+    :param case: of the row
+    :param row: of the CSV
+    :return: whether the run reached what the case asks for
+    """
+    if case.judged_by == "evaluation":
+        return float(row["eval_mean"]) >= case.threshold
+    return (row["steps_to_threshold"] != "") == (case.judged_by == "training")
+
+
+def table(cases: dict[str, Case], rows: list[dict[str, str]]) -> tuple[str, bool]:
+    """
+    :param cases: to report
+    :param rows: of the CSV
+    :return: a table, and whether every case passed on as many seeds as required
+    """
+    lines = [
+        "| case | environment | envs | steps | must | passed | evaluation | steps to threshold (median) | auc | steps/s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    everything = True
+    for name, case in cases.items():
+        mine = [
+            row for row in rows
+            if row["case"] == name and row["settings_hash"] == case.settings_hash() and int(row["seed"]) in case.seeds
+        ]  # fmt: skip
+        n_passed = sum(passed(case, row) for row in mine)
+        everything &= n_passed >= case.required
+        must = {"evaluation": "evaluate to", "training": "reach", "failure": "stay below"}[case.judged_by]
+        if not mine:
+            lines.append(
+                f"| {name} | {case.env_id} | {case.n_envs} | {case.timesteps} | {must} {case.threshold:g} | not run | | | | |"
+            )
+            continue
+        evaluations = np.array([float(row["eval_mean"]) for row in mine])
+        # A run that never got there counts as later than any that did
+        steps = np.median([float(row["steps_to_threshold"] or "inf") for row in mine])
+        lines.append(
+            f"| {name} | {case.env_id} | {case.n_envs} | {case.timesteps} | {must} {case.threshold:g} on {case.required} of "
+            f"{len(case.seeds)} | {n_passed} of {len(mine)} | {evaluations.mean():.1f} (worst {evaluations.min():.1f}) | "
+            f"{'never' if np.isinf(steps) else f'{steps:.0f}'} | {np.mean([float(row['auc']) for row in mine]):.1f} | "
+            f"{np.median([float(row['steps_per_second']) for row in mine]):.0f} |"
+        )
+    return "\n".join(lines), everything
+
+
+def parse_arguments() -> argparse.Namespace:
+    """:return: the command line"""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--seeds", nargs="+", type=int, help="instead of those that are reported")
+    parser.add_argument("--set", nargs="+", default=[], metavar="ARG=VALUE", help="other arguments of GRPO, for trials")
+    parser.add_argument("--csv", type=pathlib.Path, default=CSV)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """:return: exit status: 0 if every case passed on as many seeds as required"""
+    args = parse_arguments()
+    if args.set and args.csv == CSV:
+        sys.exit(f"Trials with --set must not mix with what is reported: pass another file than {CSV} with --csv.")
+    changes: dict[str, Any] = {}
+    for assignment in args.set:
+        key, _, value = assignment.partition("=")
+        changes[key] = ast.literal_eval(value)
+    cases = {
+        name: replace(CASES[name], settings={**CASES[name].settings, **changes}, seeds=tuple(args.seeds or CASES[name].seeds))
+        for name in args.cases
+    }
+    done = {(row["case"], int(row["seed"]), row["settings_hash"]) for row in read_rows(args.csv)}
+    todo = [
+        (name, case, seed)
+        for name, case in cases.items()
+        for seed in case.seeds
+        if (name, seed, case.settings_hash()) not in done
+    ]
+    if args.dry_run:
+        for name, case, seed in todo:
+            print(f"{name} seed {seed}: {case.timesteps} steps of {case.env_id}, {case.n_envs} envs, {case.settings}")
+        print(f"{len(todo)} runs to do, {len(done)} in {args.csv}")
+        return 0
+    failures = 0
+    if todo and not args.table:
+        # A fresh process per run: no state is shared, and a crash takes down one run only
+        pool = ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1)
+        with pool, tqdm(total=len(todo), unit="run") as progress:
+            futures = {pool.submit(run, *job): job for job in todo}
+            for future in as_completed(futures):
+                name, _, seed = futures[future]
+                progress.update()
+                try:
+                    append_row(args.csv, future.result())
+                except Exception as error:
+                    failures += 1
+                    tqdm.write(f"FAILED: {name} seed {seed}: {error!r}", file=sys.stderr)
+    text, everything = table(cases, read_rows(args.csv))
+    print(text)
+    if failures:
+        print(f"{failures} runs failed", file=sys.stderr)
+    return 0 if everything and not failures else 1
+
+
+if __name__ == "__main__":
+    gym.logger.min_level = gym.logger.ERROR
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""
+The kernel baseline: a critic's job without a critic.
+
+An estimate ``b(s, t)`` of the expected return is fitted by ridge regression on random Fourier features
+(Rahimi & Recht 2007, "Random Features for Large-Scale Kernel Machines"), in closed form: no network, no gradient steps, one
+small linear solve per rollout. Regressing returns on features of state *and time* follows the linear baseline of
+Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
+
+All tensors are double precision and live on the CPU: the problems are small, and torch's linear algebra, unlike numpy's, keeps
+to the number of threads that the user has set.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.running_mean_std import RunningMeanStd
+
+
+def fourier_features(
+    inputs: th.Tensor, times: th.Tensor, frequencies: th.Tensor, phases: th.Tensor, time_feature: bool = True
+) -> th.Tensor:
+    """
+    ``phi(s, t) = [1, z, tau, sqrt(2/D) cos(W [z, 2 tau] + c)]``; without the time feature
+    ``[1, z, sqrt(2/D) cos(W z + c)]``.
+
+    The inner product of two cosine parts approximates the Gaussian kernel ``exp(-sigma^2 |x - x'|^2 / 2)`` for frequencies of
+    standard deviation ``sigma`` and phases uniform in ``[0, 2 pi)``.
+
+    :param inputs: standardised observations ``z``, shape ``(n, d)``
+    :param times: ``tau``, the step within the episode over the horizon, shape ``(n,)``
+    :param frequencies: ``W^T``, shape ``(d + 1, D)``, or ``(d, D)`` without the time feature
+    :param phases: ``c``, shape ``(D,)``
+    :param time_feature: whether features depend on time
+    :return: shape ``(n, d + 2 + D)``, or ``(n, d + 1 + D)`` without the time feature
+    """
+    ones = th.ones(len(inputs), 1, dtype=inputs.dtype)
+    tau = times[:, None]
+    linear, arguments = ([ones, inputs, tau], th.hstack([inputs, 2.0 * tau])) if time_feature else ([ones, inputs], inputs)
+    cosines = math.sqrt(2.0 / len(phases)) * th.cos(th.addmm(phases, arguments, frequencies))
+    return th.hstack([*linear, cosines])
+
+
+def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: float) -> th.Tensor:
+    """
+    ``w = (A + lambda N I)^-1 B``, the ridge regression whose sufficient statistics are ``A = Phi' Phi`` and ``B = Phi' y``.
+    Fewer than one sample count as one, so that without samples the weights are zero.
+
+    :param gram: ``A``, shape ``(..., p, p)``
+    :param moment: ``B``, shape ``(..., p)``
+    :param count: ``N``, the number of samples behind the statistics (weighted, where they are), shape ``(...)``
+    :param ridge: ``lambda``
+    :return: shape ``(..., p)``
+    """
+    penalty = ridge * count.clamp(min=1.0)[..., None, None] * th.eye(gram.shape[-1], dtype=gram.dtype)
+    return th.cholesky_solve(moment[..., None], th.linalg.cholesky(gram + penalty))[..., 0]
+
+
+def predict_by_fold(features: th.Tensor, weights: th.Tensor, folds: th.Tensor) -> th.Tensor:
+    """
+    ``b_i = phi_i . w_fold(i)``
+
+    :param features: shape ``(n, p)``
+    :param weights: one row per fold, shape ``(n_folds, p)``
+    :param folds: fold of each sample, shape ``(n,)``
+    :return: shape ``(n,)``
+    """
+    return (features @ weights.T).gather(1, folds[:, None])[:, 0]
+
+
+class RidgeStatistics:
+    """
+    Sufficient statistics of a ridge regression that forgets: each update weighs all earlier samples by ``forgetting``.
+
+    :param n_features: ``p``
+    """
+
+    def __init__(self, n_features: int):
+        self.gram = th.zeros(n_features, n_features, dtype=th.float64)
+        self.moment = th.zeros(n_features, dtype=th.float64)
+        self.count = th.zeros((), dtype=th.float64)
+
+    def decay(self, forgetting: float) -> None:
+        """
+        :param forgetting: ``rho``, the weight that the samples so far keep
+        """
+        self.gram *= forgetting
+        self.moment *= forgetting
+        self.count *= forgetting
+
+    def leave_fold_out(self, features: th.Tensor, targets: th.Tensor, folds: th.Tensor, ridge: float) -> th.Tensor:
+        """
+        Add samples, and return for each fold the weights of the regression on everything but that fold: by subtracting the
+        fold's own statistics, without a second pass over the data.
+
+        :param features: ``Phi``, shape ``(n, p)``
+        :param targets: ``y``, shape ``(n,)``
+        :param folds: fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
+        :param ridge: ``lambda``
+        :return: shape ``(n_folds, p)``
+        """
+        members = [folds == fold for fold in range(int(folds.max()) + 1)]
+        by_fold = [(features[member], targets[member]) for member in members]
+        grams = th.stack([phi.T @ phi for phi, _ in by_fold])
+        moments = th.stack([phi.T @ y for phi, y in by_fold])
+        counts = th.stack([member.sum() for member in members]).double()
+        self.gram += grams.sum(dim=0)
+        self.moment += moments.sum(dim=0)
+        self.count += counts.sum()
+        return ridge_weights(self.gram - grams, self.moment - moments, self.count - counts, ridge)
+
+
+class KernelBaseline:
+    """
+    Running standardisation of the inputs, random Fourier features, and a forgetting ridge regression on them.
+
+    :param n_features: ``D``, number of random Fourier features
+    :param bandwidth: standard deviation of the random frequencies, hence the reciprocal of the Gaussian kernel's length
+        scale in units of one standard deviation of the inputs
+    :param ridge: ``lambda``, weight of the penalty on the squared weights, per sample
+    :param forgetting: ``rho``, the weight that the statistics of earlier rollouts keep, between 0 and 1
+    :param time_feature: whether the baseline depends on the step within the episode
+    :param clip: standardised inputs are clipped to ``+-clip``; without a clip a single outlier makes the fit diverge
+    :param seed: of the random frequencies
+    """
+
+    def __init__(
+        self,
+        n_features: int = 128,
+        bandwidth: float = 0.5,
+        ridge: float = 1e-3,
+        forgetting: float = 0.8,
+        time_feature: bool = True,
+        clip: float = 5.0,
+        seed: int = 0,
+    ):
+        self.n_features = n_features
+        self.bandwidth = bandwidth
+        self.ridge = ridge
+        self.forgetting = forgetting
+        self.time_feature = time_feature
+        self.clip = clip
+        self.seed = seed
+        self._input_statistics: RunningMeanStd | None = None
+        self._frequencies = th.empty(0, 0, dtype=th.float64)
+        self._phases = th.empty(0, dtype=th.float64)
+        self._statistics = RidgeStatistics(0)
+
+    def observe(self, inputs: np.ndarray) -> None:
+        """
+        Update the running mean and variance by which inputs are standardised.
+
+        :param inputs: shape ``(n, d)``
+        """
+        if self._input_statistics is None:
+            self._draw_features(inputs.shape[1])
+            self._input_statistics = RunningMeanStd(epsilon=1e-4, shape=(inputs.shape[1],))
+        self._input_statistics.update(inputs)
+
+    def _draw_features(self, input_dim: int) -> None:
+        rng = np.random.default_rng(self.seed)
+        argument_dim = input_dim + int(self.time_feature)
+        self._frequencies = th.from_numpy(self.bandwidth * rng.standard_normal((argument_dim, self.n_features)))
+        self._phases = th.from_numpy(rng.uniform(0.0, 2.0 * np.pi, size=self.n_features))
+        self._statistics = RidgeStatistics(1 + argument_dim + self.n_features)
+
+    def features(self, inputs: np.ndarray, times: np.ndarray) -> th.Tensor:
+        """
+        :param inputs: shape ``(n, d)``
+        :param times: the step within the episode over the horizon, shape ``(n,)``
+        :return: shape ``(n, p)``
+        """
+        assert self._input_statistics is not None, "observe() comes before features()"
+        standardised = (inputs - self._input_statistics.mean) / np.sqrt(self._input_statistics.var + 1e-8)
+        standardised = np.clip(standardised, -self.clip, self.clip)
+        return fourier_features(
+            th.as_tensor(standardised, dtype=th.float64),
+            th.as_tensor(times, dtype=th.float64),
+            self._frequencies,
+            self._phases,
+            self.time_feature,
+        )
+
+    @property
+    def weights(self) -> th.Tensor:
+        """The weights of the regression on all that has been fitted so far, shape ``(p,)``; zero before the first fit."""
+        return ridge_weights(self._statistics.gram, self._statistics.moment, self._statistics.count, self.ridge)
+
+    def fit(self, features: th.Tensor, targets: th.Tensor, folds: th.Tensor) -> th.Tensor:
+        """
+        Forget a little, add a rollout, and return for each fold the weights fitted without it. For a single fold these are the
+        weights of the rollouts before.
+
+        :param features: shape ``(n, p)``
+        :param targets: shape ``(n,)``
+        :param folds: fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
+        :return: shape ``(n_folds, p)``
+        """
+        self._statistics.decay(self.forgetting)
+        return self._statistics.leave_fold_out(features, targets, folds, self.ridge)
+
+    def get_state(self) -> dict[str, Any]:
+        """:return: all that a fit depends on, to be given to :meth:`set_state`"""
+        return {
+            "input_statistics": self._input_statistics,
+            "frequencies": self._frequencies,
+            "phases": self._phases,
+            "statistics": self._statistics,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """
+        :param state: from :meth:`get_state`
+        """
+        self._input_statistics = state["input_statistics"]
+        self._frequencies = state["frequencies"]
+        self._phases = state["phases"]
+        self._statistics = state["statistics"]

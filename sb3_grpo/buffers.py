@@ -1,0 +1,683 @@
+"""
+Group rollout buffers: what turns the rewards of a rollout into advantages.
+
+A buffer stores what :class:`~sb3_grpo.grpo.GRPO` collects, forms the advantages once the rollout is complete, and hands out
+the transitions to train on in minibatches. Every variant overrides one hook:
+
+- :meth:`GroupRolloutBuffer._form_update` for all transitions of a rollout (the kernel baseline);
+- :meth:`CompleteGroupRolloutBuffer._group_advantages` for whole groups of whole trajectories (the four others).
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import BaseBuffer
+from stable_baselines3.common.preprocessing import is_image_space, preprocess_obs
+from stable_baselines3.common.type_aliases import PyTorchObs
+
+from sb3_grpo import functional as F
+from sb3_grpo.baselines import KernelBaseline, predict_by_fold
+
+#: A batch of observations: an array, or one array per key for a Dict space; the first axis counts observations.
+Observations = np.ndarray | dict[str, np.ndarray]
+#: Maps a batch of ``n`` observations to the actor's features, shape ``(n, features_dim)``.
+ActorFeatures = Callable[[Observations], np.ndarray]
+
+
+def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
+    """
+    Apply a function to the array, or to each array of the dict, of one or several batches of observations.
+
+    :param function: of as many arrays as there are batches
+    :param observations: batches of the same observation space
+    :return: what the function returns, under the same keys if observations are dicts
+    """
+    first = observations[0]
+    if isinstance(first, dict):
+        return {key: function(*(batch[key] for batch in observations)) for key in first}
+    return function(*observations)
+
+
+def take_observations(observations: Any, index: Any) -> Any:
+    """
+    :param observations: a batch of observations, arrays or tensors
+    :param index: anything that indexes the first axis
+    :return: the observations chosen
+    """
+    return map_observations(lambda array: array[index], observations)
+
+
+class GroupRolloutBufferSamples(NamedTuple):
+    """
+    A minibatch of ``n`` transitions.
+
+    :param observations: shape ``(n, *obs_shape)``, or a dict of such
+    :param actions: as ``evaluate_actions`` takes them, shape ``(n, action_dim)``, for Discrete ``(n,)``
+    :param old_log_prob: under the policy that sampled the actions, shape ``(n,)``
+    :param advantages: shape ``(n,)``
+    """
+
+    observations: PyTorchObs
+    actions: th.Tensor
+    old_log_prob: th.Tensor
+    advantages: th.Tensor
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """
+    Transitions in one row each, those of an environment one after the other.
+
+    :param observations: shape ``(n, *obs_shape)``, or a dict of such
+    :param actions: shape ``(n, action_dim)``
+    :param rewards: shape ``(n,)``
+    :param log_probs: under the policy that sampled the actions, shape ``(n,)``
+    :param starts: index of the start (see :class:`~sb3_grpo.seeding.StartQueue`) of the trajectory, shape ``(n,)``
+    :param steps: step within the trajectory, shape ``(n,)``
+    :param dones: whether the trajectory ended with this transition, shape ``(n,)``
+    :param rollouts: number of the rollout in which the transition was sampled, shape ``(n,)``
+    """
+
+    observations: Observations
+    actions: np.ndarray
+    rewards: np.ndarray
+    log_probs: np.ndarray
+    starts: np.ndarray
+    steps: np.ndarray
+    dones: np.ndarray
+    rollouts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def take(self, index: np.ndarray) -> "Transitions":
+        """
+        :param index: integers or a mask
+        :return: a copy of the rows chosen
+        """
+        return Transitions(*(take_observations(field, index) for field in vars(self).values()))
+
+    def followed_by(self, other: "Transitions") -> "Transitions":
+        """
+        :param other: transitions of the same spaces
+        :return: both, these first
+        """
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Transitions(*(map_observations(lambda *arrays: np.concatenate(arrays), *pair) for pair in pairs))
+
+
+class GroupRolloutBuffer(BaseBuffer, ABC):
+    """
+    Base of all buffers: storage of a rollout of ``buffer_size * n_envs`` transitions, minibatches of an update.
+
+    :param buffer_size: steps per environment and rollout
+    :param observation_space: observation space
+    :param action_space: action space
+    :param device: PyTorch device of the minibatches
+    :param gae_lambda: lambda of generalized advantage estimation, for the buffers that use it
+    :param gamma: discount factor
+    :param n_envs: number of environments
+    :param group_size: trajectories per group
+    :param horizon: time limit of the environment in steps, ``None`` where it is not known
+    """
+
+    #: Whether :class:`~sb3_grpo.grpo.GRPO` may whiten the advantages (``normalize_advantage``). False for those that compare
+    #: within groups: a shift over the whole update would give tied groups an advantage.
+    whitens: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        device: th.device | str = "auto",
+        gae_lambda: float = 1.0,
+        gamma: float = 0.99,
+        n_envs: int = 1,
+        group_size: int = 2,
+        horizon: int | None = None,
+    ):
+        super().__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        self.gae_lambda = gae_lambda
+        self.gamma = gamma
+        self.group_size = group_size
+        self.horizon = horizon
+        #: Figures on the last rollout, recorded by GRPO under these names.
+        self.metrics: dict[str, float] = {}
+        self._rollout = 0
+        self._elapsed = np.zeros(n_envs, dtype=np.int64)
+        self._update: GroupRolloutBufferSamples | None = None
+        self._allocate()
+
+    def _allocate(self) -> None:
+        # Environments come first: a trajectory is then contiguous, and flattening a full rollout copies nothing
+        shape = (self.n_envs, self.buffer_size)
+        if isinstance(self.observation_space, spaces.Dict):
+            self.observations: Any = {
+                key: np.zeros((*shape, *self.obs_shape[key]), dtype=space.dtype)
+                for key, space in self.observation_space.spaces.items()
+            }
+        else:
+            self.observations = np.zeros((*shape, *self.obs_shape), dtype=self.observation_space.dtype)
+        self.actions = np.zeros((*shape, self.action_dim), dtype=self.action_space.dtype)
+        self.rewards = np.zeros(shape, dtype=np.float32)
+        self.log_probs = np.zeros(shape, dtype=np.float32)
+        self.starts = np.zeros(shape, dtype=np.int64)
+        self.steps = np.zeros(shape, dtype=np.int64)
+        self.dones = np.zeros(shape, dtype=bool)
+
+    @property
+    def n_samples(self) -> int:
+        """Number of transitions in the update that the last rollout gave rise to; zero where there is nothing to train on."""
+        return 0 if self._update is None else len(self._update.advantages)
+
+    def reset(self) -> None:
+        """Get ready for the next rollout."""
+        super().reset()
+        self._update = None
+        self._final_observations: list[tuple[int, int, Any]] = []
+
+    def start_afresh(self) -> None:
+        """All environments are being reset: nothing collected before will be continued."""
+        self._elapsed[:] = 0
+        self.pos = 0
+
+    def add(  # type: ignore[override]
+        self,
+        obs: Observations,
+        action: np.ndarray,
+        reward: np.ndarray,
+        done: np.ndarray,
+        log_prob: th.Tensor,
+        start: np.ndarray,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """
+        Store one step of all environments.
+
+        :param obs: observations in which the actions were chosen, shape ``(n_envs, *obs_shape)`` or a dict of such
+        :param action: as sampled (not clipped), shape ``(n_envs, *action_shape)``
+        :param reward: shape ``(n_envs,)``
+        :param done: whether the episode ended with this step, shape ``(n_envs,)``
+        :param log_prob: of the actions, shape ``(n_envs,)``
+        :param start: index of the start from which each environment's trajectory began, shape ``(n_envs,)``
+        :param infos: as the environments returned them, with ``terminal_observation`` and ``TimeLimit.truncated``
+        """
+
+        def store(storage: np.ndarray, batch: np.ndarray) -> None:
+            storage[:, self.pos] = np.reshape(batch, (self.n_envs, *storage.shape[2:]))
+
+        map_observations(store, self.observations, obs)
+        store(self.actions, action)
+        self.rewards[:, self.pos] = reward
+        self.log_probs[:, self.pos] = log_prob.detach().cpu().numpy().reshape(-1)
+        self.starts[:, self.pos] = start
+        self.steps[:, self.pos] = self._elapsed
+        self.dones[:, self.pos] = done
+        self._elapsed += 1
+        for env in np.flatnonzero(done):
+            self._elapsed[env] = 0
+            if infos[env].get("TimeLimit.truncated", False) and infos[env].get("terminal_observation") is not None:
+                self._final_observations.append((int(env), self.pos, infos[env]["terminal_observation"]))
+        self.pos += 1
+        self.full = self.pos == self.buffer_size
+
+    def finish_rollout(self, last_obs: Observations, actor_features: ActorFeatures) -> None:
+        """
+        Form the update from a full rollout.
+
+        :param last_obs: observations after the last step, shape ``(n_envs, *obs_shape)`` or a dict of such
+        :param actor_features: the actor's features of a batch of observations
+        """
+        self._rollout += 1
+        self.metrics = {}
+        transitions, advantages = self._form_update(self._flatten(self.pos), last_obs, actor_features)
+        self._update = self._to_samples(transitions, advantages)
+
+    @abstractmethod
+    def _form_update(
+        self, rollout: Transitions, last_obs: Observations, actor_features: ActorFeatures
+    ) -> tuple[Transitions, np.ndarray]:
+        """
+        The hook of buffers that judge a rollout as it comes.
+
+        :param rollout: all transitions, environment by environment
+        :param last_obs: see :meth:`finish_rollout`
+        :param actor_features: see :meth:`finish_rollout`
+        :return: the transitions to train on, and their advantages, shape ``(n,)``
+        """
+
+    def _flatten(self, n_steps: int) -> Transitions:
+        def flat(array: np.ndarray) -> np.ndarray:
+            return array[:, :n_steps].reshape(self.n_envs * n_steps, *array.shape[2:])
+
+        return Transitions(
+            observations=map_observations(flat, self.observations),
+            actions=flat(self.actions),
+            rewards=flat(self.rewards),
+            log_probs=flat(self.log_probs),
+            starts=flat(self.starts),
+            steps=flat(self.steps),
+            dones=flat(self.dones),
+            rollouts=np.full(self.n_envs * n_steps, self._rollout, dtype=np.int64),
+        )
+
+    def _to_samples(self, transitions: Transitions, advantages: np.ndarray) -> GroupRolloutBufferSamples:
+        def to_device(array: np.ndarray) -> th.Tensor:
+            return th.as_tensor(array, device=self.device)
+
+        if isinstance(self.action_space, spaces.Discrete):
+            actions = to_device(transitions.actions).long().flatten()
+        else:
+            # Bernoulli's log-probability wants floats, the other distributions take them too
+            actions = to_device(transitions.actions).float()
+        return GroupRolloutBufferSamples(
+            map_observations(to_device, transitions.observations),
+            actions,
+            to_device(transitions.log_probs),
+            to_device(advantages.astype(np.float32)),
+        )
+
+    def whiten_advantages(self) -> None:
+        """Standardise the advantages over the whole update, where the formula leaves their scale open."""
+        if self.whitens and self._update is not None:
+            whitened = F.whiten(self._update.advantages.cpu().numpy()).astype(np.float32)
+            self._update = self._update._replace(advantages=th.as_tensor(whitened, device=self.device))
+
+    def get(self, batch_size: int | None = None) -> Generator[GroupRolloutBufferSamples, None, None]:
+        """
+        One pass over the update in random order.
+
+        :param batch_size: transitions per minibatch, the last may have fewer; ``None`` for a single batch
+        """
+        assert self._update is not None, "finish_rollout() comes before get()"
+        update, n_samples = self._update, self.n_samples
+        permutation = th.as_tensor(np.random.permutation(n_samples), device=self.device)
+        for batch in permutation.split(batch_size or max(n_samples, 1)):
+            yield GroupRolloutBufferSamples(*(take_observations(field, batch) for field in update))
+
+    def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> Any:
+        raise NotImplementedError("A group rollout buffer is read in whole passes: use get().")
+
+    def get_state(self) -> dict[str, Any]:
+        """:return: what has to be saved with a model, to be given to :meth:`set_state`"""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """
+        :param state: from :meth:`get_state` of a buffer of the same class
+        """
+
+
+class KernelRolloutBuffer(GroupRolloutBuffer):
+    """
+    Generalized advantage estimation against a kernel baseline that is fitted in closed form: short name ``kernel``.
+
+    Every rollout gives an update, whether or not episodes end. The baseline learns lambda-returns, and judges no trajectory
+    by a fit to itself: trajectories are dealt into folds, and each fold is judged by the fit to the others (and, through the
+    statistics' memory, to earlier rollouts). With a single trajectory in the rollout that leaves the earlier rollouts alone.
+
+    Its inputs are the observations, flattened and one-hot encoded where they are discrete; for spaces with images the actor's
+    features take their place.
+
+    :param buffer_size: steps per environment and rollout
+    :param observation_space: observation space
+    :param action_space: action space
+    :param device: PyTorch device of the minibatches
+    :param gae_lambda: lambda of the advantages and of the targets of the fit
+    :param gamma: discount factor
+    :param n_envs: number of environments
+    :param group_size: trajectories per group
+    :param horizon: number of steps that counts as one unit of time; ``None`` for the longest trajectory so far, rounded up
+        to a power of two
+    :param n_features: number of random Fourier features
+    :param bandwidth: standard deviation of the random frequencies
+    :param ridge: penalty on the squared weights, per sample
+    :param forgetting: weight that the statistics of earlier rollouts keep
+    :param n_folds: number of folds
+    :param time_feature: whether the baseline depends on the step within the episode
+    """
+
+    whitens = True
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        device: th.device | str = "auto",
+        gae_lambda: float = 0.98,
+        gamma: float = 0.99,
+        n_envs: int = 1,
+        group_size: int = 2,
+        horizon: int | None = None,
+        n_features: int = 128,
+        bandwidth: float = 0.5,
+        ridge: float = 1e-3,
+        forgetting: float = 0.8,
+        n_folds: int = 4,
+        time_feature: bool = True,
+    ):
+        super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs, group_size, horizon)
+        require_at_least("n_features", n_features, 1)
+        require_positive("bandwidth", bandwidth)
+        require_positive("ridge", ridge)
+        require_at_least("n_folds", n_folds, 1)
+        if not 0.0 <= forgetting <= 1.0:
+            raise ValueError(f"`forgetting` is the weight that earlier rollouts keep, from 0.0 to 1.0, not {forgetting!r}.")
+        self.n_folds = n_folds
+        # SB3 has seeded numpy's global generator with the model's seed at this point
+        self.baseline = KernelBaseline(
+            n_features, bandwidth, ridge, forgetting, time_feature, seed=np.random.randint(np.iinfo(np.int32).max)
+        )
+        self._longest = 1
+        parts = observation_space.spaces.values() if isinstance(observation_space, spaces.Dict) else [observation_space]
+        self._has_images = any(is_image_space(part) for part in parts)
+
+    def _form_update(
+        self, rollout: Transitions, last_obs: Observations, actor_features: ActorFeatures
+    ) -> tuple[Transitions, np.ndarray]:
+        encode = actor_features if self._has_images else self._encode
+        time_unit = self._time_unit(rollout.steps)
+        inputs = encode(rollout.observations)
+        self.baseline.observe(inputs)
+        features = self.baseline.features(inputs, rollout.steps / time_unit)
+
+        # Where a time limit or the end of the rollout cut a trajectory, the baseline stands for what would have followed
+        cuts, cut_obs = self._cut_observations(last_obs)
+        cut_features = self.baseline.features(encode(cut_obs), (rollout.steps[cuts] + 1) / time_unit)
+
+        ends = rollout.dones.copy()
+        ends[self.buffer_size - 1 :: self.buffer_size] = True
+        continues = 1.0 - ends
+        rewards = rollout.rewards.astype(np.float64)
+
+        def advantages_against(baseline: np.ndarray, cut_baseline: np.ndarray) -> np.ndarray:
+            next_baseline = np.append(baseline[1:], 0.0) * continues
+            next_baseline[cuts] = cut_baseline
+            return F.generalized_advantages(rewards, baseline, next_baseline, continues, self.gamma, self.gae_lambda)
+
+        earlier = self.baseline.weights
+        prior = (features @ earlier).numpy()
+        targets = prior + advantages_against(prior, (cut_features @ earlier).numpy())
+
+        trajectory = np.cumsum(ends) - ends
+        folds = th.as_tensor(trajectory % self.n_folds)
+        weights = self.baseline.fit(features, th.as_tensor(targets), folds)
+        baseline = predict_by_fold(features, weights, folds).numpy()
+        cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
+        self.metrics["train/explained_variance"] = F.explained_variance(baseline, targets)
+        return rollout, advantages_against(baseline, cut_baseline)
+
+    def _time_unit(self, steps: np.ndarray) -> float:
+        if self.horizon is not None:
+            return float(self.horizon)
+        self._longest = max(self._longest, int(steps.max()) + 1)
+        return float(2 ** np.ceil(np.log2(self._longest)))
+
+    def _cut_observations(self, last_obs: Observations) -> tuple[np.ndarray, Observations]:
+        """
+        :param last_obs: observations after the last step, first axis environments
+        :return: the rows (in the flat rollout) after which a trajectory went on unseen, and the observations there
+        """
+        running = np.flatnonzero(~self.dones[:, -1])
+        cuts = [env * self.buffer_size + pos for env, pos, _ in self._final_observations]
+        cuts += [int(env) * self.buffer_size + self.buffer_size - 1 for env in running]
+        final = [obs for _, _, obs in self._final_observations]
+        final += [take_observations(last_obs, env) for env in running]
+        if not cuts:
+            return np.empty(0, dtype=np.int64), take_observations(last_obs, slice(0))
+        return np.array(cuts, dtype=np.int64), map_observations(lambda *arrays: np.stack(arrays), *final)
+
+    def _encode(self, observations: Observations) -> np.ndarray:
+        tensors = map_observations(th.as_tensor, observations)
+        encoded = preprocess_obs(tensors, self.observation_space, normalize_images=False)
+        parts = list(encoded.values()) if isinstance(encoded, dict) else [encoded]
+        return th.cat([part.flatten(start_dim=1).double() for part in parts], dim=1).numpy()
+
+    def get_state(self) -> dict[str, Any]:
+        return {"baseline": self.baseline.get_state(), "longest": self._longest}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.baseline.set_state(state["baseline"])
+        self._longest = state["longest"]
+
+
+class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
+    """
+    Base of the buffers that judge whole trajectories, and so train on a trajectory once its whole group has ended.
+
+    Transitions of unfinished groups wait, across rollouts, with the log-probabilities they were sampled with. Each enters
+    exactly one update; a rollout in which no group was completed makes none. When all environments are reset from outside
+    (a new ``learn``, a loaded model) trajectories in flight end unseen, and the transitions of their groups are dropped.
+
+    :param buffer_size: steps per environment and rollout
+    :param observation_space: observation space
+    :param action_space: action space
+    :param device: PyTorch device of the minibatches
+    :param gae_lambda: not used, trajectories are judged whole
+    :param gamma: discount factor
+    :param n_envs: number of environments
+    :param group_size: trajectories per group
+    :param horizon: time limit of the environment in steps, ``None`` where it is not known
+    :param scale: by what the differences within a group are divided, see :func:`~sb3_grpo.functional.rescale`
+    :param max_waiting: transitions that may wait before the oldest groups are dropped; ``None`` for 16 rollouts, but at least
+        20,000 and enough for the episodes of a known ``horizon``
+    """
+
+    default_scale: ClassVar[F.Scale] = "group"
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        device: th.device | str = "auto",
+        gae_lambda: float = 1.0,
+        gamma: float = 0.99,
+        n_envs: int = 1,
+        group_size: int = 2,
+        horizon: int | None = None,
+        scale: F.Scale | None = None,
+        max_waiting: int | None = None,
+    ):
+        super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs, group_size, horizon)
+        if scale not in (None, "group", "batch", "none"):
+            raise ValueError(f"`scale` must be 'group', 'batch' or 'none', not {scale!r}.")
+        if max_waiting is not None:
+            require_at_least("max_waiting", max_waiting, 1)
+        self.scale: F.Scale = scale or self.default_scale
+        longest_wait = 2 * (horizon or 0) * (group_size + n_envs)
+        self.max_waiting = max_waiting or max(16 * buffer_size * n_envs, 20_000, longest_wait)
+        self.dropped = 0
+        self._waiting: Transitions | None = None
+        self._first_live_group = 0
+        self._warned_of_dropping = False
+
+    def reset(self) -> None:
+        if 0 < self.pos < self.buffer_size:
+            # The last rollout was stopped half-way: its trajectories go on, so their beginnings must be kept
+            self._waiting = self._waiting_and(self._flatten(self.pos))
+        super().reset()
+
+    def start_afresh(self) -> None:
+        super().start_afresh()
+        if self._waiting is not None:
+            self.dropped += len(self._waiting)
+            self._waiting = None
+
+    def _waiting_and(self, rollout: Transitions) -> Transitions:
+        rollout = rollout.take(rollout.starts // self.group_size >= self._first_live_group)
+        return rollout if self._waiting is None else self._waiting.followed_by(rollout)
+
+    def _form_update(
+        self, rollout: Transitions, last_obs: Observations, actor_features: ActorFeatures
+    ) -> tuple[Transitions, np.ndarray]:
+        collected = self._waiting_and(rollout)
+        groups = collected.starts // self.group_size
+        ended, n_ended = np.unique(groups[collected.dones], return_counts=True)
+        complete = np.isin(groups, ended[n_ended == self.group_size])
+
+        self._waiting = self._bounded(collected.take(~complete))
+        update = collected.take(complete)
+        update = update.take(np.lexsort((update.steps, update.starts)))
+        age = self._rollout - self._waiting.rollouts
+        self.metrics.update(
+            {
+                "rollout/groups_completed": float((n_ended == self.group_size).sum()),
+                "rollout/transitions_waiting": float(len(self._waiting)),
+                "rollout/transitions_waiting_age": float(age.max()) if len(age) else 0.0,
+                "rollout/transitions_dropped": float(self.dropped),
+            }
+        )
+        if len(update) == 0:
+            return update, np.empty(0)
+        lengths = update.steps[update.dones] + 1
+        labels = np.unique(update.starts[update.dones] // self.group_size, return_inverse=True)[1]
+        advantages = self._group_advantages(update.rewards.astype(np.float64), lengths, labels)
+        tied = F.sum_by_label(np.abs(advantages), np.repeat(labels, lengths)) == 0.0
+        self.metrics["rollout/groups_tied"] = float(tied.mean())
+        return update, advantages
+
+    def _bounded(self, waiting: Transitions) -> Transitions:
+        """
+        :param waiting: transitions of unfinished groups
+        :return: no more than ``max_waiting`` of them, those of the groups that began last
+        """
+        if len(waiting) <= self.max_waiting:
+            return waiting
+        groups = waiting.starts // self.group_size
+        labels, counts = np.unique(groups, return_counts=True)
+        fits = np.cumsum(counts[::-1])[::-1] <= self.max_waiting
+        self._first_live_group = int(labels[fits][0] if fits.any() else labels[-1] + 1)
+        kept = waiting.take(groups >= self._first_live_group)
+        self.dropped += len(waiting) - len(kept)
+        if not self._warned_of_dropping:
+            self._warned_of_dropping = True
+            warnings.warn(
+                f"{len(waiting)} transitions wait for their groups of {self.group_size} trajectories to end, more than the "
+                f"{self.max_waiting} that may wait: the oldest groups are dropped, and nothing is learned from them. Episodes "
+                "that never end, or hardly ever, cannot be judged whole. Give the environment a time limit "
+                "(`gymnasium.make(..., max_episode_steps=...)`), use `rollout_buffer_class='kernel'`, which needs no ends, "
+                "or, if the episodes are merely long, allow more with `rollout_buffer_kwargs=dict(max_waiting=...)`.",
+                stacklevel=2,
+            )
+        return kept
+
+    @abstractmethod
+    def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """
+        The hook of buffers that judge whole groups.
+
+        :param rewards: of all steps, trajectory by trajectory, shape ``(n,)``
+        :param lengths: transitions of each trajectory, shape ``(m,)``
+        :param groups: group of each trajectory, integers from 0 on, each with ``group_size`` members, shape ``(m,)``
+        :return: advantages, shape ``(n,)``
+        """
+
+
+class OutcomeRolloutBuffer(CompleteGroupRolloutBuffer):
+    """
+    Each trajectory is judged by its reward sum against its group's: short name ``outcome``, see
+    :func:`~sb3_grpo.functional.outcome_advantages`.
+
+    :param args: see :class:`CompleteGroupRolloutBuffer`
+    :param leave_one_out: compare each member with the others instead of with all (RLOO)
+    :param kwargs: see :class:`CompleteGroupRolloutBuffer`
+    """
+
+    def __init__(self, *args: Any, leave_one_out: bool = False, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.leave_one_out = leave_one_out
+
+    def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        return F.outcome_advantages(rewards, lengths, groups, self.scale, self.leave_one_out)
+
+
+class ProcessRolloutBuffer(CompleteGroupRolloutBuffer):
+    """
+    Each step is judged by the normalised rewards from it on: short name ``process``, see
+    :func:`~sb3_grpo.functional.process_advantages`. It learns nothing from a constant reward.
+    """
+
+    def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        return F.process_advantages(rewards, lengths, groups, self.scale)
+
+
+class ReturnToGoRolloutBuffer(CompleteGroupRolloutBuffer):
+    """
+    Each step is judged by its return-to-go against all of the group's: short name ``return_to_go``, see
+    :func:`~sb3_grpo.functional.return_to_go_advantages`.
+    """
+
+    def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        return F.return_to_go_advantages(rewards, lengths, groups, self.gamma, self.scale)
+
+
+class StepwiseRolloutBuffer(CompleteGroupRolloutBuffer):
+    """
+    Each step is judged by its return-to-go against those of the other members at the same step: short name ``stepwise``, see
+    :func:`~sb3_grpo.functional.stepwise_advantages`.
+    """
+
+    default_scale = "batch"
+
+    def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        self.metrics["rollout/steps_without_peer"] = float(F.count_steps_without_peer(lengths, groups))
+        return F.stepwise_advantages(rewards, lengths, groups, self.gamma, self.scale)
+
+
+BUFFERS: dict[str, type[GroupRolloutBuffer]] = {
+    "kernel": KernelRolloutBuffer,
+    "outcome": OutcomeRolloutBuffer,
+    "process": ProcessRolloutBuffer,
+    "return_to_go": ReturnToGoRolloutBuffer,
+    "stepwise": StepwiseRolloutBuffer,
+}
+
+
+def resolve_buffer_class(buffer: str | type[GroupRolloutBuffer] | None) -> type[GroupRolloutBuffer]:
+    """
+    :param buffer: a buffer class, the short name of one, or ``None`` for the default (``kernel``)
+    :return: the class
+    :raises ValueError: if there is no buffer of that name, or the class is not a :class:`GroupRolloutBuffer`
+    """
+    if buffer is None:
+        return KernelRolloutBuffer
+    if isinstance(buffer, str):
+        if buffer not in BUFFERS:
+            raise ValueError(f"There is no rollout buffer {buffer!r}: `rollout_buffer_class` is one of {', '.join(BUFFERS)}.")
+        return BUFFERS[buffer]
+    if not (isinstance(buffer, type) and issubclass(buffer, GroupRolloutBuffer)):
+        raise ValueError(
+            f"`rollout_buffer_class` is {buffer!r}: pass one of {', '.join(BUFFERS)}, or a subclass of "
+            "`sb3_grpo.buffers.GroupRolloutBuffer` (SB3's own rollout buffers need a critic)."
+        )
+    return buffer
+
+
+def require_at_least(name: str, value: Any, smallest: int) -> None:
+    """
+    :param name: of the argument
+    :param value: what came
+    :param smallest: least integer accepted
+    :raises ValueError: if the value is not an integer of at least that
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < smallest:
+        raise ValueError(f"`{name}` must be an integer of at least {smallest}, not {value!r}.")
+
+
+def require_positive(name: str, value: Any) -> None:
+    """
+    :param name: of the argument
+    :param value: what came
+    :raises ValueError: if the value is not a positive, finite number
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 < float(value) < np.inf:
+        raise ValueError(f"`{name}` must be a positive number, not {value!r}.")

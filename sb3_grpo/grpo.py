@@ -1,0 +1,607 @@
+"""The algorithm: Group Relative Policy Optimization on Stable-Baselines3's ``OnPolicyAlgorithm``."""
+
+import io
+import pathlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.base_class import maybe_make_env
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
+from stable_baselines3.common.utils import FloatSchedule, obs_as_tensor
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_grpo import functional as F
+from sb3_grpo.buffers import (
+    GroupRolloutBuffer,
+    GroupRolloutBufferSamples,
+    Observations,
+    require_at_least,
+    require_positive,
+    resolve_buffer_class,
+    take_observations,
+)
+from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_grpo.seeding import StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+
+SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
+
+#: Transitions per rollout that ``n_steps=None`` aims at.
+DEFAULT_ROLLOUT_SIZE = 2048
+#: Observations encoded at a time when a baseline asks for the actor's features.
+ENCODING_BATCH = 1024
+
+
+class MinibatchLoss(NamedTuple):
+    """
+    The loss of one minibatch and what is logged about it, all scalars.
+
+    :param loss: what is minimised
+    :param policy_gradient_loss: mean of the clipped surrogate
+    :param entropy_loss: minus the mean entropy
+    :param kl_loss: mean KL divergence to the reference, zero without one
+    :param approx_kl: estimate of the KL divergence from the policy that sampled
+    :param clip_fraction: fraction of transitions whose ratio lies outside the clip range
+    """
+
+    loss: th.Tensor
+    policy_gradient_loss: th.Tensor
+    entropy_loss: th.Tensor
+    kl_loss: th.Tensor
+    approx_kl: th.Tensor
+    clip_fraction: th.Tensor
+
+
+class GRPO(OnPolicyAlgorithm):
+    """
+    Group Relative Policy Optimization (GRPO): PPO's clipped surrogate without a critic.
+
+    Advantages come from comparing trajectories that start alike: a *group* is ``group_size`` trajectories whose environments
+    were reset with the same seed. How they are compared is the rollout buffer's business; the default, ``kernel``, compares
+    with a baseline fitted in closed form, and the others are the estimators of the literature.
+
+    Paper: DeepSeekMath, https://arxiv.org/abs/2402.03300
+
+    :param policy: the policy (``MlpPolicy``, ``CnnPolicy``, ``MultiInputPolicy``, or a subclass of
+        :class:`~sb3_grpo.policies.ActorPolicy`)
+    :param env: the environment to learn from (if registered in Gymnasium, can be its name)
+    :param learning_rate: learning rate, a number or a function of the progress remaining (from 1 to 0)
+    :param n_steps: steps per environment and rollout; a rollout holds ``n_steps * n_envs`` transitions. ``None`` chooses it
+        so that this is 2048, or as near below as the number of environments allows
+    :param batch_size: minibatch size
+    :param n_epochs: passes over the transitions of an update
+    :param gamma: discount factor
+    :param gae_lambda: lambda of generalized advantage estimation, and of the targets of the kernel baseline; buffers that
+        judge whole trajectories do not use it
+    :param clip_range: clipping parameter of the surrogate, a number or a function of the progress remaining (from 1 to 0)
+    :param normalize_advantage: whether to shift and scale the advantages of an update to zero mean and unit variance. This
+        concerns the ``kernel`` buffer; those that compare within groups have their own ``scale``
+    :param ent_coef: coefficient of the entropy bonus
+    :param max_grad_norm: maximum norm of the gradient
+    :param group_size: trajectories per group, at least 2
+    :param share_starts: whether the members of a group start from the same initial state; if not, environments are reset as
+        in PPO and groups are merely trajectories that began one after the other
+    :param kl_coef: coefficient of the penalty KL(pi || reference), averaged over transitions
+    :param kl_reference: the reference policy: ``"old"``, the policy at the start of the update; ``"initial"``, the policy
+        when it was first needed; or an integer ``k``, the policy of at most ``k`` updates ago (it is renewed every ``k``
+        updates)
+    :param kl_estimator: ``"exact"``, the closed form; or ``"k1"``, ``"k2"``, ``"k3"``, estimates from the actions taken, see
+        :mod:`sb3_grpo.functional`
+    :param use_sde: whether to use generalized State Dependent Exploration (gSDE) instead of action noise exploration
+    :param sde_sample_freq: sample a new noise matrix every n steps when using gSDE; -1 for once a rollout
+    :param rollout_buffer_class: ``"kernel"``, ``"outcome"``, ``"process"``, ``"return_to_go"``, ``"stepwise"``, or a subclass
+        of :class:`~sb3_grpo.buffers.GroupRolloutBuffer`
+    :param rollout_buffer_kwargs: keyword arguments of the rollout buffer
+    :param target_kl: an update stops early once the approximate KL divergence from the policy that sampled exceeds 1.5 times
+        this
+    :param stats_window_size: number of episodes over which the rollout logging averages
+    :param tensorboard_log: the log location for TensorBoard (if None, no logging)
+    :param policy_kwargs: additional arguments to be passed to the policy on creation
+    :param verbose: 0 for no output, 1 for info messages, 2 for debug messages
+    :param seed: seed for the pseudo random generators and for the starts of the environments
+    :param device: device on which the code should run
+    :param _init_setup_model: whether or not to build the network at the creation of the instance
+    :raises ValueError: if an argument is out of range, or does not fit the environment
+    """
+
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
+        "MlpPolicy": MlpPolicy,
+        "CnnPolicy": CnnPolicy,
+        "MultiInputPolicy": MultiInputPolicy,
+    }
+
+    policy: ActorPolicy  # type: ignore[assignment]
+    rollout_buffer: GroupRolloutBuffer  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        policy: str | type[ActorPolicy],
+        env: GymEnv | str | None,
+        learning_rate: float | Schedule = 3e-4,
+        n_steps: int | None = None,
+        batch_size: int = 64,
+        n_epochs: int = 10,
+        gamma: float = 0.99,
+        gae_lambda: float = 0.98,
+        clip_range: float | Schedule = 0.2,
+        normalize_advantage: bool = True,
+        ent_coef: float = 0.0,
+        max_grad_norm: float = 0.5,
+        group_size: int = 2,
+        share_starts: bool = True,
+        kl_coef: float = 0.0,
+        kl_reference: Literal["old", "initial"] | int = "initial",
+        kl_estimator: F.KLEstimator = "exact",
+        use_sde: bool = False,
+        sde_sample_freq: int = -1,
+        rollout_buffer_class: str | type[GroupRolloutBuffer] | None = "kernel",
+        rollout_buffer_kwargs: dict[str, Any] | None = None,
+        target_kl: float | None = None,
+        stats_window_size: int = 100,
+        tensorboard_log: str | None = None,
+        policy_kwargs: dict[str, Any] | None = None,
+        verbose: int = 0,
+        seed: int | None = None,
+        device: th.device | str = "auto",
+        _init_setup_model: bool = True,
+    ):
+        if env is not None:
+            env = maybe_make_env(env, verbose)
+            _check_spaces(env.observation_space, env.action_space)
+        super().__init__(
+            policy,  # type: ignore[arg-type]
+            env,  # type: ignore[arg-type]
+            learning_rate=learning_rate,
+            n_steps=n_steps,  # type: ignore[arg-type]
+            gamma=gamma,
+            gae_lambda=gae_lambda,
+            ent_coef=ent_coef,
+            vf_coef=0.0,  # there is no critic
+            max_grad_norm=max_grad_norm,
+            use_sde=use_sde,
+            sde_sample_freq=sde_sample_freq,
+            rollout_buffer_class=resolve_buffer_class(rollout_buffer_class),  # type: ignore[arg-type]
+            rollout_buffer_kwargs=rollout_buffer_kwargs,
+            stats_window_size=stats_window_size,
+            tensorboard_log=tensorboard_log,
+            policy_kwargs=policy_kwargs,
+            verbose=verbose,
+            device=device,
+            seed=seed,
+            _init_setup_model=False,
+        )
+        del self.vf_coef
+        self.batch_size = batch_size
+        self.n_epochs = n_epochs
+        self.clip_range = clip_range
+        self.normalize_advantage = normalize_advantage
+        self.group_size = group_size
+        self.share_starts = share_starts
+        self.kl_coef = kl_coef
+        self.kl_reference = kl_reference
+        self.kl_estimator = kl_estimator
+        self.target_kl = target_kl
+
+        self.start_queue: StartQueue | None = None
+        #: The policy that the KL penalty refers to, from the first update that needs it.
+        self.kl_reference_policy: ActorPolicy | None = None
+        #: Updates since the reference was last renewed; ``None`` while there is no reference.
+        self._kl_reference_age: int | None = None
+        self._rollout_buffer_state: dict[str, Any] | None = None
+
+        if _init_setup_model:
+            self._setup_model()
+
+    # --- setting up ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+        return insert_seeded_vec_env(OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper))
+
+    def _setup_model(self) -> None:
+        self.rollout_buffer_class = resolve_buffer_class(self.rollout_buffer_class)  # type: ignore[assignment, arg-type]
+        if self.n_steps is None:
+            self.n_steps = max(DEFAULT_ROLLOUT_SIZE // self.n_envs, 1)
+        self._check_arguments()
+        self.clip_range = FloatSchedule(self.clip_range)
+
+        start_queue = self.start_queue
+        user_kwargs = self.rollout_buffer_kwargs
+        self.rollout_buffer_kwargs = {"group_size": self.group_size, "horizon": self._time_limit(), **user_kwargs}
+        try:
+            super()._setup_model()
+        finally:
+            self.rollout_buffer_kwargs = user_kwargs
+        # Seeding the model has made a new queue; one that came with a saved model goes on instead
+        if start_queue is not None and start_queue.group_size == self.group_size:
+            self.start_queue = start_queue
+        elif self.start_queue is None:
+            self.start_queue = StartQueue(self.group_size)
+        if self._rollout_buffer_state is not None:
+            self.rollout_buffer.set_state(self._rollout_buffer_state)
+            self._rollout_buffer_state = None
+        if self._kl_reference_age is not None:
+            # A saved model has a reference: make the module into which it is about to be loaded
+            self.kl_reference_policy = self._twin_of_policy()
+
+    def _check_arguments(self) -> None:
+        require_at_least("group_size", self.group_size, 2)
+        require_at_least("n_steps", self.n_steps, 1)
+        require_at_least("batch_size", self.batch_size, 1)
+        require_at_least("n_epochs", self.n_epochs, 1)
+        if self.n_steps * self.n_envs < 2:
+            raise ValueError(
+                f"A rollout of n_steps * n_envs = {self.n_steps} * {self.n_envs} transitions leaves nothing to compare: pass "
+                "`n_steps` of at least 2, or more environments."
+            )
+        if not isinstance(self.clip_range, FloatSchedule) and not callable(self.clip_range):
+            require_positive("clip_range", self.clip_range)
+        if self.kl_estimator not in ("exact", *F.KL_ESTIMATORS):
+            raise ValueError(f"`kl_estimator` must be 'exact', 'k1', 'k2' or 'k3', not {self.kl_estimator!r}.")
+        if isinstance(self.kl_reference, str):
+            if self.kl_reference not in ("old", "initial"):
+                raise ValueError(
+                    "`kl_reference` must be 'old', 'initial' or the number of updates after which it is renewed, "
+                    f"not {self.kl_reference!r}."
+                )
+        else:
+            require_at_least("kl_reference", self.kl_reference, 1)
+        if self.kl_coef < 0:
+            raise ValueError(f"`kl_coef` must not be negative, it is {self.kl_coef!r}.")
+
+    def _time_limit(self) -> int | None:
+        """The time limit of the environments in steps, ``None`` where it is unknown."""
+        # The attribute of gymnasium's TimeLimit, rather than `spec`, which not every worker process can send
+        if self.env is None or not self.env.has_attr("_max_episode_steps"):
+            return None
+        limits = self.env.get_attr("_max_episode_steps")
+        return None if None in limits else max(limits)
+
+    def _maybe_recommend_cpu(self, mlp_class_name: str = "ActorPolicy") -> None:
+        super()._maybe_recommend_cpu(mlp_class_name)
+
+    def set_random_seed(self, seed: int | None = None) -> None:
+        super().set_random_seed(seed)
+        if seed is not None:
+            self.start_queue = StartQueue(self.group_size, seed)
+
+    # --- collecting ---------------------------------------------------------------------------------------------------
+
+    def _setup_learn(
+        self,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        reset_num_timesteps: bool = True,
+        tb_log_name: str = "run",
+        progress_bar: bool = False,
+    ) -> tuple[int, BaseCallback]:
+        if self.env is not None and find_seeded_vec_env(self.env).stepped_while_detached:
+            # An evaluation on the training environment, say, has left it in another state than the one to continue from
+            self._last_obs = None
+        is_reset = reset_num_timesteps or self._last_obs is None
+        result = super()._setup_learn(total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar)
+        if is_reset:
+            self.rollout_buffer.start_afresh()
+        return result
+
+    @contextmanager
+    def _seeded_starts(self) -> Iterator[None]:
+        """Hand out starts while learning, and only then: an evaluation on the same environment gets starts of its own."""
+        assert self.env is not None and self.start_queue is not None
+        seeded_env = find_seeded_vec_env(self.env)
+        seeded_env.attach(self.start_queue, self.share_starts)
+        try:
+            yield
+        finally:
+            seeded_env.detach()
+
+    def collect_rollouts(
+        self,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: GroupRolloutBuffer,  # type: ignore[override]
+        n_rollout_steps: int,
+    ) -> bool:
+        """
+        Collect ``n_rollout_steps`` steps of each environment, and form the advantages.
+
+        :param env: the training environment
+        :param callback: called at every step, and at the beginning and end of the rollout
+        :param rollout_buffer: buffer to fill
+        :param n_rollout_steps: steps per environment
+        :return: False if the callback asked to stop; the step it stopped at is kept
+        :raises ValueError: if an observation or a reward is not finite
+        """
+        assert self._last_obs is not None, "No previous observation was provided"
+        seeded_env = find_seeded_vec_env(env)
+        # Switch to eval mode (this affects batch norm / dropout)
+        self.policy.set_training_mode(False)
+
+        n_steps = 0
+        rollout_buffer.reset()
+        if self.use_sde:
+            self.policy.reset_noise(env.num_envs)
+
+        callback.on_rollout_start()
+
+        while n_steps < n_rollout_steps:
+            if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
+                self.policy.reset_noise(env.num_envs)
+
+            with th.no_grad():
+                obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
+                actions, log_probs = self.policy(obs_tensor)
+            actions = actions.cpu().numpy()
+            clipped_actions = self._within_bounds(actions)
+
+            start_indices = seeded_env.start_indices.copy()  # a step ends trajectories and begins others
+            new_obs, rewards, dones, infos = env.step(clipped_actions)
+            _check_finite("observation", new_obs, self.num_timesteps)
+            _check_finite("reward", rewards, self.num_timesteps)
+
+            self.num_timesteps += env.num_envs
+
+            # Give access to local variables
+            callback.update_locals(locals())
+            continue_training = callback.on_step()
+
+            self._update_info_buffer(infos, dones)
+            n_steps += 1
+            rollout_buffer.add(
+                self._last_obs, actions, rewards, dones, log_probs, start_indices, infos  # type: ignore[arg-type]
+            )
+            self._last_obs = new_obs  # type: ignore[assignment]
+            self._last_episode_starts = dones
+            if not continue_training:
+                return False
+
+        rollout_buffer.finish_rollout(new_obs, self._actor_features)  # type: ignore[arg-type]
+        if self.normalize_advantage:
+            rollout_buffer.whiten_advantages()
+        self._log_rollout(seeded_env.mismatches)
+
+        callback.update_locals(locals())
+        callback.on_rollout_end()
+        return True
+
+    def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
+        """
+        :param actions: as sampled, shape ``(n_envs, *action_shape)``
+        :return: as the environments take them
+        """
+        if not isinstance(self.action_space, spaces.Box):
+            return actions
+        if self.policy.squash_output:
+            return self.policy.unscale_action(actions)
+        return np.clip(actions, self.action_space.low, self.action_space.high)
+
+    def _actor_features(self, observations: Observations) -> np.ndarray:
+        """
+        :param observations: a batch of ``n``
+        :return: the actor's features, shape ``(n, features_dim)``
+        """
+        n_observations = len(next(iter(observations.values())) if isinstance(observations, dict) else observations)
+        features = []
+        for first in range(0, n_observations, ENCODING_BATCH):
+            batch = take_observations(observations, slice(first, first + ENCODING_BATCH))
+            with th.no_grad():
+                features.append(
+                    self.policy.extract_features(obs_as_tensor(batch, self.device), self.policy.features_extractor)
+                )
+        return th.cat(features).double().cpu().numpy()
+
+    def _log_rollout(self, start_mismatches: int) -> None:
+        for name, value in self.rollout_buffer.metrics.items():
+            self.logger.record(name, value)
+        if self.share_starts:
+            self.logger.record("rollout/start_mismatches", start_mismatches)
+
+    # --- updating -----------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Update the policy with the transitions that the rollout buffer holds; without any, leave it as it is."""
+        self._update_learning_rate(self.policy.optimizer)
+        if self.rollout_buffer.n_samples == 0:
+            return
+        # Switch to train mode (this affects batch norm / dropout)
+        self.policy.set_training_mode(True)
+        clip_range = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
+        self._renew_kl_reference()
+
+        minibatches: list[th.Tensor] = []
+        for epoch in range(self.n_epochs):
+            first_of_epoch = len(minibatches)
+            stopped_early = False
+            for rollout_data in self.rollout_buffer.get(self.batch_size):
+                losses = self._minibatch_loss(rollout_data, clip_range)
+                minibatches.append(th.stack(losses).detach())
+                stopped_early = self.target_kl is not None and losses.approx_kl.item() > 1.5 * self.target_kl
+                if stopped_early:
+                    if self.verbose >= 1:
+                        print(f"Early stopping at step {epoch} due to reaching max kl: {losses.approx_kl.item():.2f}")
+                    break
+                self.policy.optimizer.zero_grad()
+                losses.loss.backward()
+                th.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+                self.policy.optimizer.step()
+            self._n_updates += 1
+            if stopped_early:
+                break
+
+        self._log_update(th.stack(minibatches), first_of_epoch, clip_range)
+
+    def _minibatch_loss(self, rollout_data: GroupRolloutBufferSamples, clip_range: float) -> MinibatchLoss:
+        """
+        :param rollout_data: a minibatch
+        :param clip_range: current clip range
+        :return: the loss and its parts
+        """
+        log_prob, entropy = self.policy.evaluate_actions(rollout_data.observations, rollout_data.actions)
+        surrogate = F.clipped_surrogate(log_prob, rollout_data.old_log_prob, rollout_data.advantages, clip_range)
+        policy_gradient_loss = surrogate.loss.mean()
+        # Without a closed form the negative log-probability estimates the entropy
+        entropy_loss = log_prob.mean() if entropy is None else -entropy.mean()
+        kl_loss = self._kl_to_reference(rollout_data, log_prob).mean() if self.kl_coef > 0 else th.zeros_like(entropy_loss)
+        loss = policy_gradient_loss + self.ent_coef * entropy_loss + self.kl_coef * kl_loss
+        with th.no_grad():
+            # KL(pi_old || pi): the actions come from pi_old, which makes it the first argument
+            approx_kl = F.k3(rollout_data.old_log_prob, log_prob).mean()
+        return MinibatchLoss(loss, policy_gradient_loss, entropy_loss, kl_loss, approx_kl, surrogate.clipped.mean())
+
+    def _kl_to_reference(self, rollout_data: GroupRolloutBufferSamples, log_prob: th.Tensor) -> th.Tensor:
+        """
+        :param rollout_data: a minibatch of ``n`` transitions
+        :param log_prob: of its actions, shape ``(n,)``
+        :return: KL(pi || reference) or its estimate, shape ``(n,)``
+        """
+        if self.kl_estimator != "exact" and self.kl_reference == "old":
+            # The policy that sampled has left its log-probabilities: no second pass is needed
+            return F.KL_ESTIMATORS[self.kl_estimator](log_prob, rollout_data.old_log_prob)
+        assert self.kl_reference_policy is not None
+        with th.no_grad():
+            reference = self.kl_reference_policy.get_distribution(rollout_data.observations)
+        if self.kl_estimator == "exact":
+            return F.exact_kl(self.policy.get_distribution(rollout_data.observations), reference)
+        return F.KL_ESTIMATORS[self.kl_estimator](log_prob, reference.log_prob(rollout_data.actions))
+
+    def _renew_kl_reference(self) -> None:
+        """Take the current policy as the KL reference where it is due."""
+        if self.kl_coef == 0:
+            return
+        if self.kl_reference_policy is None or self._kl_reference_age is None:
+            self.kl_reference_policy = self._twin_of_policy()
+            self._kl_reference_age = 0
+        lifetime = (
+            {"old": 1, "initial": np.inf}[self.kl_reference] if isinstance(self.kl_reference, str) else self.kl_reference
+        )
+        if self._kl_reference_age >= lifetime:
+            self.kl_reference_policy.load_state_dict(self.policy.state_dict())
+            self._kl_reference_age = 0
+        self._kl_reference_age += 1
+
+    def _twin_of_policy(self) -> ActorPolicy:
+        """:return: a frozen policy with the weights of the current one"""
+        # Not deepcopy: SB3's distributions hold tensors of the last backward pass, which cannot be copied
+        with th.random.fork_rng(devices=[]):
+            twin = self.policy_class(
+                self.observation_space, self.action_space, self.lr_schedule, use_sde=self.use_sde, **self.policy_kwargs
+            ).to(self.device)
+        twin.load_state_dict(self.policy.state_dict())
+        twin.requires_grad_(False)
+        twin.set_training_mode(False)
+        return twin  # type: ignore[return-value]
+
+    def _log_update(self, minibatches: th.Tensor, first_of_last_epoch: int, clip_range: float) -> None:
+        """
+        :param minibatches: one row per minibatch, one column per field of :class:`MinibatchLoss`
+        :param first_of_last_epoch: row at which the last epoch begins
+        :param clip_range: current clip range
+        """
+        means = MinibatchLoss(*minibatches.mean(dim=0).cpu())
+        last_epoch = MinibatchLoss(*minibatches[first_of_last_epoch:].mean(dim=0).cpu())
+        self.logger.record("train/entropy_loss", means.entropy_loss.item())
+        self.logger.record("train/policy_gradient_loss", means.policy_gradient_loss.item())
+        self.logger.record("train/approx_kl", last_epoch.approx_kl.item())
+        self.logger.record("train/clip_fraction", means.clip_fraction.item())
+        self.logger.record("train/loss", minibatches[-1, 0].item())
+        if self.kl_coef > 0:
+            self.logger.record("train/kl_loss", means.kl_loss.item())
+        if hasattr(self.policy, "log_std"):
+            self.logger.record("train/std", th.exp(self.policy.log_std).mean().item())
+        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
+        self.logger.record("train/clip_range", clip_range)
+
+    def learn(
+        self: SelfGRPO,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        log_interval: int = 1,
+        tb_log_name: str = "GRPO",
+        reset_num_timesteps: bool = True,
+        progress_bar: bool = False,
+    ) -> SelfGRPO:
+        with self._seeded_starts():
+            return super().learn(
+                total_timesteps=total_timesteps,
+                callback=callback,
+                log_interval=log_interval,
+                tb_log_name=tb_log_name,
+                reset_num_timesteps=reset_num_timesteps,
+                progress_bar=progress_bar,
+            )
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | pathlib.Path | io.BufferedIOBase,
+        exclude: Iterable[str] | None = None,
+        include: Iterable[str] | None = None,
+    ) -> None:
+        """
+        Save the model in a zip-file, with what belongs to it beside the weights: the kernel baseline, the KL reference, the
+        start queue. Transitions that wait for their group are not saved: a loaded model begins with a reset of its
+        environments.
+
+        :param path: path to the file, or a file-like object
+        :param exclude: names of attributes not to save
+        :param include: names of attributes to save that are left out by default
+        """
+        self._rollout_buffer_state = self.rollout_buffer.get_state()
+        try:
+            super().save(path, exclude, include)
+        finally:
+            self._rollout_buffer_state = None
+
+    def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
+        state_dicts, tensors = super()._get_torch_save_params()
+        if self.kl_reference_policy is not None:
+            state_dicts = [*state_dicts, "kl_reference_policy"]
+        return state_dicts, tensors
+
+
+def _check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -> None:
+    """
+    :param observation_space: of the environment
+    :param action_space: of the environment
+    :raises ValueError: if GRPO has no policy for these spaces
+    """
+    supported = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    if not isinstance(action_space, supported):
+        raise ValueError(f"GRPO takes Box, Discrete, MultiDiscrete and MultiBinary action spaces, not {action_space}.")
+    if isinstance(action_space, spaces.Box) and not action_space.is_bounded():
+        raise ValueError(
+            f"The action space {action_space} has no finite bounds: give the environment a bounded one, as policies clip to it."
+        )
+    parts = observation_space.spaces if isinstance(observation_space, spaces.Dict) else {"": observation_space}
+    for key, part in parts.items():
+        where = f" under {key!r}" if key else ""
+        if not isinstance(part, supported):
+            raise ValueError(
+                f"GRPO takes Box, Discrete, MultiDiscrete and MultiBinary observations, and Dicts of these, not {part}{where}."
+            )
+        if part.shape is not None and 0 in part.shape:
+            raise ValueError(f"The observation space {part}{where} is empty: there is nothing to learn from.")
+
+
+def _check_finite(what: str, values: Any, num_timesteps: int) -> None:
+    """
+    :param what: is checked
+    :param values: one entry per environment, an array or a dict of such
+    :param num_timesteps: steps taken before
+    :raises ValueError: if an entry is NaN or infinite, naming the environment
+    """
+    for key, array in values.items() if isinstance(values, dict) else [("", values)]:
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            env = int(np.argwhere(~np.isfinite(array))[0][0])
+            where = f" under {key!r}" if key else ""
+            raise ValueError(
+                f"Environment {env} returned a non-finite {what}{where} after {num_timesteps} timesteps: {array[env]}. No update "
+                "has used it: the model can be saved, and learns on with `set_env` once the environment is mended."
+            )

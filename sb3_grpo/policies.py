@@ -1,0 +1,418 @@
+"""Actor-only policies: what Stable-Baselines3's actor-critic policies are once the critic is taken away."""
+
+import pathlib
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.distributions import (
+    DiagGaussianDistribution,
+    Distribution,
+    StateDependentNoiseDistribution,
+    make_proba_distribution,
+)
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.preprocessing import get_action_dim
+from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.torch_layers import (
+    BaseFeaturesExtractor,
+    CombinedExtractor,
+    FlattenExtractor,
+    NatureCNN,
+    create_mlp,
+)
+from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
+from torch import nn
+
+
+class ActorPolicy(BasePolicy):
+    """
+    A policy made of an actor alone: features extractor, hidden layers, action layer, and ``log_std`` for continuous actions.
+
+    Its arguments, defaults and initialisation are those of the actor in
+    :class:`stable_baselines3.common.policies.ActorCriticPolicy`, so that the two can exchange weights (:func:`load_actor`).
+
+    :param observation_space: Observation space
+    :param action_space: Action space: ``Box``, ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``
+    :param lr_schedule: Learning rate schedule, a function of the remaining progress (1 at the start, 0 at the end)
+    :param net_arch: Sizes of the hidden layers, as ``[64, 64]`` or ``dict(pi=[64, 64])``. None means two layers of 64
+        units, or no hidden layer on top of a ``NatureCNN``.
+    :param activation_fn: Activation function
+    :param ortho_init: Whether to initialise the layers orthogonally
+    :param use_sde: Whether to explore with state-dependent noise (gSDE) instead of independent Gaussian noise
+    :param log_std_init: Initial value of the log standard deviation
+    :param full_std: With gSDE, whether to learn one standard deviation for each pair of feature and action
+        instead of one for each feature
+    :param use_expln: With gSDE, whether to keep the standard deviation positive with ``expln()``, which grows
+        more slowly than ``exp()``
+    :param squash_output: With gSDE, whether to keep the actions inside their bounds with ``tanh()`` instead of clipping them
+    :param features_extractor_class: Features extractor. None means ``default_features_extractor_class`` of this class.
+    :param features_extractor_kwargs: Keyword arguments of the features extractor
+    :param normalize_images: Whether to divide images by 255
+    :param optimizer_class: Optimizer
+    :param optimizer_kwargs: Keyword arguments of the optimizer, the learning rate excluded. None means ``eps=1e-5``
+        for ``Adam`` and nothing for the others.
+    """
+
+    default_features_extractor_class: ClassVar[type[BaseFeaturesExtractor]] = FlattenExtractor
+
+    policy_net: nn.Sequential
+    action_net: nn.Module
+    log_std: nn.Parameter
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        lr_schedule: Schedule,
+        net_arch: list[int] | dict[str, list[int]] | None = None,
+        activation_fn: type[nn.Module] = nn.Tanh,
+        ortho_init: bool = True,
+        use_sde: bool = False,
+        log_std_init: float = 0.0,
+        full_std: bool = True,
+        use_expln: bool = False,
+        squash_output: bool = False,
+        features_extractor_class: type[BaseFeaturesExtractor] | None = None,
+        features_extractor_kwargs: dict[str, Any] | None = None,
+        normalize_images: bool = True,
+        optimizer_class: type[th.optim.Optimizer] = th.optim.Adam,
+        optimizer_kwargs: dict[str, Any] | None = None,
+    ):
+        _check_action_space(action_space, use_sde)
+        if squash_output and not use_sde:
+            raise ValueError(f"squash_output={squash_output} needs gSDE: pass use_sde=True too, or squash_output=False")
+        if features_extractor_class is None:
+            features_extractor_class = self.default_features_extractor_class
+        if optimizer_kwargs is None:
+            # PPO's value: Adam's own 1e-8 lets a step explode where the gradients vanish
+            optimizer_kwargs = dict(eps=1e-5) if optimizer_class is th.optim.Adam else {}
+
+        super().__init__(
+            observation_space,
+            action_space,
+            features_extractor_class,
+            # BaseModel writes into this dict when normalize_images is False
+            dict(features_extractor_kwargs or {}),
+            optimizer_class=optimizer_class,
+            optimizer_kwargs=dict(optimizer_kwargs),
+            squash_output=squash_output,
+            normalize_images=normalize_images,
+        )
+        self.net_arch = _hidden_sizes(net_arch, features_extractor_class)
+        self.activation_fn = activation_fn
+        self.ortho_init = ortho_init
+        self.use_sde = use_sde
+        self.log_std_init = log_std_init
+        self.full_std = full_std
+        self.use_expln = use_expln
+        # Shape of one action as the distributions take it
+        self._flat_action_shape = () if isinstance(action_space, spaces.Discrete) else (get_action_dim(action_space),)
+
+        dist_kwargs: dict[str, Any] | None = None
+        if use_sde:
+            dist_kwargs = dict(full_std=full_std, use_expln=use_expln, squash_output=squash_output, learn_features=False)
+        self.action_dist = make_proba_distribution(action_space, use_sde=use_sde, dist_kwargs=dist_kwargs)
+        self._build(lr_schedule)
+
+    def _build(self, lr_schedule: Schedule) -> None:
+        """
+        Create the layers and the optimizer.
+
+        :param lr_schedule: Learning rate schedule; ``lr_schedule(1)`` is the initial learning rate
+        """
+        self.features_extractor = self.make_features_extractor()
+        self.features_dim = self.features_extractor.features_dim
+        self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, self.net_arch, self.activation_fn))
+
+        latent_dim = self.net_arch[-1] if self.net_arch else self.features_dim
+        if isinstance(self.action_dist, (DiagGaussianDistribution, StateDependentNoiseDistribution)):
+            self.action_net, self.log_std = self.action_dist.proba_distribution_net(latent_dim, log_std_init=self.log_std_init)
+        else:
+            self.action_net = self.action_dist.proba_distribution_net(latent_dim)  # type: ignore[assignment]
+
+        if self.ortho_init:
+            # The small gain of the last layer starts the policy near uniform, or near a zero mean
+            for module, gain in ((self.features_extractor, 2**0.5), (self.policy_net, 2**0.5), (self.action_net, 0.01)):
+                module.apply(partial(self.init_weights, gain=gain))
+
+        self.optimizer = self.optimizer_class(
+            self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs  # type: ignore[call-arg]
+        )
+
+    def _get_constructor_parameters(self) -> dict[str, Any]:
+        data = super()._get_constructor_parameters()
+        data.update(
+            lr_schedule=self._dummy_schedule,  # a policy that is loaded alone is not trained
+            net_arch=self.net_arch,
+            activation_fn=self.activation_fn,
+            ortho_init=self.ortho_init,
+            use_sde=self.use_sde,
+            log_std_init=self.log_std_init,
+            full_std=self.full_std,
+            use_expln=self.use_expln,
+            squash_output=self.squash_output,
+            features_extractor_class=self.features_extractor_class,
+            features_extractor_kwargs=self.features_extractor_kwargs,
+            optimizer_class=self.optimizer_class,
+            optimizer_kwargs=self.optimizer_kwargs,
+        )
+        return data
+
+    def reset_noise(self, n_envs: int = 1) -> None:
+        """
+        Draw new exploration matrices; only gSDE has them.
+
+        :param n_envs: Number of environments that explore side by side, each with a matrix of its own
+        """
+        if not isinstance(self.action_dist, StateDependentNoiseDistribution):
+            raise ValueError(f"reset_noise() is for gSDE and this policy has use_sde={self.use_sde}: pass use_sde=True")
+        self.action_dist.sample_weights(self.log_std, batch_size=n_envs)
+
+    def forward(self, obs: PyTorchObs, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
+        """
+        Choose actions.
+
+        :param obs: Observations, shape ``(n, *observation_shape)``
+        :param deterministic: Whether to take the mode of the distribution instead of a sample
+        :return: the actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
+        """
+        distribution = self.get_distribution(obs)
+        actions = distribution.get_actions(deterministic=deterministic)
+        log_prob = distribution.log_prob(actions)
+        return actions.reshape((-1, *self.action_space.shape)), log_prob  # type: ignore[misc]
+
+    def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor | None]:
+        """
+        Judge given actions by the current policy.
+
+        :param obs: Observations, shape ``(n, *observation_shape)``
+        :param actions: Actions, shape ``(n, *action_shape)`` or, as rollout buffers keep them, ``(n, action_dim)``
+        :return: their log-probabilities, shape ``(n,)``, and the entropy of the policy at each observation, shape ``(n,)``,
+            or None where it has no closed form (gSDE with ``squash_output``)
+        """
+        distribution = self.get_distribution(obs)
+        # Categorical would broadcast (n, 1) against (n,) to (n, n) without a word
+        log_prob = distribution.log_prob(actions.reshape((-1, *self._flat_action_shape)))
+        return log_prob, distribution.entropy()
+
+    def get_distribution(self, obs: PyTorchObs) -> Distribution:
+        """
+        The distribution over actions at each observation.
+
+        .. warning::
+            SB3's distributions are set in place and a policy owns a single one, so the object returned here is the same
+            at each call of any method of this policy, and it describes the *latest* observations. Take what you need from it
+            (``log_prob``, ``entropy``, or the PyTorch distribution in its ``distribution`` attribute, which is new each
+            time) before the next call. To compare two policies, use two policy objects.
+
+        :param obs: Observations, shape ``(n, *observation_shape)``
+        :return: the action distribution, for a batch of ``n``
+        """
+        latent = self.policy_net(self.extract_features(obs, self.features_extractor))
+        action_params = self.action_net(latent)
+        if isinstance(self.action_dist, StateDependentNoiseDistribution):
+            return self.action_dist.proba_distribution(action_params, self.log_std, latent)
+        if isinstance(self.action_dist, DiagGaussianDistribution):
+            return self.action_dist.proba_distribution(action_params, self.log_std)
+        return self.action_dist.proba_distribution(action_params)
+
+    def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> th.Tensor:
+        return self.get_distribution(observation).get_actions(deterministic=deterministic)
+
+    def obs_to_tensor(self, observation: np.ndarray | dict[str, np.ndarray]) -> tuple[PyTorchObs, bool]:
+        """
+        Turn what a user hands in into tensors; :meth:`predict` goes through here, training does not.
+
+        :param observation: One observation or a batch of them; empty ones, NaN and infinities are refused
+        :return: the observation as a batch of tensors, and whether it came as a batch
+        """
+        if isinstance(observation, dict):
+            if not observation:
+                raise ValueError("observation={} is empty: pass one array for each key of the observation space")
+            for key, part in observation.items():
+                _check_observation(f"observation[{key!r}]", part)
+        else:
+            _check_observation("observation", observation)
+        return super().obs_to_tensor(observation)
+
+
+class ActorCnnPolicy(ActorPolicy):
+    """
+    :class:`ActorPolicy` for images: its features extractor is a ``NatureCNN`` unless told otherwise.
+    """
+
+    default_features_extractor_class = NatureCNN
+
+
+class MultiInputActorPolicy(ActorPolicy):
+    """
+    :class:`ActorPolicy` for ``Dict`` observations: its features extractor is a ``CombinedExtractor`` unless told otherwise.
+    """
+
+    default_features_extractor_class = CombinedExtractor
+
+
+class HasPolicy(Protocol):
+    """Anything that keeps its networks in ``policy``, as every SB3 model does."""
+
+    @property
+    def policy(self) -> nn.Module: ...
+
+
+def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path) -> None:
+    """
+    Copy an actor (features extractor, hidden layers, action layer, ``log_std``) into a model, in place.
+
+    Both sides may be GRPO, PPO or A2C, so that a PPO actor can go on learning with GRPO and the other way round.
+    In a PPO or A2C target the critic stays as it is, except for a features extractor that it shares with the actor.
+    With gSDE the exploration matrices of the target are drawn anew from the copied ``log_std``.
+
+    What is *not* copied: the optimizer's state in the target (Adam's moments still belong to the former weights), the
+    statistics of a ``VecNormalize``, and what has no weights. Names and shapes are compared, nothing else: that activation
+    function, ``squash_output``, ``use_expln`` and the kind of action space agree is up to the caller.
+
+    :param target: The model to write into
+    :param source: The model to read, or the path of a saved one (``.zip``)
+    """
+    policy = _policy_of(target, "target")
+    # In each: the actor's name for a weight -> the name(s) it has in that state
+    target_state = policy.state_dict()
+    target_keys = _actor_keys(target_state)
+    source_state = _source_state(source)
+    source_keys = _actor_keys(source_state)
+
+    differences = []
+    for name in sorted({*target_keys, *source_keys}):
+        # Where features_extractor and pi_features_extractor differ, the actor uses the latter: it sorts last
+        ours = tuple(target_state[max(target_keys[name])].shape) if name in target_keys else "absent"
+        theirs = tuple(source_state[max(source_keys[name])].shape) if name in source_keys else "absent"
+        if ours != theirs:
+            differences.append(f"{name}: {theirs} in the source, {ours} in the target")
+    if differences:
+        raise ValueError(
+            "The actors differ, nothing was copied. Pass a target with the same spaces, net_arch, features extractor "
+            "and use_sde as the source:\n  " + "\n  ".join(differences)
+        )
+
+    actor = {key: source_state[max(source_keys[name])] for name, keys in target_keys.items() for key in keys}
+    policy.load_state_dict(actor, strict=False)
+    if getattr(policy, "use_sde", False):
+        policy.reset_noise()  # type: ignore[operator]
+
+
+def _source_state(source: HasPolicy | str | pathlib.Path) -> dict[str, th.Tensor]:
+    """
+    The weights of a model's policy.
+
+    :param source: A model, or the path of a saved one
+    :return: the state dict of its policy
+    """
+    if not isinstance(source, (str, pathlib.Path)):
+        return _policy_of(source, "source").state_dict()
+    # The weights alone: the rest of the archive is pickled, and may need code that is not at hand
+    _, params, _ = load_from_zip_file(source, load_data=False, device="cpu")
+    if "policy" not in params:
+        raise ValueError(
+            f"source={str(source)!r} holds {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C"
+        )
+    return params["policy"]  # type: ignore[return-value]
+
+
+def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
+    """
+    The policy of a model.
+
+    :param model: What the user passed
+    :param argument: The name of the argument, for the message
+    :return: its ``policy``
+    """
+    policy = getattr(model, "policy", None)
+    if not isinstance(policy, nn.Module):
+        raise ValueError(f"{argument}={model!r} has no policy network: pass a GRPO, PPO or A2C model")
+    return policy
+
+
+_CRITIC_PREFIXES = ("value_net.", "mlp_extractor.value_net.", "vf_features_extractor.")
+_ACTOR_PREFIXES = {"mlp_extractor.policy_net.": "policy_net.", "pi_features_extractor.": "features_extractor."}
+
+
+def _actor_keys(state: dict[str, th.Tensor]) -> dict[str, list[str]]:
+    """
+    Find the actor in the state dict of an actor-only or an actor-critic policy.
+
+    A name that belongs to neither is kept, so that an unknown kind of policy is a mismatch rather than copied in part.
+
+    :param state: State dict of a policy
+    :return: the names of the weights in :class:`ActorPolicy`, each with the key or keys it has in ``state``
+    """
+    keys: dict[str, list[str]] = {}
+    for key in state:
+        if key.startswith(_CRITIC_PREFIXES):
+            continue
+        name = key
+        for prefix, ours in _ACTOR_PREFIXES.items():
+            if key.startswith(prefix):
+                name = ours + key.removeprefix(prefix)
+        keys.setdefault(name, []).append(key)
+    return keys
+
+
+def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtractor]) -> list[int]:
+    """
+    The sizes of the hidden layers that ``net_arch`` asks for.
+
+    :param net_arch: What the user passed
+    :param features_extractor_class: Features extractor, on which the default depends
+    :return: one size for each layer
+    """
+    if net_arch is None:
+        return [] if features_extractor_class is NatureCNN else [64, 64]
+    if isinstance(net_arch, dict) and "vf" in net_arch:
+        raise ValueError(
+            f"net_arch={net_arch!r}: there is no value network in GRPO; pass net_arch=[...] or net_arch=dict(pi=[...])"
+        )
+    sizes = net_arch["pi"] if isinstance(net_arch, dict) and set(net_arch) == {"pi"} else net_arch
+    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"net_arch={net_arch!r}: pass a list of positive integers, net_arch=[...] or net_arch=dict(pi=[...])")
+    return list(sizes)
+
+
+def _check_action_space(action_space: spaces.Space, use_sde: bool) -> None:
+    """
+    Refuse an action space for which there is no distribution.
+
+    :param action_space: Action space
+    :param use_sde: Whether gSDE is asked for
+    """
+    if not isinstance(action_space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        raise ValueError(f"action_space={action_space} is not supported: pass Box, Discrete, MultiDiscrete or MultiBinary")
+    if isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim != 1:
+        raise ValueError(f"action_space={action_space} is not flat: pass MultiDiscrete with a one-dimensional nvec")
+    if isinstance(action_space, spaces.MultiBinary) and not isinstance(action_space.n, int):
+        raise ValueError(f"action_space={action_space} is not flat: pass MultiBinary(n) with an integer n")
+    if use_sde and not isinstance(action_space, spaces.Box):
+        raise ValueError(f"use_sde={use_sde} needs continuous actions and action_space={action_space}: pass use_sde=False")
+
+
+def _check_observation(name: str, observation: Any) -> None:
+    """
+    Refuse an observation from which no action can be predicted.
+
+    :param name: How to call it in the message
+    :param observation: One observation, or a batch, or one entry of a ``Dict`` observation
+    """
+    array = np.asarray(observation)
+    if array.size == 0:
+        raise ValueError(f"{name}={array.tolist()} of shape {array.shape} is empty: pass at least one observation")
+    # Integers (images, Discrete) are always finite
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        shown = np.array2string(array, threshold=16, separator=", ")
+        raise ValueError(f"{name}={shown} has NaN or infinite entries: pass finite numbers, and look for where they come from")
+
+
+MlpPolicy = ActorPolicy
+CnnPolicy = ActorCnnPolicy
+MultiInputPolicy = MultiInputActorPolicy

@@ -1,0 +1,58 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+README = ROOT / "README.md"
+
+EXTRA = ["matplotlib", "rich", "tensorboard", "tqdm"]  # learning curves, progress bar, TensorBoard logs
+BOX2D = ["gymnasium[box2d]"]
+MUJOCO = ["gymnasium[mujoco]"]
+MINIGRID = ["minigrid"]
+# rl-zoo3 imports requests (`enjoy`) and pandas (tuning report) without declaring them.
+ZOO = ["rl-zoo3>=2.9,<3", "pandas", "requests"]
+TESTS = ["black", "hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "sb3-contrib>=2.9,<3"]
+
+setup(
+    name="sb3-grpo",
+    version=(ROOT / "sb3_grpo" / "version.txt").read_text(encoding="utf-8").strip(),
+    description="Group relative policy optimization (GRPO) for Stable-Baselines3: an actor, no critic.",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    author="sb3-grpo contributors",
+    license="MIT",
+    license_files=["LICENSE"],
+    keywords="reinforcement-learning grpo policy-gradient critic-free stable-baselines3 gymnasium pytorch",
+    packages=find_packages(include=["sb3_grpo", "sb3_grpo.*"]),
+    package_data={"sb3_grpo": ["py.typed", "version.txt"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "stable-baselines3>=2.9,<3",
+        "gymnasium>=1.0,<2",
+        "torch>=2.3,<3",
+        "numpy",
+    ],
+    extras_require={
+        "extra": EXTRA,
+        "box2d": BOX2D,
+        "mujoco": MUJOCO,
+        "minigrid": MINIGRID,
+        "zoo": ZOO,
+        "tests": TESTS + EXTRA + MINIGRID + ZOO,
+        "benchmarks": EXTRA + BOX2D + MUJOCO + MINIGRID + ZOO,
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

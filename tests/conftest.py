@@ -1,0 +1,21 @@
+import os
+import random
+
+# No window, no display: set before pygame or matplotlib are imported by anything.
+os.environ["SDL_VIDEODRIVER"] = "dummy"
+os.environ["MPLBACKEND"] = "Agg"
+
+import numpy as np
+import pytest
+import torch as th
+
+# The nets are tiny, and pytest-xdist already fills the cores; several threads would also make sums depend on the machine.
+th.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start every test from the same global random state, whatever ran before it in the same process."""
+    random.seed(0)
+    np.random.seed(0)
+    th.manual_seed(0)

@@ -1,0 +1,137 @@
+"""The rules of the house that a machine can hold: direction of imports, version, exported names, README examples."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sb3_grpo
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "sb3_grpo"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+README_EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+# What each module may import from the package; ``__init__`` is the package itself, ``sb3_grpo``.
+CORE = {"functional", "baselines", "buffers", "policies", "seeding", "grpo"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "functional": set(),
+    "baselines": {"functional"},
+    "buffers": {"functional", "baselines"},
+    "policies": set(),
+    "seeding": set(),
+    "grpo": {"functional", "baselines", "buffers", "policies", "seeding"},
+    "__init__": CORE,
+    "zoo": {*CORE, "__init__", "zoo"},
+}
+# Modules from outside, and the only modules of the package that may import them.
+RESERVED: dict[str, set[str]] = {"rl_zoo3": {"zoo"}, "benchmarks": set(), "tests": set(), "pytest": set(), "_pytest": set()}
+
+
+def imported_names(tree: ast.AST, module: str) -> Iterator[str]:
+    """
+    Yield each imported thing as a dotted, absolute name, wherever in the file the import stands.
+
+    :param tree: the parsed source
+    :param module: dotted name of the file, ``sb3_grpo.buffers`` or ``sb3_grpo.zoo.__init__``
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            base += [node.module] if node.module else []
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def import_offences(source: str, module: str) -> list[str]:
+    """
+    Find the imports that go against the layers of the package.
+
+    :param source: Python source of the module
+    :param module: dotted name of the module, ``sb3_grpo.buffers`` or ``sb3_grpo.zoo.__init__``
+    :return: one line for each offending import
+    """
+    layer = module.split(".")[1]
+    if layer not in MAY_IMPORT:
+        return [f"{module} is new: give it a place in MAY_IMPORT"]
+    offences = []
+    for name in imported_names(ast.parse(source), module):
+        top, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if top == "sb3_grpo":
+            # ``from sb3_grpo import GRPO`` and ``import sb3_grpo`` reach the package itself.
+            allowed = (target if target in MAY_IMPORT else "__init__") in MAY_IMPORT[layer]
+        else:
+            allowed = layer in RESERVED.get(top, {layer})
+        if not allowed:
+            offences.append(f"{module} imports {name}")
+    return offences
+
+
+def test_imports_of_the_package_point_one_way():
+    files = sorted(PACKAGE.rglob("*.py"))
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+    assert {f"sb3_grpo.{name}" for name in CORE} <= set(modules)
+    offences = [line for name, file in modules.items() for line in import_offences(file.read_text(encoding="utf-8"), name)]
+    assert not offences, "\n".join(offences)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        pytest.param("functional", "from sb3_grpo.baselines import KernelBaseline", id="absolute"),
+        pytest.param("functional", "from .buffers import GroupRolloutBuffer", id="relative"),
+        pytest.param("baselines", "from . import grpo", id="relative module"),
+        pytest.param("baselines", "import sb3_grpo.buffers as b", id="renamed"),
+        pytest.param("buffers", "def f():\n    from sb3_grpo.seeding import StartQueue", id="inside a function"),
+        pytest.param("seeding", "if TYPE_CHECKING:\n    from sb3_grpo.functional import clip", id="for types only"),
+        pytest.param("policies", "from sb3_grpo import functional", id="leaf, through the package"),
+        pytest.param("buffers", "from sb3_grpo import GRPO", id="name of the package"),
+        pytest.param("grpo", "import sb3_grpo", id="the package itself"),
+        pytest.param("grpo", "from sb3_grpo.zoo import register", id="grpo to zoo"),
+        pytest.param("__init__", "from sb3_grpo import zoo", id="package to zoo"),
+        pytest.param("grpo", "import rl_zoo3.train", id="rl_zoo3 outside zoo"),
+        pytest.param("zoo.cli", "from benchmarks import quickstart", id="benchmarks"),
+        pytest.param("zoo.cli", "import pytest", id="pytest"),
+        pytest.param("helpers", "import numpy", id="module without a layer"),
+    ],
+)
+def test_an_import_against_the_layers_is_an_offence(module: str, source: str):
+    assert len(import_offences(source, f"sb3_grpo.{module}")) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        pytest.param("baselines", "import numpy as np\nfrom sb3_grpo.functional import f", id="absolute"),
+        pytest.param("buffers", "from .baselines import KernelBaseline\nfrom . import functional", id="relative"),
+        pytest.param("grpo", "from sb3_grpo import buffers, policies, seeding", id="grpo to its parts"),
+        pytest.param("__init__", "from sb3_grpo.grpo import GRPO", id="package to grpo"),
+        pytest.param("zoo.__init__", "import rl_zoo3\nfrom sb3_grpo import GRPO\nfrom .cli import main", id="zoo package"),
+        pytest.param("zoo.cli", "from rl_zoo3 import ALGOS\nfrom ..grpo import GRPO\nfrom . import cli", id="zoo module"),
+    ],
+)
+def test_an_import_along_the_layers_is_no_offence(module: str, source: str):
+    assert import_offences(source, f"sb3_grpo.{module}") == []
+
+
+def test_the_version_is_that_of_version_txt():
+    assert sb3_grpo.__version__ == (PACKAGE / "version.txt").read_text(encoding="utf-8").strip()
+
+
+@pytest.mark.parametrize("name", sb3_grpo.__all__)
+def test_an_exported_name_exists_and_is_documented(name: str):
+    assert (getattr(sb3_grpo, name).__doc__ or "").strip()
+
+
+def test_the_readme_has_examples():
+    assert README_EXAMPLES
+
+
+@pytest.mark.parametrize("example", [pytest.param(code, id=f"example {i}") for i, code in enumerate(README_EXAMPLES, 1)])
+def test_a_readme_example_runs_as_written(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
