@@ -18,7 +18,7 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import BaseBuffer
-from stable_baselines3.common.preprocessing import is_image_space, preprocess_obs
+from stable_baselines3.common.preprocessing import get_obs_shape, is_image_space, preprocess_obs
 from stable_baselines3.common.type_aliases import PyTorchObs
 
 from sb3_grpo import functional as F
@@ -158,13 +158,14 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     def _allocate(self) -> None:
         # Environments come first: a trajectory is then contiguous, and flattening a full rollout copies nothing
         shape = (self.n_envs, self.buffer_size)
-        if isinstance(self.observation_space, spaces.Dict):
-            self.observations: Any = {
-                key: np.zeros((*shape, *self.obs_shape[key]), dtype=space.dtype)
-                for key, space in self.observation_space.spaces.items()
-            }
-        else:
-            self.observations = np.zeros((*shape, *self.obs_shape), dtype=self.observation_space.dtype)
+
+        def storage(space: spaces.Space) -> np.ndarray:
+            return np.zeros((*shape, *get_obs_shape(space)), dtype=space.dtype)
+
+        space = self.observation_space
+        self.observations: Observations = (
+            {key: storage(part) for key, part in space.spaces.items()} if isinstance(space, spaces.Dict) else storage(space)
+        )
         self.actions = np.zeros((*shape, self.action_dim), dtype=self.action_space.dtype)
         self.rewards = np.zeros(shape, dtype=np.float32)
         self.log_probs = np.zeros(shape, dtype=np.float32)
@@ -188,7 +189,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._elapsed[:] = 0
         self.pos = 0
 
-    def add(  # type: ignore[override]
+    def add(
         self,
         obs: Observations,
         action: np.ndarray,

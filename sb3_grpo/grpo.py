@@ -577,7 +577,7 @@ def _check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -
         raise ValueError(f"GRPO takes Box, Discrete, MultiDiscrete and MultiBinary action spaces, not {action_space}.")
     if isinstance(action_space, spaces.Box) and not action_space.is_bounded():
         raise ValueError(
-            f"The action space {action_space} has no finite bounds: give the environment a bounded one, as policies clip to it."
+            f"The action space {action_space} has no finite bounds: give the environment a bounded one, to which actions clip."
         )
     parts = observation_space.spaces if isinstance(observation_space, spaces.Dict) else {"": observation_space}
     for key, part in parts.items():
@@ -602,6 +602,6 @@ def _check_finite(what: str, values: Any, num_timesteps: int) -> None:
             env = int(np.argwhere(~np.isfinite(array))[0][0])
             where = f" under {key!r}" if key else ""
             raise ValueError(
-                f"Environment {env} returned a non-finite {what}{where} after {num_timesteps} timesteps: {array[env]}. No update "
-                "has used it: the model can be saved, and learns on with `set_env` once the environment is mended."
+                f"Environment {env} returned a non-finite {what}{where} after {num_timesteps} timesteps: {array[env]}. "
+                "No update has used it: the model can be saved, and learns on with `set_env` once the environment is mended."
             )
