@@ -51,7 +51,7 @@ class StartQueue:
     """
 
     def __init__(self, group_size: int, seed: int | None = None):
-        if isinstance(group_size, bool) or not isinstance(group_size, (int, np.integer)) or group_size < 2:
+        if not isinstance(group_size, (int, np.integer)) or group_size < 2:
             raise ValueError(f"`group_size` must be an integer of at least 2, got {group_size!r}")
         if seed is None:
             seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))

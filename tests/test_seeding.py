@@ -57,7 +57,8 @@ class DriftEnv(gym.Env):
         super().reset(seed=seed)
         self.steps_left = int(self.np_random.integers(2, 6))
         self.first_observation = self._observe()
-        return self.first_observation, {"token": float(self.np_random.uniform())}
+        self.reset_info = {"token": float(self.np_random.uniform())}
+        return self.first_observation, self.reset_info
 
     def step(self, action):
         self.steps_left -= 1
@@ -379,6 +380,23 @@ def test_reset_infos_are_those_of_the_seeded_reset_until_the_next_one(vec_env_cl
         assert list(env.venv.reset_infos) == expected
         env.step(np.zeros(2, dtype=int))
     assert env.start_indices.min() > 4
+    env.reset()
+    expected = env.get_attr("reset_info")
+    env.set_attr("steps_left", 3)
+    env.step(np.zeros(2, dtype=int))
+    assert list(env.reset_infos) == expected
+
+
+def test_reset_infos_from_before_a_use_while_detached_are_forgotten():
+    env = attached(DummyVecEnv([DriftEnv] * 2))
+    run_starts(env)
+    queue = env.start_queue
+    env.detach()
+    env.reset()
+    env.attach(queue)
+    env.set_attr("steps_left", 3)
+    env.step(np.zeros(2, dtype=int))
+    assert env.reset_infos == env.get_attr("reset_info")
 
 
 def test_an_array_that_the_base_owns_is_not_written_to():
@@ -429,14 +447,29 @@ def test_unshared_starts_are_numbered_but_are_those_of_the_plain_vec_env(vec_env
     assert env.start_indices.max() == env.start_queue.next_index - 1
 
 
+def start_by_reset(env):
+    env.reset()
+
+
+def start_by_step(env):
+    queue = env.start_queue
+    env.detach()
+    env.reset()
+    env.attach(queue)
+    env.set_attr("steps_left", 1)
+    env.step(np.zeros(2, dtype=int))
+
+
+@pytest.mark.parametrize("start", [start_by_reset, start_by_step], ids=["started by reset", "started by step"])
 @pytest.mark.parametrize(
     "stop_sharing",
     [lambda env: env.detach(), lambda env: env.attach(env.start_queue, share_starts=False)],
     ids=["detached", "unshared"],
 )
-def test_equal_generators_of_group_members_do_not_outlive_the_sharing(stop_sharing, vec_env_class):
+def test_equal_generators_of_group_members_do_not_outlive_the_sharing(start, stop_sharing, vec_env_class):
     env = attached(vec_env_class([DriftEnv] * 2), group_size=2)
-    assert different(list(env.reset())) == 1
+    start(env)
+    assert different(env.get_attr("first_observation")) == 1
     # This is what it would be: the environments draw the same again
     assert different(list(env.venv.reset())) == 1
     stop_sharing(env)
@@ -444,7 +477,7 @@ def test_equal_generators_of_group_members_do_not_outlive_the_sharing(stop_shari
     assert different(firsts) == len(firsts)
 
     twin = attached(vec_env_class([DriftEnv] * 2), group_size=2)
-    twin.reset()
+    start(twin)
     stop_sharing(twin)
     np.testing.assert_array_equal(run_starts(twin), firsts)
 
@@ -487,8 +520,10 @@ def test_a_group_is_verified_across_detach_and_attach_but_not_across_queues():
         run_on(queue)
     seen = env.mismatches
     assert seen > 0
-    run_on(StartQueue(50, seed=2))
-    assert env.mismatches == seen
+    env.attach(StartQueue(50, seed=2))
+    assert env.start_indices.tolist() == [-1]
+    run_on(env.start_queue)
+    assert env.mismatches == seen and env.start_indices.min() >= 0
 
 
 def test_what_belongs_to_the_base_is_the_bases_own():
@@ -511,6 +546,8 @@ def test_what_belongs_to_the_base_is_the_bases_own():
     assert env.envs is base.envs and env.buf_infos is base.buf_infos and env.unwrapped is base
     with pytest.raises(AttributeError, match="no_such_thing"):
         env.no_such_thing  # noqa: B018
+    # As while a copy is being built
+    assert not hasattr(SeededVecEnv.__new__(SeededVecEnv), "envs")
 
 
 def test_options_seeds_and_methods_reach_the_environments(vec_env_class):
@@ -520,9 +557,11 @@ def test_options_seeds_and_methods_reach_the_environments(vec_env_class):
     assert env.venv._options == [{"level": 1}] * 2
     env.reset()
     assert env.has_attr("steps_left") and not env.has_attr("no_such_thing")
-    env.set_attr("mark", 3, indices=[1])
-    assert env.get_attr("mark", indices=[1]) == [3]
-    assert env.env_method("get_total_steps") == [0, 0]
+    env.set_attr("mark", 8)
+    env.set_attr("mark", 9, indices=[1])
+    env.step(np.zeros(2, dtype=int))
+    assert env.get_attr("mark", indices=[1]) == [9] and env.get_attr("mark") == [8, 9]
+    assert env.env_method("get_total_steps", indices=[1]) == [1] and env.env_method("get_total_steps") == [1, 1]
     assert env.env_is_wrapped(Monitor) == [True, True] and env.env_is_wrapped(gym.wrappers.TimeLimit) == [False, False]
     with pytest.warns(UserWarning, match="assumes it is `rgb_array`"):
         assert env.get_images() == [None, None]
@@ -675,13 +714,14 @@ def test_one_differing_part_of_a_dict_is_a_mismatch():
     [
         (lambda: DummyVecEnv([lambda: SeedRefusingEnv(TypeError)] * 2), "'SeedRefusingEnv' .* TypeError: no seeds, please"),
         (lambda: DummyVecEnv([lambda: SeedRefusingEnv(KeyError, 1)] * 2), "'SeedRefusingEnv' .* KeyError: 'no seeds, please'"),
+        (lambda: DummyVecEnv([lambda: SeedRefusingEnv(OSError, 3)] * 2), "'SeedRefusingEnv' .* OSError: no seeds, please"),
         (
             lambda: DummyVecEnv([lambda: Monitor(DriftEnv(), allow_early_resets=False)] * 2),
             "'DriftEnv' .* RuntimeError: Tried to reset an environment before done",
         ),
         (lambda: VecEnvWithoutEnvMethod([DriftEnv] * 2), "'DriftEnv' .* NotImplementedError: no env_method here"),
     ],
-    ids=["refuses at the first reset", "refuses at a later reset", "no early resets", "no env_method"],
+    ids=["refuses at the first reset", "refuses at the second", "refuses at the third", "no early resets", "no env_method"],
 )
 def test_where_a_seeded_reset_fails_the_run_goes_on_unshared_and_says_so_once(build, message):
     env = attached(build(), group_size=4)
@@ -692,6 +732,7 @@ def test_where_a_seeded_reset_fails_the_run_goes_on_unshared_and_says_so_once(bu
             observations, _, dones, _ = env.step(np.zeros(2, dtype=int))
             for i in np.flatnonzero(dones).tolist():
                 np.testing.assert_array_equal(observations[i], env.envs[i].get_wrapper_attr("first_observation"))
+            assert env.reset_infos == env.get_attr("reset_info")
     assert len(record) == 1
     assert "share_starts=False" in str(record[0].message) and "without shared starts" in str(record[0].message)
     assert not env.shares_starts
