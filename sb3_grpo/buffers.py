@@ -166,7 +166,9 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.observations: Observations = (
             {key: storage(part) for key, part in space.spaces.items()} if isinstance(space, spaces.Dict) else storage(space)
         )
-        self.actions = np.zeros((*shape, self.action_dim), dtype=self.action_space.dtype)
+        # A Gaussian's sample is no integer, even where the space's bounds are
+        dtype = np.float32 if isinstance(self.action_space, spaces.Box) else self.action_space.dtype
+        self.actions = np.zeros((*shape, self.action_dim), dtype=dtype)
         self.rewards = np.zeros(shape, dtype=np.float32)
         self.log_probs = np.zeros(shape, dtype=np.float32)
         self.starts = np.zeros(shape, dtype=np.int64)
@@ -238,7 +240,9 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         """
         self._rollout += 1
         self.metrics = {}
-        transitions, advantages = self._form_update(self._flatten(self.pos), last_obs, actor_features)
+        rollout = self._flatten(self.pos)
+        self.pos = 0  # what a stop leaves in the storage is told from what has been used by this
+        transitions, advantages = self._form_update(rollout, last_obs, actor_features)
         self._update = self._to_samples(transitions, advantages)
 
     @abstractmethod
@@ -502,19 +506,22 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         self._warned_of_dropping = False
 
     def reset(self) -> None:
-        if 0 < self.pos < self.buffer_size:
-            # The last rollout was stopped half-way: its trajectories go on, so their beginnings must be kept
+        if self.pos > 0:
+            # The last rollout was stopped, half-way or at its last step: its trajectories go on, so it must be kept
             self._waiting = self._waiting_and(self._flatten(self.pos))
         super().reset()
 
     def start_afresh(self) -> None:
+        self.dropped += self.pos * self.n_envs
         super().start_afresh()
         if self._waiting is not None:
             self.dropped += len(self._waiting)
             self._waiting = None
 
     def _waiting_and(self, rollout: Transitions) -> Transitions:
-        rollout = rollout.take(rollout.starts // self.group_size >= self._first_live_group)
+        live = rollout.starts // self.group_size >= self._first_live_group
+        self.dropped += len(rollout) - int(live.sum())
+        rollout = rollout.take(live)
         return rollout if self._waiting is None else self._waiting.followed_by(rollout)
 
     def _form_update(
