@@ -193,7 +193,8 @@ class GRPO(OnPolicyAlgorithm):
         self.kl_reference_policy: ActorPolicy | None = None
         #: Updates since the reference was last renewed; ``None`` while there is no reference.
         self._kl_reference_age: int | None = None
-        self._rollout_buffer_state: dict[str, Any] | None = None
+        #: Class and state of the rollout buffer, between a file and the buffer.
+        self._rollout_buffer_state: tuple[type[GroupRolloutBuffer], dict[str, Any]] | None = None
 
         if _init_setup_model:
             self._setup_model()
@@ -224,7 +225,9 @@ class GRPO(OnPolicyAlgorithm):
         elif self.start_queue is None:
             self.start_queue = StartQueue(self.group_size)
         if self._rollout_buffer_state is not None:
-            self.rollout_buffer.set_state(self._rollout_buffer_state)
+            saved_class, state = self._rollout_buffer_state
+            if saved_class is self.rollout_buffer_class:  # a model can be loaded with another buffer than it was saved with
+                self.rollout_buffer.set_state(state)
             self._rollout_buffer_state = None
         if self._kl_reference_age is not None:
             # A saved model has a reference: make the module into which it is about to be loaded
@@ -252,8 +255,16 @@ class GRPO(OnPolicyAlgorithm):
                 )
         else:
             require_at_least("kl_reference", self.kl_reference, 1)
-        if self.kl_coef < 0:
-            raise ValueError(f"`kl_coef` must not be negative, it is {self.kl_coef!r}.")
+        require_positive("max_grad_norm", self.max_grad_norm)
+        if self.target_kl is not None:
+            require_positive("target_kl", self.target_kl)
+        for name, value, largest in (
+            ("gamma", self.gamma, 1),
+            ("gae_lambda", self.gae_lambda, 1),
+            ("kl_coef", self.kl_coef, np.inf),
+        ):
+            if not 0 <= value <= largest:
+                raise ValueError(f"`{name}` must lie between 0 and {largest}, not {value!r}.")
 
     def _time_limit(self) -> int | None:
         """The time limit of the environments in steps, ``None`` where it is unknown."""
@@ -287,6 +298,7 @@ class GRPO(OnPolicyAlgorithm):
         is_reset = reset_num_timesteps or self._last_obs is None
         result = super()._setup_learn(total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar)
         if is_reset:
+            _check_finite("observation", self._last_obs, self.num_timesteps)
             self.rollout_buffer.start_afresh()
         return result
 
@@ -553,7 +565,7 @@ class GRPO(OnPolicyAlgorithm):
         :param exclude: names of attributes not to save
         :param include: names of attributes to save that are left out by default
         """
-        self._rollout_buffer_state = self.rollout_buffer.get_state()
+        self._rollout_buffer_state = (type(self.rollout_buffer), self.rollout_buffer.get_state())
         try:
             super().save(path, exclude, include)
         finally:
