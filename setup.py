@@ -9,9 +9,7 @@ EXTRA = ["matplotlib", "rich", "tensorboard", "tqdm"]  # learning curves, progre
 BOX2D = ["gymnasium[box2d]"]
 MUJOCO = ["gymnasium[mujoco]"]
 MINIGRID = ["minigrid"]
-# rl-zoo3 imports requests (`enjoy`) and pandas (tuning report) without declaring them.
-ZOO = ["rl-zoo3>=2.9,<3", "pandas", "requests"]
-TESTS = ["black", "hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "sb3-contrib>=2.9,<3"]
+TESTS = ["black", "mypy", "pytest", "pytest-xdist", "ruff"]
 
 setup(
     name="sb3-grpo",
@@ -29,7 +27,7 @@ setup(
     install_requires=[
         "stable-baselines3>=2.9,<3",
         "gymnasium>=1.0,<2",
-        "torch>=2.3,<3",
+        "torch>=2.8,<3",
         "numpy",
     ],
     extras_require={
@@ -37,9 +35,8 @@ setup(
         "box2d": BOX2D,
         "mujoco": MUJOCO,
         "minigrid": MINIGRID,
-        "zoo": ZOO,
-        "tests": TESTS + EXTRA + MINIGRID + ZOO,
-        "benchmarks": EXTRA + BOX2D + MUJOCO + MINIGRID + ZOO,
+        "tests": TESTS + EXTRA + MINIGRID,
+        "benchmarks": EXTRA + BOX2D + MUJOCO + MINIGRID,
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can hold: direction of imports, version, exported names, README examples."""
+"""The rules of the house that a machine can hold: direction of imports, version, exported names, examples in the docs."""
 
 import ast
 import re
@@ -11,8 +11,13 @@ import sb3_grpo
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sb3_grpo"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-README_EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+EXAMPLES = [
+    pytest.param(code, id=f"{page.name} example {i}")
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for i, code in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE), 1
+    )
+]
 
 # What each module may import from the package; ``__init__`` is the package itself, ``sb3_grpo``.
 CORE = {"functional", "baselines", "buffers", "policies", "seeding", "grpo"}
@@ -127,11 +132,12 @@ def test_an_exported_name_exists_and_is_documented(name: str):
     assert (getattr(sb3_grpo, name).__doc__ or "").strip()
 
 
-def test_the_readme_has_examples():
-    assert README_EXAMPLES
+def test_the_readme_and_the_docs_have_examples():
+    pages = {str(example.id).split(" ")[0] for example in EXAMPLES}
+    assert {"README.md", "grpo.md"} <= pages
 
 
-@pytest.mark.parametrize("example", [pytest.param(code, id=f"example {i}") for i, code in enumerate(README_EXAMPLES, 1)])
-def test_a_readme_example_runs_as_written(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs_as_written(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(example, "example", "exec"), {"__name__": "__main__"})

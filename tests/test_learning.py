@@ -1,0 +1,88 @@
+"""The command that reports what GRPO learns: it must count right, and not mix up runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import learning
+from benchmarks.learning import Case, TrainingCurve, append_row, passed, read_rows, table
+
+CASE = Case("CartPole-v1", 1, 1000, threshold=100.0, required=2, seeds=(0, 1, 2))
+
+
+def row(seed: int, steps_to_threshold: str = "", eval_mean: float = 0.0, case: Case = CASE) -> dict[str, str]:
+    figures = {"eval_mean": str(eval_mean), "auc": "50", "steps_per_second": "1000", "steps_to_threshold": steps_to_threshold}
+    return {"case": "toy", "seed": str(seed), "settings_hash": case.settings_hash(), **figures}
+
+
+@pytest.mark.parametrize(
+    ("judged_by", "reached", "missed"),
+    [
+        pytest.param("training", row(0, "500"), row(0, "", eval_mean=500.0), id="by training returns"),
+        pytest.param("evaluation", row(0, "", eval_mean=100.0), row(0, "500", eval_mean=99.9), id="by evaluation"),
+        pytest.param("failure", row(0, "", eval_mean=500.0), row(0, "500"), id="by not learning"),
+    ],
+)
+def test_a_run_is_judged_by_what_its_case_names(judged_by: str, reached: dict[str, str], missed: dict[str, str]):
+    case = replace(CASE, judged_by=judged_by)
+    assert passed(case, reached)
+    assert not passed(case, missed)
+
+
+def test_the_table_says_whether_enough_seeds_passed():
+    two_of_three = [row(0, "500"), row(1, "700"), row(2)]
+    text, everything = table({"toy": CASE}, two_of_three)
+    assert everything
+    assert "2 of 3" in text
+    assert "700" in text  # the median, a run that never got there counting as the latest
+    assert not table({"toy": replace(CASE, required=3)}, two_of_three)[1]
+
+
+@pytest.mark.parametrize(
+    "strangers",
+    [
+        pytest.param([row(seed, "500") for seed in (7, 8, 9)], id="seeds that are not reported"),
+        pytest.param(
+            [row(seed, "500", case=replace(CASE, settings={"gamma": 0.9})) for seed in (0, 1, 2)], id="other settings"
+        ),
+        pytest.param([{**row(seed, "500"), "case": "another"} for seed in (0, 1, 2)], id="another case"),
+    ],
+)
+def test_runs_of_other_seeds_settings_and_cases_do_not_count(strangers: list[dict[str, str]]):
+    text, everything = table({"toy": CASE}, strangers)
+    assert not everything
+    assert "not run" in text
+
+
+def test_rows_come_back_from_the_file_as_they_went_in(tmp_path: Path):
+    path = tmp_path / "folder" / "rows.csv"
+    assert read_rows(path) == []
+    rows = [{field: f"{field} {i}, with a comma" for field in learning.FIELDS} for i in range(2)]
+    for each in rows:
+        append_row(path, each)
+    assert read_rows(path) == rows
+
+
+def test_the_area_is_the_mean_over_the_budget_of_the_recent_return():
+    curve = TrainingCurve()
+    # 20 episodes of return 10 end at once, 20 of return 30 half-way through the budget
+    curve.steps = [1] * 20 + [500] * 20
+    curve.returns = [10.0] * 20 + [30.0] * 20
+    # 200 samples at 5, 10, ..., 1000: 99 see return 10, 101 see return 30
+    assert curve.area(1000) == pytest.approx((99 * 10 + 101 * 30) / 200)
+    assert curve.windows()[[0, -1]] == pytest.approx([10.0, 30.0])
+    assert len(curve.windows()) == 21
+
+
+def test_a_run_reports_what_it_trained():
+    figures = learning.run("toy", replace(CASE, timesteps=256, settings=dict(n_steps=128, n_epochs=1)), seed=3)
+    assert set(figures) == set(learning.FIELDS)
+    assert (figures["case"], figures["seed"], figures["timesteps"]) == ("toy", 3, 256)
+    assert 5 < float(figures["eval_mean"]) <= 500
+
+
+@pytest.mark.parametrize("name", learning.CASES)
+def test_every_case_names_seeds_enough_to_pass(name: str):
+    case = learning.CASES[name]
+    assert 0 < case.required <= len(set(case.seeds))
