@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 SOURCES := sb3_grpo benchmarks tests setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-slow lint type format clean
+.PHONY: help venv train learning test test-slow lint type format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,9 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 
 train: $(STAMP) ## train GRPO on CartPole, evaluate it, draw the learning curve
 	$(PY) -m benchmarks.quickstart $(ARGS)
+
+learning: $(STAMP) ## what GRPO learns: run what is missing in benchmarks/learning.csv, print the table
+	$(PY) -m benchmarks.learning --jobs $(JOBS) $(ARGS)
 
 test: lint type ## lint, type check and run every test that is not slow
 	$(PY) -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)

@@ -6,6 +6,10 @@ Does GRPO learn what it should? One run per case and seed, one CSV row per finis
     python -m benchmarks.learning --dry-run           # what would run
     python -m benchmarks.learning --table             # the table alone
 
+Columns: ``random`` is what random actions get; ``evaluation`` the mean of 20 deterministic episodes after training, over
+seeds; ``steps to threshold`` the median over seeds; ``auc`` the mean return of the last 20 training episodes, over the whole budget; ``steps/s`` depends on the machine and
+on what else it did.
+
 Runs that are in the CSV under the same settings are not repeated, so that an interrupted command goes on where it stopped.
 To try other settings, keep them apart from what is reported: ``--set gae_lambda=0.95 --seeds 1000 1001 --csv runs/try.csv``.
 """
@@ -13,6 +17,7 @@ To try other settings, keep them apart from what is reported: ``--set gae_lambda
 import argparse
 import ast
 import csv
+import functools
 import hashlib
 import importlib.metadata
 import multiprocessing
@@ -262,6 +267,27 @@ def append_row(path: pathlib.Path, row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
+@functools.cache
+def random_return(env_id: str) -> float:
+    """
+    The control: what an agent gets that has learned nothing.
+
+    :param env_id: Gymnasium environment
+    :return: mean return of 20 episodes of uniformly random actions
+    """
+    env = gym.make(env_id)
+    env.action_space.seed(0)
+    total = 0.0
+    for episode in range(N_EVAL_EPISODES):
+        env.reset(seed=episode)
+        done = False
+        while not done:
+            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            total += float(reward)
+            done = terminated or truncated
+    return total / N_EVAL_EPISODES
+
+
 def passed(case: Case, row: dict[str, str]) -> bool:
     """
     :param case: of the row
@@ -280,7 +306,7 @@ def table(cases: dict[str, Case], rows: list[dict[str, str]]) -> tuple[str, bool
     :return: a table, and whether every case passed on as many seeds as required
     """
     lines = [
-        "| case | environment | envs | steps | must | passed | evaluation | steps to threshold (median) | auc | steps/s |",
+        "| case | environment, envs | steps | random | must | passed | evaluation | steps to threshold | auc | steps/s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     everything = True
@@ -292,19 +318,19 @@ def table(cases: dict[str, Case], rows: list[dict[str, str]]) -> tuple[str, bool
         n_passed = sum(passed(case, row) for row in mine)
         everything &= n_passed >= case.required
         must = {"evaluation": "evaluate to", "training": "reach", "failure": "stay below"}[case.judged_by]
+        what = f"| {name} | {case.env_id}, {case.n_envs} | {case.timesteps:,} | {random_return(case.env_id):.0f} | {must} "
+        what += f"{case.threshold:g} on {case.required} of {len(case.seeds)} "
         if not mine:
-            lines.append(
-                f"| {name} | {case.env_id} | {case.n_envs} | {case.timesteps} | {must} {case.threshold:g} | not run | | | | |"
-            )
+            lines.append(what + "| not run | | | | |")
             continue
         evaluations = np.array([float(row["eval_mean"]) for row in mine])
         # A run that never got there counts as later than any that did
         steps = np.median([float(row["steps_to_threshold"] or "inf") for row in mine])
+        area = np.mean([float(row["auc"]) for row in mine])
+        speed = np.median([float(row["steps_per_second"]) for row in mine])
         lines.append(
-            f"| {name} | {case.env_id} | {case.n_envs} | {case.timesteps} | {must} {case.threshold:g} on {case.required} of "
-            f"{len(case.seeds)} | {n_passed} of {len(mine)} | {evaluations.mean():.1f} (worst {evaluations.min():.1f}) | "
-            f"{'never' if np.isinf(steps) else f'{steps:.0f}'} | {np.mean([float(row['auc']) for row in mine]):.1f} | "
-            f"{np.median([float(row['steps_per_second']) for row in mine]):.0f} |"
+            what + f"| {n_passed} of {len(mine)} | {evaluations.mean():.1f} (worst {evaluations.min():.1f}) "
+            f"| {'never' if np.isinf(steps) else f'{steps:,.0f}'} | {area:.1f} | {speed:,.0f} |"
         )
     return "\n".join(lines), everything
 
