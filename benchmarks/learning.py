@@ -7,8 +7,8 @@ Does GRPO learn what it should? One run per case and seed, one CSV row per finis
     python -m benchmarks.learning --table             # the table alone
 
 Columns: ``random`` is what random actions get; ``evaluation`` the mean of 20 deterministic episodes after training, over
-seeds; ``steps to threshold`` the median over seeds; ``auc`` the mean return of the last 20 training episodes, over the whole budget; ``steps/s`` depends on the machine and
-on what else it did.
+seeds; ``steps to threshold`` the median over seeds; ``auc`` the mean return of the last 20 training episodes, over the whole
+budget; ``steps/s`` depends on the machine and on what else it did.
 
 Runs that are in the CSV under the same settings are not repeated, so that an interrupted command goes on where it stopped.
 To try other settings, keep them apart from what is reported: ``--set gae_lambda=0.95 --seeds 1000 1001 --csv runs/try.csv``.

@@ -301,7 +301,7 @@ def explained_variance(predictions: np.ndarray, targets: np.ndarray) -> float:
     :param targets: ``y``, shape ``(n,)``
     :return: NaN where the targets do not vary
     """
-    variance = np.var(targets)
+    variance = np.mean(centre_within(targets, np.zeros(len(targets), dtype=np.int64)) ** 2)
     return float("nan") if variance == 0 else float(1.0 - np.var(targets - predictions) / variance)
 
 
@@ -364,14 +364,15 @@ def k2(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
 def k3(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
     """
     ``exp(d) - d - 1``: unbiased, never negative; the estimator of DeepSeekMath (https://arxiv.org/abs/2402.03300),
-    equation 4. Arguments and source as for :func:`k1`. Departure: ``d`` is clamped to ``+-MAX_LOG_RATIO`` in the exponential.
+    equation 4. Arguments and source as for :func:`k1`. Departure: ``d`` is clamped to ``MAX_LOG_RATIO`` from above.
 
     :param log_prob: shape ``(n,)``
     :param reference_log_prob: shape ``(n,)``
     :return: shape ``(n,)``
     """
-    d = reference_log_prob - log_prob
-    return th.expm1(th.clamp(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - d
+    # Both terms are clamped: with the exponential alone flat, the slope of -d would drive the policies further apart
+    d = th.clamp(reference_log_prob - log_prob, max=MAX_LOG_RATIO)
+    return th.expm1(d) - d
 
 
 KL_ESTIMATORS: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
