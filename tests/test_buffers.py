@@ -1,0 +1,1101 @@
+"""The rollout buffers, watched through a callback while GRPO learns in small environments."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from sb3_grpo import GRPO
+from sb3_grpo import functional as F
+from sb3_grpo.buffers import (
+    BUFFERS,
+    CompleteGroupRolloutBuffer,
+    GroupRolloutBuffer,
+    GroupRolloutBufferSamples,
+    KernelRolloutBuffer,
+    OutcomeRolloutBuffer,
+    ProcessRolloutBuffer,
+    ReturnToGoRolloutBuffer,
+    StepwiseRolloutBuffer,
+    resolve_buffer_class,
+    take_observations,
+)
+
+GAMMA = 0.9
+COMPLETE_GROUP_BUFFERS = ["outcome", "process", "return_to_go", "stepwise"]
+RATIOS = [
+    pytest.param(1, 2, id="1 environment, groups of 2"),
+    pytest.param(3, 2, id="3 environments, groups of 2"),
+    pytest.param(8, 4, id="8 environments, groups of 4"),
+]
+#: Episodes of ``mixed`` have 1 to 11 steps.
+ROLLOUT_LENGTHS = [pytest.param(4, id="rollouts shorter than episodes"), pytest.param(25, id="rollouts longer than episodes")]
+DISCRETE = spaces.Discrete(2)
+
+#: Environment, episode and step: what the observations of :class:`IdEnv` say.
+Id = tuple[int, ...]
+EpisodeLength = Callable[[int, int], int]
+
+
+def mixed(env: int, episode: int) -> int:
+    return 1 + (7 * env + 5 * episode + 2) % 11
+
+
+def endless(env: int, episode: int) -> int:
+    return 10**9
+
+
+class IdEnv(gym.Env):
+    """
+    Each observation occurs once: it says in which environment, episode and step it was made.
+
+    :param index: of the environment
+    :param length: steps of an episode, a function of environment and episode
+    :param reward: a function of the observation; by default irregular
+    :param action_space: action space
+    """
+
+    def __init__(
+        self,
+        index: int,
+        length: EpisodeLength = mixed,
+        reward: Callable[[Id], float] = lambda id: float(np.sin(3 * id[0] + 5 * id[1] + 7 * id[2])),
+        action_space: spaces.Space = DISCRETE,
+    ):
+        # Double precision shows whether observations are stored as they come
+        self.observation_space = spaces.Box(0.0, 1e9, (3,), np.float64)
+        self.action_space = action_space
+        self.index, self.length, self.reward = index, length, reward
+        self.episode = -1
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.episode += 1
+        self.step_count = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        reward = self.reward(tuple(self._observe().astype(int)))
+        self.step_count += 1
+        return self._observe(), reward, self.step_count == self.length(self.index, self.episode), False, {}
+
+    def _observe(self) -> np.ndarray:
+        return np.array([self.index, self.episode, self.step_count], dtype=np.float64)
+
+
+class SpaceEnv(gym.Env):
+    """
+    Random observations of any space, rewards that depend on the action and on chance, terminations by chance.
+
+    :param observation_space: observation space
+    :param termination: probability that a step terminates the episode
+    """
+
+    def __init__(self, observation_space: spaces.Space, termination: float = 0.15):
+        self.observation_space = deepcopy(observation_space)  # each environment draws from its own
+        self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.termination = termination
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        reward = float(action.sum() + self.np_random.normal())
+        return self.observation_space.sample(), reward, bool(self.np_random.random() < self.termination), False, {}
+
+
+class Seen(NamedTuple):
+    """One transition, as a callback saw it being collected."""
+
+    rollout: int
+    start: int
+    reward: float
+    done: bool
+    log_prob: float
+    action: np.ndarray
+    clipped_action: np.ndarray
+
+
+class Sample(NamedTuple):
+    """One transition of an update."""
+
+    log_prob: float
+    advantage: float
+    action: np.ndarray
+
+
+class Recorder(BaseCallback):
+    """
+    Sees every transition of :class:`IdEnv` that is collected, and each update that is about to be made.
+
+    :param stop_after: step at which training is stopped, once; 0 for never
+    """
+
+    def __init__(self, stop_after: int = 0):
+        super().__init__()
+        self.stop_after = stop_after
+        self.rollout = 0
+        self.seen: dict[Id, Seen] = {}
+        self.updates: list[dict[Id, Sample]] = []
+        self.metrics: list[dict[str, float]] = []
+        self.weights: list[th.Tensor] = []
+        self.n_updates: list[int] = []
+        self.log_prob_changes: list[float] = []
+
+    def _on_rollout_start(self) -> None:
+        self.weights.append(th.nn.utils.parameters_to_vector(self.model.policy.parameters()).detach().clone())
+        self.n_updates.append(grpo(self.model)._n_updates)
+
+    def _on_step(self) -> bool:
+        for env, obs in enumerate(observations_of(self.model)):
+            key = id_of(obs)
+            assert key not in self.seen
+            self.seen[key] = Seen(
+                self.rollout,
+                int(self.locals["start_indices"][env]),
+                float(self.locals["rewards"][env]),
+                bool(self.locals["dones"][env]),
+                float(self.locals["log_probs"][env]),
+                np.copy(self.locals["actions"][env]),
+                np.copy(self.locals["clipped_actions"][env]),
+            )
+        return self.n_calls != self.stop_after
+
+    def _on_rollout_end(self) -> None:
+        update = whole_update(self.model)
+        ids = [id_of(obs) for obs in update.observations]
+        columns = (update.old_log_prob.numpy(), update.advantages.numpy(), update.actions.numpy())
+        samples = [
+            Sample(float(log_prob), float(advantage), action) for log_prob, advantage, action in zip(*columns, strict=True)
+        ]
+        assert len(set(ids)) == len(ids) == buffer_of(self.model).n_samples
+        self.updates.append(dict(zip(ids, samples, strict=True)))
+        self.metrics.append(dict(buffer_of(self.model).metrics))
+        self._note_log_prob_changes(ids, update)
+        self.rollout += 1
+
+    def _note_log_prob_changes(self, ids: list[Id], update: GroupRolloutBufferSamples) -> None:
+        old = [i for i, id in enumerate(ids) if self.seen[id].rollout < self.rollout]
+        if old:
+            with th.no_grad():
+                now, _ = grpo(self.model).policy.evaluate_actions(update.observations[old], update.actions[old])  # type: ignore[index]
+            self.log_prob_changes += (now - update.old_log_prob[old]).tolist()
+
+    @property
+    def trained_on(self) -> Counter[Id]:
+        return Counter(id for update in self.updates for id in update)
+
+
+def grpo(model: Any) -> GRPO:
+    assert isinstance(model, GRPO)
+    return model
+
+
+def buffer_of(model: Any) -> GroupRolloutBuffer:
+    return grpo(model).rollout_buffer
+
+
+def observations_of(model: Any) -> Any:
+    """:return: the observations in which the environments are about to act"""
+    return grpo(model)._last_obs
+
+
+def id_of(observation: Any) -> Id:
+    return tuple(int(part) for part in observation)
+
+
+def whole_update(model: Any) -> GroupRolloutBufferSamples:
+    """:return: all transitions of the last rollout's update, with no effect on the random numbers of the training"""
+    state = np.random.get_state()
+    (update,) = buffer_of(model).get(batch_size=None)
+    np.random.set_state(state)
+    return update
+
+
+def make_model(env: Any, buffer: Any = "kernel", policy: str = "MlpPolicy", **kwargs: Any) -> GRPO:
+    small: dict[str, Any] = dict(
+        n_steps=8, n_epochs=1, gamma=GAMMA, learning_rate=0.05, policy_kwargs=dict(net_arch=[8]), seed=0, device="cpu"
+    )
+    return GRPO(policy, env, rollout_buffer_class=buffer, **{**small, **kwargs})
+
+
+def make_id_model(buffer: Any, n_envs: int, env: dict[str, Any] | None = None, **kwargs: Any) -> GRPO:
+    """:return: a model for :class:`IdEnv`, which has no two equal starts"""
+    envs = DummyVecEnv([lambda index=index: IdEnv(index, **(env or {})) for index in range(n_envs)])  # type: ignore[misc]
+    return make_model(envs, buffer, share_starts=False, **kwargs)
+
+
+def record(
+    buffer: Any, n_envs: int = 3, group_size: int = 2, n_steps: int = 8, n_rollouts: int = 15, **kwargs: Any
+) -> Recorder:
+    recorder = Recorder()
+    model = make_id_model(buffer, n_envs, group_size=group_size, n_steps=n_steps, **kwargs)
+    model.learn(n_rollouts * n_steps * n_envs, callback=recorder)
+    assert len(recorder.updates) == n_rollouts
+    return recorder
+
+
+def by_start(recorder: Recorder, ids: Any) -> dict[int, list[Id]]:
+    """:return: the transitions of each start, in order"""
+    trajectories: dict[int, list[Id]] = {}
+    for id in sorted(ids):
+        trajectories.setdefault(recorder.seen[id].start, []).append(id)
+    return trajectories
+
+
+def assert_whole_groups(recorder: Recorder, group_size: int) -> None:
+    """Each update consists of groups that have all their members, each from its first step to its end."""
+    for update in recorder.updates:
+        trajectories = by_start(recorder, update)
+        for ids in trajectories.values():
+            assert [id[2] for id in ids] == list(range(len(ids)))
+            assert [recorder.seen[id].done for id in ids] == [False] * (len(ids) - 1) + [True]
+        members = Counter(start // group_size for start in trajectories)
+        assert set(members.values()) <= {group_size}
+
+
+def accounted_for(recorder: Recorder) -> float:
+    """:return: the number of transitions that were trained on, that wait, or that were dropped"""
+    last = recorder.metrics[-1]
+    return len(recorder.trained_on) + last["rollout/transitions_waiting"] + last["rollout/transitions_dropped"]
+
+
+# --- complete groups: what enters an update ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+@pytest.mark.parametrize(("n_envs", "group_size"), RATIOS)
+@pytest.mark.parametrize("n_steps", ROLLOUT_LENGTHS)
+def test_each_transition_is_trained_on_once_or_waits(buffer: str, n_envs: int, group_size: int, n_steps: int):
+    recorder = record(buffer, n_envs, group_size, n_steps)
+    assert len(recorder.seen) == 15 * n_steps * n_envs
+    assert set(recorder.trained_on.values()) == {1}
+    assert accounted_for(recorder) == len(recorder.seen)
+    assert recorder.metrics[-1]["rollout/transitions_dropped"] == 0
+    # Most have been trained on: what waits belongs to the groups of the last episodes
+    assert len(recorder.trained_on) > 0.5 * len(recorder.seen)
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+@pytest.mark.parametrize(("n_envs", "group_size"), RATIOS)
+@pytest.mark.parametrize("n_steps", ROLLOUT_LENGTHS)
+def test_an_update_is_all_the_groups_that_ended_in_its_rollout(buffer: str, n_envs: int, group_size: int, n_steps: int):
+    recorder = record(buffer, n_envs, group_size, n_steps)
+    assert_whole_groups(recorder, group_size)
+    rollouts_of_ends: dict[int, list[int]] = {}
+    for transition in recorder.seen.values():
+        if transition.done:
+            rollouts_of_ends.setdefault(transition.start // group_size, []).append(transition.rollout)
+    for rollout, update in enumerate(recorder.updates):
+        due = {group for group, ends in rollouts_of_ends.items() if len(ends) == group_size and max(ends) == rollout}
+        assert {start // group_size for start in by_start(recorder, update)} == due
+        assert recorder.metrics[rollout]["rollout/groups_completed"] == len(due)
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+def test_waiting_transitions_keep_the_log_probabilities_they_were_sampled_with(buffer: str):
+    recorder = record(buffer, n_steps=4, learning_rate=0.3)
+    for update in recorder.updates:
+        for id, sample in update.items():
+            assert sample.log_prob == recorder.seen[id].log_prob
+    # The policy has changed since: under it they are other ones
+    assert len(recorder.log_prob_changes) > 20
+    assert np.max(np.abs(recorder.log_prob_changes)) > 1e-3
+
+
+def outcome_leave_one_out(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    return F.outcome_advantages(rewards, lengths, groups, "group", leave_one_out=True)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "buffer_kwargs", "formula"),
+    [
+        pytest.param("outcome", {}, F.outcome_advantages, id="outcome"),
+        pytest.param("outcome", dict(leave_one_out=True), outcome_leave_one_out, id="outcome, leave one out"),
+        pytest.param(
+            "outcome", dict(scale="none"), lambda r, n, g: F.outcome_advantages(r, n, g, "none"), id="outcome, unscaled"
+        ),
+        pytest.param("process", {}, F.process_advantages, id="process"),
+        pytest.param(
+            "process", dict(scale="batch"), lambda r, n, g: F.process_advantages(r, n, g, "batch"), id="process, by batch"
+        ),
+        pytest.param("return_to_go", {}, lambda r, n, g: F.return_to_go_advantages(r, n, g, GAMMA), id="return_to_go"),
+        pytest.param(
+            "return_to_go",
+            dict(scale="none"),
+            lambda r, n, g: F.return_to_go_advantages(r, n, g, GAMMA, "none"),
+            id="return_to_go, unscaled",
+        ),
+        pytest.param("stepwise", {}, lambda r, n, g: F.stepwise_advantages(r, n, g, GAMMA), id="stepwise"),
+        pytest.param(
+            "stepwise",
+            dict(scale="group"),
+            lambda r, n, g: F.stepwise_advantages(r, n, g, GAMMA, "group"),
+            id="stepwise, group",
+        ),
+    ],
+)
+@pytest.mark.parametrize(("n_envs", "group_size"), RATIOS)
+def test_each_transition_gets_the_advantage_of_the_formula_unwhitened(
+    buffer: str, buffer_kwargs: dict[str, Any], formula: Callable[..., np.ndarray], n_envs: int, group_size: int
+):
+    recorder = record(buffer, n_envs, group_size, rollout_buffer_kwargs=buffer_kwargs, normalize_advantage=True)
+    assert any(recorder.updates)
+    for update in filter(None, recorder.updates):
+        trajectories = by_start(recorder, update)
+        starts = sorted(trajectories)
+        ids = [id for start in starts for id in trajectories[start]]
+        rewards = np.array([recorder.seen[id].reward for id in ids])
+        lengths = np.array([len(trajectories[start]) for start in starts])
+        groups = np.arange(len(starts)) // group_size
+        expected = formula(rewards, lengths, groups)
+        np.testing.assert_allclose([update[id].advantage for id in ids], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+def test_a_rollout_in_which_no_group_ended_makes_no_update(buffer: str):
+    # Episodes of 10 steps, two of which make a group: the first ends in the third rollout of 7
+    recorder = record(buffer, n_envs=1, n_steps=7, n_rollouts=7, env=dict(length=lambda env, episode: 10))
+    assert [len(update) for update in recorder.updates] == [0, 0, 20, 0, 0, 20, 0]
+    assert recorder.n_updates == [0, 0, 0, 1, 1, 1, 2]
+    changed = [not th.equal(before, after) for before, after in zip(recorder.weights, recorder.weights[1:], strict=False)]
+    assert changed == [False, False, True, False, False, True]
+    assert [metrics["rollout/groups_completed"] for metrics in recorder.metrics] == [0, 0, 1, 0, 0, 1, 0]
+    assert [metrics["rollout/transitions_waiting"] for metrics in recorder.metrics] == [7, 14, 1, 8, 15, 2, 9]
+    assert [metrics["rollout/transitions_waiting_age"] for metrics in recorder.metrics] == [0, 1, 0, 1, 2, 0, 1]
+
+
+# --- complete groups: what never ends ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+def test_endless_episodes_are_warned_of_once_and_wait_within_bounds(buffer: str):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recorder = record(buffer, env=dict(length=endless), rollout_buffer_kwargs=dict(max_waiting=100))
+    (message,) = [str(warning.message) for warning in caught if "transitions wait" in str(warning.message)]
+    assert "max_episode_steps" in message
+    assert "rollout_buffer_class='kernel'" in message
+    waiting = [metrics["rollout/transitions_waiting"] for metrics in recorder.metrics]
+    assert waiting[:4] == [24, 48, 72, 96]
+    assert max(waiting) <= 100
+    assert not any(recorder.updates)
+    assert accounted_for(recorder) == len(recorder.seen)
+
+
+def test_endless_episodes_are_learned_from_without_a_warning_by_the_kernel_buffer():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorder = record("kernel", env=dict(length=endless))
+    assert all(len(update) == 24 for update in recorder.updates)
+    assert set(recorder.trained_on.values()) == {1}
+    assert recorder.n_updates == list(range(15))
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+def test_the_late_members_of_a_dropped_group_never_enter_an_update(buffer: str):
+    # Every group that environment 0 has a part in waits for its long episode, and is dropped meanwhile
+    length = {0: 90, 1: 3, 2: 4}
+    with pytest.warns(UserWarning, match="transitions wait for their groups of 4 trajectories"):
+        recorder = record(
+            buffer,
+            group_size=4,
+            n_rollouts=40,
+            env=dict(length=lambda env, episode: length[env]),
+            rollout_buffer_kwargs=dict(max_waiting=40),
+        )
+    late = [id for id, transition in recorder.seen.items() if id[0] == 0 and transition.done]
+    assert len(late) == 3
+    assert not any(id[0] == 0 for id in recorder.trained_on)
+    assert len(recorder.trained_on) > 100
+    assert_whole_groups(recorder, 4)
+    assert max(metrics["rollout/transitions_waiting"] for metrics in recorder.metrics) <= 40
+    assert accounted_for(recorder) == len(recorder.seen)
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "n_envs", "group_size", "horizon", "bound"),
+    [
+        pytest.param(8, 1, 2, None, 20_000, id="at least 20,000"),
+        pytest.param(2048, 1, 2, None, 16 * 2048, id="16 rollouts"),
+        pytest.param(8, 8, 4, 5_000, 2 * 5_000 * (8 + 4), id="two episodes of each environment and member"),
+    ],
+)
+def test_by_default_as_many_may_wait_as_ordinary_episodes_need(
+    n_steps: int, n_envs: int, group_size: int, horizon: int | None, bound: int
+):
+    space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    buffer = OutcomeRolloutBuffer(n_steps, space, DISCRETE, n_envs=n_envs, group_size=group_size, horizon=horizon)
+    assert buffer.max_waiting == bound
+
+
+# --- complete groups: stopping and starting ---------------------------------------------------------------------------
+
+STOPS = [
+    pytest.param(43, id="in the middle of a rollout"),
+    pytest.param(48, id="at the last step of a rollout"),
+    pytest.param(41, id="after the first step of a rollout"),
+]
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+@pytest.mark.parametrize("stop_after", STOPS)
+def test_a_run_that_was_stopped_goes_on_without_losing_a_transition(buffer: str, stop_after: int):
+    recorder = Recorder(stop_after)
+    model = make_id_model(buffer, n_envs=3)
+    model.learn(1000, callback=recorder)
+    assert model.num_timesteps == len(recorder.seen) == 3 * stop_after
+    model.learn(500, callback=recorder, reset_num_timesteps=False)
+    assert set(recorder.trained_on.values()) == {1}
+    assert recorder.metrics[-1]["rollout/transitions_dropped"] == 0
+    assert accounted_for(recorder) == len(recorder.seen)
+    assert_whole_groups(recorder, 2)
+    stopped_at = {id for id, transition in recorder.seen.items() if transition.rollout == (stop_after - 1) // 8}
+    assert len(stopped_at & set(recorder.trained_on)) > 0
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+@pytest.mark.parametrize("stop_after", [*STOPS, pytest.param(0, id="never, after a whole rollout")])
+def test_a_run_that_starts_afresh_drops_and_counts_what_waits(buffer: str, stop_after: int):
+    recorder = Recorder(stop_after)
+    model = make_id_model(buffer, n_envs=3)
+    model.learn(6 * 24, callback=recorder)
+    assert model.num_timesteps == 3 * (stop_after or 48)
+    abandoned = set(recorder.seen) - set(recorder.trained_on)
+    assert abandoned
+    model.learn(10 * 24, callback=recorder, reset_num_timesteps=True)
+    assert not abandoned & set(recorder.trained_on)
+    assert recorder.metrics[-1]["rollout/transitions_dropped"] == len(abandoned)
+    assert accounted_for(recorder) == len(recorder.seen)
+    assert_whole_groups(recorder, 2)
+
+
+# --- the kernel baseline, from scratch --------------------------------------------------------------------------------
+
+
+class Segment(NamedTuple):
+    """The part of a trajectory that lies in one rollout."""
+
+    first_step: int
+    inputs: list[np.ndarray]
+    rewards: list[float]
+    log_probs: list[float]
+    end: str  # "terminated", "truncated" or "unfinished"
+    final_input: np.ndarray
+
+
+class KernelRollout(NamedTuple):
+    """What a rollout gave to the kernel buffer, and what it made of it."""
+
+    segments: list[Segment]
+    state: dict[str, Any]
+    update: GroupRolloutBufferSamples
+
+
+class KernelRecorder(BaseCallback):
+    """
+    Collects the trajectories by environment, one after the other.
+
+    :param encode: an observation as the input of the baseline
+    """
+
+    def __init__(self, encode: Callable[[GRPO, Any], np.ndarray]):
+        super().__init__()
+        self.encode = encode
+        self.rollouts: list[KernelRollout] = []
+        self.elapsed: Counter[int] = Counter()
+
+    def _on_rollout_start(self) -> None:
+        self.finished: list[list[Segment]] = [[] for _ in range(self.training_env.num_envs)]
+        self.running: list[Segment | None] = [None] * self.training_env.num_envs
+
+    def _encoded(self, observations: Any, env: int) -> np.ndarray:
+        return self.encode(grpo(self.model), take_observations(observations, env))
+
+    def _on_step(self) -> bool:
+        for env, info in enumerate(self.locals["infos"]):
+            segment = self.running[env] or Segment(self.elapsed[env], [], [], [], "", np.empty(0))
+            segment.inputs.append(self._encoded(observations_of(self.model), env))
+            segment.rewards.append(float(self.locals["rewards"][env]))
+            segment.log_probs.append(float(self.locals["log_probs"][env]))
+            self.elapsed[env] += 1
+            self.running[env] = segment
+            if self.locals["dones"][env]:
+                end = "truncated" if info["TimeLimit.truncated"] else "terminated"
+                final = self.encode(grpo(self.model), info["terminal_observation"])
+                self.finished[env].append(segment._replace(end=end, final_input=final))
+                self.running[env] = None
+                self.elapsed[env] = 0
+        return True
+
+    def _on_rollout_end(self) -> None:
+        for env, segment in enumerate(self.running):
+            if segment is not None:
+                final = self._encoded(self.locals["new_obs"], env)
+                self.finished[env].append(segment._replace(end="unfinished", final_input=final))
+        segments = [segment for of_env in self.finished for segment in of_env]
+        buffer = buffer_of(self.model)
+        assert isinstance(buffer, KernelRolloutBuffer)
+        self.rollouts.append(KernelRollout(segments, deepcopy(buffer.baseline.get_state()), whole_update(self.model)))
+
+
+class Departure(NamedTuple):
+    """What the slow computation leaves out, to show that the buffer does not; nothing by default."""
+
+    bootstraps: tuple[str, ...] = ("truncated", "unfinished")
+    final_time: float = 1.0
+    continues_count: bool = True
+    leaves_fold_out: bool = True
+    remembers: float = 0.8
+    n_folds: int = 4
+
+
+def slow_features(state: dict[str, Any], inputs: np.ndarray, time: float) -> np.ndarray:
+    statistics = state["input_statistics"]
+    z = np.clip((inputs - statistics.mean) / np.sqrt(statistics.var + 1e-8), -5.0, 5.0)
+    frequencies, phases = state["frequencies"].numpy(), state["phases"].numpy()
+    cosines = [
+        np.sqrt(2.0 / len(phases)) * np.cos(np.dot(frequencies[:, i], [*z, 2.0 * time]) + phases[i])
+        for i in range(len(phases))
+    ]
+    return np.array([1.0, *z, time, *cosines])
+
+
+def slow_fit(samples: list[tuple[float, np.ndarray, float]], n_features: int, ridge: float = 1e-3) -> np.ndarray:
+    """
+    :param samples: weight, features and target of each
+    :param n_features: number of features
+    :return: the weights of the ridge regression, from scratch
+    """
+    gram, moment, count = np.zeros((n_features, n_features)), np.zeros(n_features), 0.0
+    for weight, features, target in samples:
+        gram += weight * np.outer(features, features)
+        moment += weight * features * target
+        count += weight
+    return np.linalg.solve(gram + ridge * max(count, 1.0) * np.eye(n_features), moment)
+
+
+def slow_gae(rewards: list[float], values: np.ndarray, last_value: float, gae_lambda: float) -> np.ndarray:
+    advantages = np.zeros(len(rewards))
+    following = 0.0
+    next_values = [*values[1:], last_value]
+    for t in reversed(range(len(rewards))):
+        following = rewards[t] + GAMMA * next_values[t] - values[t] + GAMMA * gae_lambda * following
+        advantages[t] = following
+    return advantages
+
+
+def slow_advantages(
+    rollouts: list[KernelRollout], time_unit: int | None, departure: Departure | None = None, gae_lambda: float = 0.98
+) -> list[np.ndarray]:
+    """
+    :param rollouts: all rollouts so far
+    :param time_unit: the horizon; ``None`` for the longest trajectory so far, rounded up to a power of two
+    :param departure: what is done otherwise
+    :param gae_lambda: lambda
+    :return: the advantages of each rollout, segment by segment
+    """
+    departure = departure or Departure()
+    history: list[list[tuple[np.ndarray, float]]] = []  # features and targets of each earlier rollout
+    longest = 1
+    result = []
+    for segments, state, _ in rollouts:
+        firsts = [segment.first_step if departure.continues_count else 0 for segment in segments]
+        longest = max(longest, *(first + len(segment.inputs) for first, segment in zip(firsts, segments, strict=True)))
+        unit = float(time_unit or next(2**k for k in range(30) if 2**k >= longest))
+        features, finals = [], []
+        for first, segment in zip(firsts, segments, strict=True):
+            times = [(first + t) / unit for t in range(len(segment.inputs))]
+            features.append(np.array([slow_features(state, x, tau) for x, tau in zip(segment.inputs, times, strict=True)]))
+            final_time = times[-1] + departure.final_time / unit
+            finals.append(slow_features(state, segment.final_input, final_time))
+
+        def judged(segment: int, weights: np.ndarray, features: Any = features, finals: Any = finals) -> tuple[Any, float]:
+            bootstraps = segments[segment].end in departure.bootstraps  # noqa: B023  # called within the iteration
+            return features[segment] @ weights, float(finals[segment] @ weights) if bootstraps else 0.0
+
+        def remembered(age: int) -> list[tuple[float, np.ndarray, float]]:
+            weights = [departure.remembers ** (age + len(history) - 1 - k) for k in range(len(history))]
+            return [(w, phi, y) for w, rollout in zip(weights, history, strict=True) for phi, y in rollout]
+
+        n_features = features[0].shape[1]
+        earlier = slow_fit(remembered(0), n_features)
+        targets = []
+        for i, segment in enumerate(segments):
+            values, last_value = judged(i, earlier)
+            targets.append(values + slow_gae(segment.rewards, values, last_value, gae_lambda))
+        advantages = []
+        for i, segment in enumerate(segments):
+            others = [j for j in range(len(segments)) if j % departure.n_folds != i % departure.n_folds]
+            others = others if departure.leaves_fold_out else list(range(len(segments)))
+            current = [(1.0, phi, y) for j in others for phi, y in zip(features[j], targets[j], strict=True)]
+            weights = slow_fit(remembered(1) + current, n_features)
+            advantages.append(slow_gae(segment.rewards, *judged(i, weights), gae_lambda))
+        history.append([pair for phi, y in zip(features, targets, strict=True) for pair in zip(phi, y, strict=True)])
+        result.append(np.concatenate(advantages))
+    return result
+
+
+def flattened(space: spaces.Space) -> Callable[[GRPO, Any], np.ndarray]:
+    return lambda model, observation: np.asarray(spaces.flatten(space, observation), dtype=np.float64)
+
+
+def actor_features(model: GRPO, observation: Any) -> np.ndarray:
+    with th.no_grad():
+        tensor, _ = model.policy.obs_to_tensor(observation)
+        return model.policy.extract_features(tensor, model.policy.features_extractor)[0].double().numpy()
+
+
+def record_kernel(
+    space: spaces.Space,
+    n_envs: int = 2,
+    time_limit: int | None = 7,
+    termination: float = 0.15,
+    encode: Callable[[GRPO, Any], np.ndarray] | None = None,
+    n_rollouts: int = 4,
+    n_steps: int = 10,
+    buffer_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> KernelRecorder:
+    def make() -> gym.Env:
+        env = SpaceEnv(space, termination)
+        return env if time_limit is None else TimeLimit(env, time_limit)
+
+    policy = "MultiInputPolicy" if isinstance(space, spaces.Dict) else "MlpPolicy"
+    recorder = KernelRecorder(encode or flattened(space))
+    arguments = dict(
+        policy=policy,
+        n_steps=n_steps,
+        normalize_advantage=False,
+        rollout_buffer_kwargs=dict(n_features=12, **(buffer_kwargs or {})),
+    )
+    model = make_model(DummyVecEnv([make] * n_envs), **{**arguments, **kwargs})
+    model.learn(n_rollouts * n_steps * n_envs, callback=recorder)
+    assert len(recorder.rollouts) == n_rollouts
+    return recorder
+
+
+def advantages_by_log_prob(rollout: KernelRollout, advantages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """
+    The log-probabilities of continuous actions tell transitions apart, whatever the observations are.
+
+    :param rollout: a rollout
+    :param advantages: segment by segment
+    :return: the advantages given, and those of the update, both in the order of the log-probabilities
+    """
+    log_probs = np.array([log_prob for segment in rollout.segments for log_prob in segment.log_probs], dtype=np.float32)
+    assert len(np.unique(log_probs)) == len(log_probs)
+    order = np.argsort(rollout.update.old_log_prob.numpy())
+    np.testing.assert_array_equal(rollout.update.old_log_prob.numpy()[order], np.sort(log_probs))
+    return advantages[np.argsort(log_probs)], rollout.update.advantages.numpy()[order]
+
+
+def assert_kernel_advantages(recorder: KernelRecorder, time_unit: int | None, **kwargs: Any) -> None:
+    for rollout, advantages in zip(recorder.rollouts, slow_advantages(recorder.rollouts, time_unit, **kwargs), strict=True):
+        expected, actual = advantages_by_log_prob(rollout, advantages)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
+IMAGE = spaces.Box(0, 255, (3, 36, 36), np.uint8)
+CNN: dict[str, Any] = dict(features_extractor_kwargs=dict(features_dim=8))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        pytest.param(VECTOR, id="Box"),
+        pytest.param(spaces.Box(-1.0, 1.0, (2, 2), np.float64), id="Box of two dimensions"),
+        pytest.param(spaces.Discrete(4), id="Discrete"),
+        pytest.param(spaces.MultiDiscrete([2, 3]), id="MultiDiscrete"),
+        pytest.param(spaces.MultiBinary(3), id="MultiBinary"),
+        pytest.param(spaces.Dict({"b": VECTOR, "a": spaces.Discrete(3), "c": spaces.MultiBinary(2)}), id="Dict"),
+    ],
+)
+@pytest.mark.parametrize("n_envs", [pytest.param(1, id="1 environment"), pytest.param(3, id="3 environments")])
+def test_the_kernel_buffer_equals_a_slow_computation_from_scratch(space: spaces.Space, n_envs: int):
+    recorder = record_kernel(space, n_envs)
+    ends = {segment.end for rollout in recorder.rollouts for segment in rollout.segments}
+    assert ends == {"terminated", "truncated", "unfinished"}
+    assert_kernel_advantages(recorder, time_unit=7)
+
+
+@pytest.mark.parametrize(
+    ("space", "policy", "policy_kwargs"),
+    [
+        pytest.param(IMAGE, "CnnPolicy", CNN, id="image"),
+        pytest.param(
+            spaces.Dict({"camera": IMAGE, "speed": VECTOR}),
+            "MultiInputPolicy",
+            dict(features_extractor_kwargs=dict(cnn_output_dim=8), net_arch=[8]),
+            id="Dict with an image",
+        ),
+    ],
+)
+def test_for_images_the_kernel_buffer_looks_at_the_actors_features(
+    space: spaces.Space, policy: str, policy_kwargs: dict[str, Any]
+):
+    recorder = record_kernel(space, encode=actor_features, policy=policy, policy_kwargs=policy_kwargs, n_rollouts=3)
+    assert_kernel_advantages(recorder, time_unit=7)
+
+
+@pytest.mark.parametrize(
+    "departure",
+    [
+        pytest.param(Departure(bootstraps=("unfinished",)), id="nothing after a time limit"),
+        pytest.param(Departure(bootstraps=("truncated",)), id="nothing after the rollout"),
+        pytest.param(Departure(bootstraps=("truncated", "unfinished", "terminated")), id="something after a termination"),
+        pytest.param(Departure(final_time=0.0), id="the clock stops before the last observation"),
+        pytest.param(Departure(continues_count=False), id="each rollout counts steps from zero"),
+        pytest.param(Departure(leaves_fold_out=False), id="judged by a fit to itself"),
+        pytest.param(Departure(remembers=1.0), id="never forgets"),
+        pytest.param(Departure(n_folds=3), id="another number of folds"),
+    ],
+)
+def test_any_other_way_gives_other_advantages(departure: Departure):
+    recorder = record_kernel(VECTOR)
+    assert_kernel_advantages(recorder, time_unit=7)
+    otherwise = slow_advantages(recorder.rollouts, 7, departure)
+    pairs = [advantages_by_log_prob(rollout, other) for rollout, other in zip(recorder.rollouts, otherwise, strict=True)]
+    assert max(np.max(np.abs(other - actual)) for other, actual in pairs) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("buffer_kwargs", "departure"),
+    [
+        pytest.param(dict(forgetting=0.5), Departure(remembers=0.5), id="forgetting"),
+        pytest.param(dict(forgetting=0.0), Departure(remembers=0.0), id="no memory"),
+        pytest.param(dict(n_folds=2), Departure(n_folds=2), id="two folds"),
+        pytest.param(dict(n_folds=1), Departure(n_folds=1), id="one fold"),
+    ],
+)
+def test_the_kernel_buffers_options_mean_what_the_slow_computation_says(buffer_kwargs: dict[str, Any], departure: Departure):
+    assert_kernel_advantages(record_kernel(VECTOR, buffer_kwargs=buffer_kwargs), time_unit=7, departure=departure)
+
+
+def test_the_kernel_buffer_uses_gae_lambda():
+    assert_kernel_advantages(record_kernel(VECTOR, gae_lambda=0.5), time_unit=7, gae_lambda=0.5)
+
+
+def test_a_single_trajectory_is_judged_by_the_rollouts_before():
+    recorder = record_kernel(VECTOR, n_envs=1, time_limit=None, termination=0.0)
+    assert [len(rollout.segments) for rollout in recorder.rollouts] == [1, 1, 1, 1]
+    assert [rollout.segments[0].first_step for rollout in recorder.rollouts] == [0, 10, 20, 30]
+    assert_kernel_advantages(recorder, time_unit=None)
+    # Nothing comes before the first: its advantages are the discounted sums of its rewards
+    returns = F.discounted_returns(np.array(recorder.rollouts[0].segments[0].rewards), np.array([10]), GAMMA * 0.98)
+    np.testing.assert_allclose(*advantages_by_log_prob(recorder.rollouts[0], returns), rtol=1e-4)
+
+
+def test_without_a_time_limit_time_is_measured_in_longest_episodes_so_far():
+    recorder = record_kernel(VECTOR, time_limit=None)
+    assert_kernel_advantages(recorder, time_unit=None)
+
+
+@pytest.mark.parametrize("time_limit", [pytest.param(5, id="5"), pytest.param(None, id="none")])
+def test_the_time_limit_is_the_horizon(time_limit: int | None):
+    env = SpaceEnv(VECTOR) if time_limit is None else TimeLimit(SpaceEnv(VECTOR), time_limit)
+    assert make_model(env).rollout_buffer.horizon == time_limit
+
+
+@pytest.mark.parametrize("n_envs", [pytest.param(1, id="1 environment"), pytest.param(3, id="3 environments")])
+def test_normalize_advantage_whitens_the_kernel_buffers_update(n_envs: int):
+    recorder = record_kernel(VECTOR, n_envs, normalize_advantage=True)
+    for rollout, raw in zip(recorder.rollouts, slow_advantages(recorder.rollouts, 7), strict=True):
+        expected, actual = advantages_by_log_prob(rollout, raw)
+        np.testing.assert_allclose(actual, (expected - expected.mean()) / expected.std(), rtol=1e-3, atol=1e-4)
+        assert actual.mean() == pytest.approx(0.0, abs=1e-6)
+        assert actual.std() == pytest.approx(1.0, abs=1e-6)
+        assert expected.std() != pytest.approx(1.0, abs=1e-2)
+
+
+# --- storage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("space", "policy", "policy_kwargs", "shape", "dtype"),
+    [
+        pytest.param(VECTOR, "MlpPolicy", {}, (3,), th.float32, id="Box"),
+        pytest.param(spaces.Box(-1.0, 1.0, (2,), np.float64), "MlpPolicy", {}, (2,), th.float64, id="Box, double"),
+        pytest.param(IMAGE, "CnnPolicy", CNN, (3, 36, 36), th.uint8, id="image"),
+        pytest.param(spaces.Discrete(4), "MlpPolicy", {}, (1,), th.int64, id="Discrete"),
+        pytest.param(spaces.MultiBinary(3), "MlpPolicy", {}, (3,), th.int8, id="MultiBinary"),
+    ],
+)
+@pytest.mark.parametrize("buffer", ["kernel", "outcome"])
+def test_observations_keep_their_dtype(
+    buffer: str, space: spaces.Space, policy: str, policy_kwargs: dict[str, Any], shape: tuple[int, ...], dtype: th.dtype
+):
+    model = make_model(TimeLimit(SpaceEnv(space), 2), buffer, policy, policy_kwargs=policy_kwargs).learn(8)
+    observations = whole_update(model).observations
+    assert isinstance(observations, th.Tensor)
+    assert observations.dtype == dtype
+    assert observations.shape == (model.rollout_buffer.n_samples, *shape)
+
+
+def test_dict_observations_keep_the_dtype_of_each_part():
+    space = spaces.Dict({"camera": IMAGE, "room": spaces.Discrete(3), "speed": VECTOR})
+    extractor = dict(features_extractor_kwargs=dict(cnn_output_dim=8))
+    observations = whole_update(
+        make_model(SpaceEnv(space), policy="MultiInputPolicy", policy_kwargs=extractor).learn(8)
+    ).observations
+    assert isinstance(observations, dict)
+    assert {key: (part.dtype, part.shape) for key, part in observations.items()} == {
+        "camera": (th.uint8, (8, 3, 36, 36)),
+        "room": (th.int64, (8, 1)),
+        "speed": (th.float32, (8, 3)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("space", "shape", "dtype"),
+    [
+        pytest.param(spaces.Box(-0.5, 0.5, (3,), np.float32), (3,), th.float32, id="Box"),
+        pytest.param(spaces.Box(-0.5, 0.5, (2, 2), np.float64), (4,), th.float32, id="Box of two dimensions"),
+        pytest.param(spaces.Box(-2, 2, (2,), np.int32), (2,), th.float32, id="Box of integers"),
+        pytest.param(spaces.Discrete(3), (), th.int64, id="Discrete"),
+        pytest.param(spaces.MultiDiscrete([2, 3]), (2,), th.float32, id="MultiDiscrete"),
+        pytest.param(spaces.MultiBinary(4), (4,), th.float32, id="MultiBinary"),
+    ],
+)
+@pytest.mark.parametrize("buffer", ["kernel", "outcome"])
+def test_actions_are_stored_as_they_were_sampled(buffer: str, space: spaces.Space, shape: tuple[int, ...], dtype: th.dtype):
+    recorder = Recorder()
+    model = make_id_model(buffer, 3, env=dict(action_space=space), n_steps=25)
+    model.learn(75, callback=recorder)
+    actions = whole_update(model).actions
+    assert actions.dtype == dtype
+    assert actions.shape == (model.rollout_buffer.n_samples, *shape)
+    for id, sample in recorder.updates[0].items():
+        np.testing.assert_array_equal(sample.action, recorder.seen[id].action.reshape(shape))
+
+
+def test_actions_that_were_clipped_for_the_environment_are_not_clipped_in_the_update():
+    recorder = Recorder()
+    make_id_model("kernel", 3, env=dict(action_space=spaces.Box(-0.5, 0.5, (3,), np.float32))).learn(24, callback=recorder)
+    clipped = [not np.array_equal(transition.action, transition.clipped_action) for transition in recorder.seen.values()]
+    assert np.mean(clipped) > 0.5
+    assert max(np.abs(sample.action).max() for sample in recorder.updates[0].values()) > 0.5
+
+
+# --- minibatches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def learned() -> GRPO:
+    """A model whose buffer holds an update of 24 transitions."""
+    return make_id_model("kernel", 3).learn(24)
+
+
+def ids_of_a_pass(model: GRPO, batch_size: int | None, seed: int = 0) -> list[list[Id]]:
+    np.random.seed(seed)
+    return [[id_of(obs) for obs in batch.observations] for batch in model.rollout_buffer.get(batch_size)]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "sizes"),
+    [
+        pytest.param(8, [8, 8, 8], id="divides"),
+        pytest.param(10, [10, 10, 4], id="the last is smaller"),
+        pytest.param(64, [24], id="more than there are"),
+        pytest.param(None, [24], id="none given"),
+    ],
+)
+def test_a_pass_yields_each_transition_once_in_minibatches(learned: GRPO, batch_size: int | None, sizes: list[int]):
+    batches = ids_of_a_pass(learned, batch_size)
+    assert [len(batch) for batch in batches] == sizes
+    ids = [id for batch in batches for id in batch]
+    assert len(set(ids)) == 24
+
+
+def test_the_order_of_a_pass_is_random_and_follows_numpys_seed(learned: GRPO):
+    first = ids_of_a_pass(learned, 10, seed=0)
+    assert first == ids_of_a_pass(learned, 10, seed=0)
+    assert first != ids_of_a_pass(learned, 10, seed=1)
+    flat = [id for batch in first for id in batch]
+    assert flat != sorted(flat)
+    passes = [[batch.observations.tolist() for batch in learned.rollout_buffer.get(10)] for _ in range(2)]  # type: ignore[union-attr]
+    assert passes[0] != passes[1]
+
+
+def test_the_columns_of_a_minibatch_belong_together(learned: GRPO):
+    whole = whole_update(learned)
+    rows = {id_of(obs): i for i, obs in enumerate(whole.observations)}
+    for batch in learned.rollout_buffer.get(10):
+        index = [rows[id_of(obs)] for obs in batch.observations]
+        assert th.equal(batch.actions, whole.actions[index])
+        assert th.equal(batch.old_log_prob, whole.old_log_prob[index])
+        assert th.equal(batch.advantages, whole.advantages[index])
+
+
+# --- choosing a buffer ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("buffer", "resolved"),
+    [
+        pytest.param("kernel", KernelRolloutBuffer, id="kernel"),
+        pytest.param("outcome", OutcomeRolloutBuffer, id="outcome"),
+        pytest.param("process", ProcessRolloutBuffer, id="process"),
+        pytest.param("return_to_go", ReturnToGoRolloutBuffer, id="return_to_go"),
+        pytest.param("stepwise", StepwiseRolloutBuffer, id="stepwise"),
+        pytest.param(None, KernelRolloutBuffer, id="None"),
+        pytest.param(StepwiseRolloutBuffer, StepwiseRolloutBuffer, id="a class"),
+    ],
+)
+def test_a_buffer_is_chosen_by_name_or_class(buffer: Any, resolved: type[GroupRolloutBuffer]):
+    assert resolve_buffer_class(buffer) is resolved
+    assert type(make_model(SpaceEnv(VECTOR), buffer).rollout_buffer) is resolved
+
+
+def test_an_unknown_buffer_name_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'kernal'.*kernel, outcome, process, return_to_go, stepwise"):
+        make_model(SpaceEnv(VECTOR), "kernal")
+    assert list(BUFFERS) == ["kernel", *COMPLETE_GROUP_BUFFERS]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "quoted"),
+    [
+        pytest.param(RolloutBuffer, "stable_baselines3.common.buffers.RolloutBuffer", id="SB3's"),
+        pytest.param(int, "class 'int'", id="no buffer"),
+        pytest.param(3, "is 3", id="no class"),
+    ],
+)
+def test_what_is_no_group_rollout_buffer_is_refused(buffer: Any, quoted: str):
+    with pytest.raises(ValueError, match=f"{quoted}.*subclass of `sb3_grpo.buffers.GroupRolloutBuffer`"):
+        make_model(SpaceEnv(VECTOR), buffer)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "name", "value"),
+    [
+        pytest.param("outcome", "scale", "std", id="scale"),
+        pytest.param("outcome", "max_waiting", 0, id="max_waiting, zero"),
+        pytest.param("stepwise", "max_waiting", 2.5, id="max_waiting, fraction"),
+        pytest.param("kernel", "forgetting", 1.25, id="forgetting, above one"),
+        pytest.param("kernel", "forgetting", -0.5, id="forgetting, negative"),
+        pytest.param("kernel", "forgetting", float("nan"), id="forgetting, NaN"),
+        pytest.param("kernel", "ridge", 0.0, id="ridge, zero"),
+        pytest.param("kernel", "ridge", float("inf"), id="ridge, infinite"),
+        pytest.param("kernel", "n_folds", 0, id="n_folds"),
+        pytest.param("kernel", "n_folds", True, id="n_folds, bool"),
+        pytest.param("kernel", "bandwidth", -1.5, id="bandwidth"),
+        pytest.param("kernel", "bandwidth", "wide", id="bandwidth, text"),
+        pytest.param("kernel", "n_features", 0, id="n_features"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_and_quoted(buffer: str, name: str, value: Any):
+    with pytest.raises(ValueError, match=f"`{name}`.*not {value!r}"):
+        make_model(SpaceEnv(VECTOR), buffer, rollout_buffer_kwargs={name: value})
+
+
+# --- a user's own -----------------------------------------------------------------------------------------------------
+
+
+class LongerIsBetter(CompleteGroupRolloutBuffer):
+    """A user's own judgement of whole groups."""
+
+    def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        return np.repeat(np.where(lengths > 5, 1.0, -1.0), lengths)
+
+
+class RewardIsAdvantage(GroupRolloutBuffer):
+    """A user's own judgement of a rollout."""
+
+    def _form_update(self, rollout: Any, last_obs: Any, actor_features: Any) -> Any:
+        return rollout, rollout.rewards
+
+
+def test_a_users_own_group_buffer_overrides_one_hook():
+    recorder = record(LongerIsBetter)
+    assert set(recorder.trained_on.values()) == {1}
+    assert_whole_groups(recorder, 2)
+    assert accounted_for(recorder) == len(recorder.seen)
+    advantages = set()
+    for update in recorder.updates:
+        for ids in by_start(recorder, update).values():
+            assert {update[id].advantage for id in ids} == {1.0 if len(ids) > 5 else -1.0}
+            advantages |= {update[id].advantage for id in ids}
+    assert advantages == {1.0, -1.0}
+    assert not th.equal(recorder.weights[0], recorder.weights[-1])
+
+
+def test_a_users_own_rollout_buffer_overrides_one_hook():
+    recorder = record(RewardIsAdvantage)
+    assert set(recorder.trained_on) == set(recorder.seen)
+    for update in recorder.updates:
+        for id, sample in update.items():
+            assert sample.advantage == pytest.approx(recorder.seen[id].reward)
+    assert recorder.n_updates == list(range(15))
+    assert not th.equal(recorder.weights[0], recorder.weights[-1])
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def explained_variance(reward: Callable[[Id], float]) -> float:
+    recorder = record("kernel", n_envs=4, n_steps=50, n_rollouts=4, env=dict(length=lambda env, episode: 10, reward=reward))
+    return recorder.metrics[-1]["train/explained_variance"]
+
+
+def test_explained_variance_is_near_one_where_returns_can_be_foreseen():
+    assert explained_variance(lambda id: 1.0) > 0.95
+
+
+def test_explained_variance_is_near_zero_where_returns_are_chance():
+    rng = np.random.default_rng(0)
+    assert explained_variance(lambda id: float(rng.normal())) < 0.1
+
+
+def alike(id: Id) -> float:
+    return 1.0
+
+
+def better_with_each_episode(id: Id) -> float:
+    return float(id[1])
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+@pytest.mark.parametrize(
+    ("reward", "tied"),
+    [
+        pytest.param(alike, 1.0, id="equal returns"),
+        pytest.param(better_with_each_episode, 0.0, id="different returns"),
+        pytest.param(lambda id: float(id[1] % 4 == 3), 0.5, id="different returns in every other group"),
+    ],
+)
+def test_groups_tied_is_the_fraction_of_groups_that_have_nothing_to_compare(
+    buffer: str, reward: Callable[[Id], float], tied: float
+):
+    # Episodes of one step, because `return_to_go` compares the steps of a trajectory too; consecutive ones make a group
+    env = dict(length=lambda env, episode: 1, reward=reward)
+    recorder = record(buffer, n_envs=1, n_steps=24, n_rollouts=3, env=env)
+    assert [metrics["rollout/groups_tied"] for metrics in recorder.metrics] == [tied] * 3
+    assert [metrics["rollout/groups_completed"] for metrics in recorder.metrics] == [12.0] * 3
+
+
+def test_steps_without_peer_are_counted():
+    # Groups are the episodes 0 and 1, 2 and 3, ... of 3 and 5 steps: two steps of each group have no peer
+    recorder = record(
+        "stepwise", n_envs=1, n_steps=16, n_rollouts=2, env=dict(length=lambda env, episode: 3 + 2 * (episode % 2))
+    )
+    assert [metrics["rollout/groups_completed"] for metrics in recorder.metrics] == [2.0, 2.0]
+    assert [metrics["rollout/steps_without_peer"] for metrics in recorder.metrics] == [4.0, 4.0]
+    for update in recorder.updates:
+        lonely = [sample.advantage for id, sample in update.items() if id[2] >= 3]
+        assert lonely == [0.0] * 4
