@@ -513,6 +513,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
 
     def start_afresh(self) -> None:
         self.dropped += self.pos * self.n_envs
+        self._first_live_group = 0
         super().start_afresh()
         if self._waiting is not None:
             self.dropped += len(self._waiting)

@@ -375,6 +375,22 @@ def k3(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
     return th.expm1(d) - d
 
 
+def importance_weighted(estimate: th.Tensor, log_prob: th.Tensor, old_log_prob: th.Tensor) -> th.Tensor:
+    """
+    ``rho f`` with ``rho = exp(log pi - log pi_old)``: its mean over actions of ``pi_old`` is the mean of ``f`` over actions of
+    ``pi``, in value and in gradient.
+
+    :func:`k1` needs this as a loss: its own gradient, that of ``log pi``, does not depend on the reference and is zero in
+    expectation, so that the penalty would pull nowhere (Tang & Munos 2025, https://arxiv.org/abs/2506.09477).
+
+    :param estimate: ``f`` for each action, shape ``(n,)``
+    :param log_prob: of the actions under the policy being trained, shape ``(n,)``
+    :param old_log_prob: of the same actions under the policy that sampled them, shape ``(n,)``
+    :return: shape ``(n,)``
+    """
+    return th.exp(th.clamp(log_prob - old_log_prob, max=MAX_LOG_RATIO)) * estimate
+
+
 KL_ESTIMATORS: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 

@@ -212,7 +212,7 @@ class GRPO(OnPolicyAlgorithm):
         self._check_arguments()
         self.clip_range = FloatSchedule(self.clip_range)
 
-        start_queue = self.start_queue
+        start_queue, last_obs = self.start_queue, self._last_obs
         user_kwargs = self.rollout_buffer_kwargs
         self.rollout_buffer_kwargs = {"group_size": self.group_size, "horizon": self._time_limit(), **user_kwargs}
         try:
@@ -221,8 +221,8 @@ class GRPO(OnPolicyAlgorithm):
             self.rollout_buffer_kwargs = user_kwargs
         # Seeding the model has made a new queue; one that came with a saved model goes on instead
         if start_queue is not None and start_queue.group_size == self.group_size:
-            self.start_queue = start_queue
-        elif self.start_queue is None:
+            self.start_queue, self._last_obs = start_queue, last_obs
+        elif self.start_queue is start_queue:  # not seeded: there is none, or one of another group size
             self.start_queue = StartQueue(self.group_size)
         if self._rollout_buffer_state is not None:
             saved_class, state = self._rollout_buffer_state
@@ -281,6 +281,8 @@ class GRPO(OnPolicyAlgorithm):
         super().set_random_seed(seed)
         if seed is not None:
             self.start_queue = StartQueue(self.group_size, seed)
+            # The groups in flight are the former queue's: begin anew with the starts of this one
+            self._last_obs = None
 
     # --- collecting ---------------------------------------------------------------------------------------------------
 
@@ -356,6 +358,7 @@ class GRPO(OnPolicyAlgorithm):
             new_obs, rewards, dones, infos = env.step(clipped_actions)
             _check_finite("observation", new_obs, self.num_timesteps)
             _check_finite("reward", rewards, self.num_timesteps)
+            _check_final_observations(dones, infos, self.num_timesteps)
 
             self.num_timesteps += env.num_envs
 
@@ -474,13 +477,18 @@ class GRPO(OnPolicyAlgorithm):
         """
         if self.kl_estimator != "exact" and self.kl_reference == "old":
             # The policy that sampled has left its log-probabilities: no second pass is needed
-            return F.KL_ESTIMATORS[self.kl_estimator](log_prob, rollout_data.old_log_prob)
-        assert self.kl_reference_policy is not None
-        with th.no_grad():
-            reference = self.kl_reference_policy.get_distribution(rollout_data.observations)
-        if self.kl_estimator == "exact":
-            return F.exact_kl(self.policy.get_distribution(rollout_data.observations), reference)
-        return F.KL_ESTIMATORS[self.kl_estimator](log_prob, reference.log_prob(rollout_data.actions))
+            reference_log_prob = rollout_data.old_log_prob
+        else:
+            assert self.kl_reference_policy is not None
+            with th.no_grad():
+                reference = self.kl_reference_policy.get_distribution(rollout_data.observations)
+            if self.kl_estimator == "exact":
+                return F.exact_kl(self.policy.get_distribution(rollout_data.observations), reference)
+            reference_log_prob = reference.log_prob(rollout_data.actions)
+        estimate = F.KL_ESTIMATORS[self.kl_estimator](log_prob, reference_log_prob)
+        if self.kl_estimator == "k1":
+            return F.importance_weighted(estimate, log_prob, rollout_data.old_log_prob)
+        return estimate
 
     def _renew_kl_reference(self) -> None:
         """Take the current policy as the KL reference where it is due."""
@@ -602,18 +610,40 @@ def _check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -
             raise ValueError(f"The observation space {part}{where} is empty: there is nothing to learn from.")
 
 
-def _check_finite(what: str, values: Any, num_timesteps: int) -> None:
+def _check_final_observations(dones: np.ndarray, infos: list[dict[str, Any]], num_timesteps: int) -> None:
+    """
+    Check what the automatic reset has replaced: a baseline looks at it where a time limit ended the episode.
+
+    :param dones: shape ``(n_envs,)``
+    :param infos: of the step, one per environment
+    :param num_timesteps: steps taken before
+    :raises ValueError: if a final observation has an entry that is NaN or infinite, naming the environment
+    """
+    for env in np.flatnonzero(dones).tolist():
+        final = infos[env].get("terminal_observation")
+        if final is not None and infos[env].get("TimeLimit.truncated", False):
+            batch = (
+                {key: np.asarray(part)[None] for key, part in final.items()}
+                if isinstance(final, dict)
+                else np.asarray(final)[None]
+            )
+            _check_finite("final observation", batch, num_timesteps, first_env=env)
+
+
+def _check_finite(what: str, values: Any, num_timesteps: int, first_env: int = 0) -> None:
     """
     :param what: is checked
     :param values: one entry per environment, an array or a dict of such
     :param num_timesteps: steps taken before
+    :param first_env: index of the environment that the first entry belongs to
     :raises ValueError: if an entry is NaN or infinite, naming the environment
     """
     for key, array in values.items() if isinstance(values, dict) else [("", values)]:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            env = int(np.argwhere(~np.isfinite(array))[0][0])
+            row = int(np.argwhere(~np.isfinite(array))[0][0])
             where = f" under {key!r}" if key else ""
             raise ValueError(
-                f"Environment {env} returned a non-finite {what}{where} after {num_timesteps} timesteps: {array[env]}. "
+                f"Environment {first_env + row} returned a non-finite {what}{where} after {num_timesteps} timesteps: "
+                f"{array[row]}. "
                 "No update has used it: the model can be saved, and learns on with `set_env` once the environment is mended."
             )
