@@ -1,0 +1,1056 @@
+"""The formulas of GRPO, held against numbers worked out by hand, limits, gradients and slow, obvious loops."""
+
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.distributions import (
+    BernoulliDistribution,
+    CategoricalDistribution,
+    DiagGaussianDistribution,
+    Distribution,
+    MultiCategoricalDistribution,
+    SquashedDiagGaussianDistribution,
+    StateDependentNoiseDistribution,
+)
+
+from sb3_grpo import functional as F
+
+SEEDS = [pytest.param(seed, id=f"draw {seed}") for seed in range(5)]
+SCALES = [pytest.param(scale, id=f"scale {scale}") for scale in ("group", "batch", "none")]
+MAGNITUDES = [pytest.param(10.0**exponent, id=f"1e{exponent}") for exponent in (-30, -6, 0, 6, 12, 30)]
+GAMMA = 0.9
+LN2 = math.log(2.0)
+
+Advantages = Callable[[np.ndarray, np.ndarray, np.ndarray, F.Scale], np.ndarray]
+
+
+class Rollout(NamedTuple):
+    rewards: np.ndarray
+    lengths: np.ndarray
+    groups: np.ndarray
+
+
+def draw_rollout(seed: int) -> Rollout:
+    """Four groups of five, three, two and one member, in random order; some trajectories have a single step."""
+    rng = np.random.default_rng(seed)
+    groups = rng.permutation(np.repeat([0, 1, 2, 3], [5, 3, 2, 1]))
+    lengths = rng.integers(1, 9, size=len(groups))
+    lengths[rng.choice(len(groups), size=2, replace=False)] = 1
+    return Rollout(rng.normal(size=lengths.sum()), lengths, groups)
+
+
+def by_trajectory(values: np.ndarray, lengths: np.ndarray) -> list[list[float]]:
+    return [list(part) for part in np.split(values, np.cumsum(lengths)[:-1])]
+
+
+def flat(values: list[list[float]]) -> list[float]:
+    return [value for trajectory in values for value in trajectory]
+
+
+# --- slow, obvious loops ----------------------------------------------------------------------------------------------
+
+
+def loop_returns(trajectory: list[float], gamma: float) -> list[float]:
+    return [sum(gamma ** (k - t) * trajectory[k] for k in range(t, len(trajectory))) for t in range(len(trajectory))]
+
+
+def loop_rescale(values: list[list[float]], groups: np.ndarray, scale: str) -> list[list[float]]:
+    deviation = {
+        "none": lambda g: 1.0,
+        "batch": lambda g: statistics.pstdev(flat(values)) + 1e-8,
+        "group": lambda g: statistics.pstdev(flat([v for v, h in zip(values, groups, strict=True) if h == g])) + 1e-8,
+    }[scale]
+    return [[value / deviation(g) for value in v] for v, g in zip(values, groups, strict=True)]
+
+
+def loop_centre(values: list[list[float]], groups: np.ndarray) -> list[list[float]]:
+    means = {g: statistics.fmean(flat([v for v, h in zip(values, groups, strict=True) if h == g])) for g in groups}
+    return [[value - means[g] for value in v] for v, g in zip(values, groups, strict=True)]
+
+
+def loop_outcome(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: str) -> list[float]:
+    sums = [[sum(trajectory)] for trajectory in by_trajectory(rewards, lengths)]
+    scores = loop_rescale(loop_centre(sums, groups), groups, scale)
+    return flat([score * length for score, length in zip(scores, lengths, strict=True)])
+
+
+def loop_rloo(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: str) -> list[float]:
+    sums = [sum(trajectory) for trajectory in by_trajectory(rewards, lengths)]
+    deviations = loop_rescale(loop_centre([[s] for s in sums], groups), groups, scale)
+    advantages: list[list[float]] = []
+    for i, length in enumerate(lengths):
+        others = [sums[j] for j in range(len(sums)) if j != i and groups[j] == groups[i]]
+        difference = sums[i] - statistics.fmean(others) if others else 0.0
+        # The divisor is that of the plain formula: centred over rescaled
+        centred = loop_centre([[s] for s in sums], groups)[i][0]
+        advantages.append([difference / (centred / deviations[i][0]) if others else 0.0] * length)
+    return flat(advantages)
+
+
+def loop_process(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: str) -> list[float]:
+    normalised = loop_rescale(loop_centre(by_trajectory(rewards, lengths), groups), groups, scale)
+    return flat([[sum(steps[t:]) for t in range(len(steps))] for steps in normalised])
+
+
+def loop_return_to_go(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: str) -> list[float]:
+    returns = [loop_returns(trajectory, GAMMA) for trajectory in by_trajectory(rewards, lengths)]
+    return flat(loop_rescale(loop_centre(returns, groups), groups, scale))
+
+
+def loop_stepwise(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: str) -> list[float]:
+    returns = [loop_returns(trajectory, GAMMA) for trajectory in by_trajectory(rewards, lengths)]
+    differences: list[list[float]] = []
+    for i, own in enumerate(returns):
+        others = [returns[j] for j in range(len(returns)) if j != i and groups[j] == groups[i]]
+        differences.append([])
+        for t, value in enumerate(own):
+            running = [other[t] for other in others if len(other) > t]
+            differences[i].append(value - sum(running) / len(running) if running else 0.0)
+    return flat(loop_rescale(differences, groups, scale))
+
+
+def rloo_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: F.Scale) -> np.ndarray:
+    return F.outcome_advantages(rewards, lengths, groups, scale, leave_one_out=True)
+
+
+def return_to_go_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: F.Scale) -> np.ndarray:
+    return F.return_to_go_advantages(rewards, lengths, groups, GAMMA, scale)
+
+
+def stepwise_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: F.Scale) -> np.ndarray:
+    return F.stepwise_advantages(rewards, lengths, groups, GAMMA, scale)
+
+
+FORMULAS = [
+    pytest.param(F.outcome_advantages, id="outcome"),
+    pytest.param(rloo_advantages, id="outcome leave-one-out"),
+    pytest.param(F.process_advantages, id="process"),
+    pytest.param(return_to_go_advantages, id="return_to_go"),
+    pytest.param(stepwise_advantages, id="stepwise"),
+]
+# The other two also compare the steps of one trajectory with each other
+FORMULAS_ACROSS_MEMBERS = [FORMULAS[0], FORMULAS[1], FORMULAS[4]]
+FORMULAS_AND_LOOPS = [
+    pytest.param(*formula.values, loop, id=formula.id)
+    for formula, loop in zip(FORMULAS, (loop_outcome, loop_rloo, loop_process, loop_return_to_go, loop_stepwise), strict=True)
+]
+
+
+# --- trajectories -----------------------------------------------------------------------------------------------------
+
+
+def test_linear_recurrence_of_three_terms_is_as_worked_out_by_hand():
+    # y_2 = 4; y_1 = 2 + 0.5 * 4 = 4; y_0 = 1 - 3 * 4 = -11; the last coefficient has nothing to act on
+    np.testing.assert_array_equal(F.linear_recurrence(np.array([1, 2, 4]), np.array([-3.0, 0.5, 100.0])), [-11.0, 4.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    "zeros", [pytest.param(0.0, id="no ends"), pytest.param(0.2, id="some ends"), pytest.param(0.9, id="mostly ends")]
+)
+def test_linear_recurrence_equals_a_loop_at_every_length(zeros):
+    rng = np.random.default_rng(0)
+    for n in range(1, 71):
+        x, a = rng.normal(size=n), rng.normal(size=n) * (rng.uniform(size=n) >= zeros)
+        expected = list(x)
+        for t in reversed(range(n - 1)):
+            expected[t] += a[t] * expected[t + 1]
+        np.testing.assert_allclose(F.linear_recurrence(x, a), expected, rtol=1e-9, atol=1e-9, err_msg=f"length {n}")
+
+
+def test_linear_recurrence_with_coefficients_one_is_a_suffix_sum_and_with_zero_the_input():
+    x = np.arange(1.0, 38.0)
+    np.testing.assert_array_equal(F.linear_recurrence(x, np.ones(37)), np.cumsum(x[::-1])[::-1])
+    np.testing.assert_array_equal(F.linear_recurrence(x, np.zeros(37)), x)
+
+
+def test_linear_recurrence_leaves_its_arguments_as_they_were_and_works_in_double_precision():
+    x, a = np.full(5, 0.1, dtype=np.float32), np.full(5, 0.5)
+    y = F.linear_recurrence(x, a)
+    assert y.dtype == np.float64
+    np.testing.assert_array_equal(x, np.full(5, 0.1, dtype=np.float32))
+    np.testing.assert_array_equal(a, np.full(5, 0.5))
+
+
+def test_linear_recurrence_of_nothing_is_nothing():
+    assert F.linear_recurrence(np.empty(0), np.empty(0)).shape == (0,)
+
+
+def test_steps_and_continuations_count_within_each_trajectory():
+    lengths = np.array([3, 1, 2])
+    np.testing.assert_array_equal(F.steps_within_trajectories(lengths), [0, 1, 2, 0, 0, 1])
+    np.testing.assert_array_equal(F.same_trajectory_continues(lengths), [1, 1, 0, 0, 1, 0])
+
+
+def test_sum_by_label_is_as_worked_out_by_hand():
+    # label 0: 1 + 8 = 9; label 1: 2; label 2: 4 + 16 = 20
+    np.testing.assert_array_equal(F.sum_by_label(np.array([1.0, 2, 4, 8, 16]), np.array([0, 1, 2, 0, 2])), [9, 2, 20])
+
+
+def test_discounted_returns_are_as_worked_out_by_hand():
+    # gamma 0.5, rewards [1, 4, 8] and [2]: 8; 4 + 0.5 * 8 = 8; 1 + 0.5 * 8 = 5; the second adds nothing to the first
+    np.testing.assert_array_equal(F.discounted_returns(np.array([1, 4, 8, 2]), np.array([3, 1]), 0.5), [5, 8, 8, 2])
+
+
+def test_discounted_returns_without_discount_are_suffix_sums_and_with_gamma_zero_the_rewards():
+    rewards, lengths = np.array([1.0, 4.0, 8.0, 2.0, 3.0]), np.array([3, 2])
+    np.testing.assert_array_equal(F.discounted_returns(rewards, lengths, 1.0), [13, 12, 8, 5, 3])
+    np.testing.assert_array_equal(F.discounted_returns(rewards, lengths, 0.0), rewards)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("gamma", [0.5, 0.99, 1.0])
+def test_discounted_returns_equal_a_loop(seed, gamma):
+    rewards, lengths, _ = draw_rollout(seed)
+    expected = flat([loop_returns(trajectory, gamma) for trajectory in by_trajectory(rewards, lengths)])
+    np.testing.assert_allclose(F.discounted_returns(rewards, lengths, gamma), expected, rtol=1e-12, atol=1e-12)
+
+
+# --- generalized advantages -------------------------------------------------------------------------------------------
+
+
+def test_generalized_advantages_are_as_worked_out_by_hand():
+    # gamma 0.5, lambda 0.5, b = [2, 4], then b(s_last) = 8 where the rollout cut:
+    # delta_0 = 1 + 0.5 * 4 - 2 = 1; delta_1 = 3 + 0.5 * 8 - 4 = 3; A_1 = 3; A_0 = 1 + 0.25 * 3 = 1.75
+    # a trajectory of one step that terminated: delta = 7 + 0 - 5 = 2
+    advantages = F.generalized_advantages(
+        rewards=np.array([1.0, 3.0, 7.0]),
+        baseline=np.array([2.0, 4.0, 5.0]),
+        next_baseline=np.array([4.0, 8.0, 0.0]),
+        continues=np.array([1.0, 0.0, 0.0]),
+        gamma=0.5,
+        gae_lambda=0.5,
+    )
+    np.testing.assert_array_equal(advantages, [1.75, 3.0, 2.0])
+
+
+@pytest.mark.parametrize("gamma", [0.9, 1.0])
+def test_generalized_advantages_with_lambda_one_and_no_baseline_are_returns_to_go(gamma):
+    rewards, lengths, _ = draw_rollout(0)
+    zeros = np.zeros_like(rewards)
+    advantages = F.generalized_advantages(rewards, zeros, zeros, F.same_trajectory_continues(lengths), gamma, 1.0)
+    expected = flat([loop_returns(trajectory, gamma) for trajectory in by_trajectory(rewards, lengths)])
+    np.testing.assert_allclose(advantages, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_generalized_advantages_with_lambda_one_are_returns_less_the_baseline_whatever_the_baseline_in_between():
+    rewards, lengths, _ = draw_rollout(1)
+    continues = F.same_trajectory_continues(lengths)
+    baseline = np.random.default_rng(2).normal(size=len(rewards))
+    next_baseline = np.append(baseline[1:], 0.0) * continues
+    advantages = F.generalized_advantages(rewards, baseline, next_baseline, continues, GAMMA, 1.0)
+    np.testing.assert_allclose(advantages, F.discounted_returns(rewards, lengths, GAMMA) - baseline, rtol=1e-12, atol=1e-12)
+
+
+def test_generalized_advantages_with_lambda_zero_are_the_errors_of_one_step():
+    rng = np.random.default_rng(0)
+    rewards, baseline, next_baseline = rng.normal(size=(3, 20))
+    advantages = F.generalized_advantages(rewards, baseline, next_baseline, np.ones(20), 0.9, 0.0)
+    np.testing.assert_allclose(advantages, rewards + 0.9 * next_baseline - baseline, rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_generalized_advantages_equal_those_of_sb3(seed, n_envs):
+    rng = np.random.default_rng(seed)
+    n_steps, gamma, gae_lambda = 37, 0.97, 0.9
+    buffer = RolloutBuffer(
+        n_steps, spaces.Box(-1, 1, (1,)), spaces.Discrete(2), "cpu", gae_lambda=gae_lambda, gamma=gamma, n_envs=n_envs
+    )
+    rewards, values = rng.normal(size=(2, n_steps, n_envs))
+    dones = rng.uniform(size=(n_steps, n_envs)) < 0.15
+    last_values = rng.normal(size=n_envs)
+    starts = np.vstack([np.ones((1, n_envs)), dones[:-1]])
+    for t in range(n_steps):
+        value, action = th.as_tensor(values[t]), np.zeros((n_envs, 1))
+        buffer.add(np.zeros((n_envs, 1)), action, rewards[t], starts[t], value, th.zeros(n_envs))
+    buffer.compute_returns_and_advantage(th.as_tensor(last_values), dones[-1])
+
+    next_values = np.vstack([values[1:], last_values]) * ~dones
+    continues = 1.0 - dones
+    continues[-1] = 0.0
+    advantages = F.generalized_advantages(
+        *(array.T.ravel() for array in (rewards, values, next_values, continues)), gamma, gae_lambda
+    )
+    np.testing.assert_allclose(advantages, buffer.advantages.T.ravel(), rtol=1e-4, atol=1e-5)
+
+
+# --- centring and scaling ---------------------------------------------------------------------------------------------
+
+
+def test_centre_within_is_as_worked_out_by_hand():
+    # label 0: (1 + 2 + 6) / 3 = 3; label 1: (10 + 20) / 2 = 15; label 2 has a single value
+    values, labels = np.array([1.0, 10.0, 2.0, 20.0, 6.0, 42.0]), np.array([0, 1, 0, 1, 0, 2])
+    np.testing.assert_array_equal(F.centre_within(values, labels), [-2, -5, -1, 5, 3, 0])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+def test_centre_within_equals_a_loop(seed, magnitude):
+    values, _, labels = draw_rollout(seed)
+    values = magnitude * values[: len(labels)]
+    expected = flat(loop_centre([[value] for value in values], labels))
+    np.testing.assert_allclose(F.centre_within(values, labels), expected, rtol=1e-9, atol=1e-12 * magnitude)
+
+
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+def test_centre_within_gives_exactly_zero_for_values_that_are_tied(magnitude):
+    # Three equal values of 0.1 have a mean that is not 0.1
+    values, labels = magnitude * np.array([0.1, 0.1, 0.7, 0.1]), np.array([0, 0, 1, 0])
+    np.testing.assert_array_equal(F.centre_within(values, labels), np.zeros(4))
+
+
+def test_a_large_common_offset_takes_no_precision_from_the_differences():
+    # 1e8 + (0 + 1 + 3) / 3 is not a double, so that subtracting the mean itself would be off in the ninth digit
+    centred = F.centre_within(1e8 + np.array([0.0, 1.0, 3.0]), np.array([0, 0, 0]))
+    np.testing.assert_allclose(centred, [-4 / 3, -1 / 3, 5 / 3], rtol=1e-14)
+
+
+def in_another_order(magnitude: float) -> np.ndarray:
+    """Two sums of the same three rewards that differ by their rounding."""
+    sums = np.array([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1]) * magnitude
+    assert sums[0] != sums[1]
+    return sums
+
+
+@pytest.mark.parametrize("sign", [pytest.param(1.0, id="gain"), pytest.param(-1.0, id="cost")])
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+def test_sums_taken_in_another_order_are_tied(magnitude, sign):
+    np.testing.assert_array_equal(F.centre_within(sign * in_another_order(magnitude), np.array([0, 0])), [0.0, 0.0])
+
+
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+def test_a_difference_in_the_sixth_digit_is_no_tie(magnitude):
+    centred = F.centre_within(magnitude * np.array([1.000001, 1.000003]), np.array([0, 0]))
+    np.testing.assert_allclose(centred, magnitude * np.array([-1e-6, 1e-6]), rtol=1e-6)
+
+
+def test_rounding_is_not_blown_up_as_it_is_by_the_naive_formula():
+    # A power of two scales without rounding
+    rewards = 2.0**40 * np.array([0.1, 0.2, 0.3, 0.3, 0.2, 0.1])
+    sums = np.array([sum(rewards[:3]), sum(rewards[3:])])
+    naive = (sums - sums.mean()) / (sums.std() + 1e-8)
+    assert np.abs(naive).max() > 0.9
+    np.testing.assert_array_equal(F.outcome_advantages(rewards, np.array([3, 3]), np.array([0, 0])), np.zeros(6))
+
+
+def test_rounding_in_single_precision_is_not_blown_up_as_it_is_by_the_naive_formula():
+    rewards = np.array([0.1, 0.2, 0.3, 0.7, 0.7, 0.3, 0.2, 0.1], dtype=np.float32) * np.float32(3)
+    sums = np.array([sum(rewards[:4], np.float32(0)), sum(rewards[4:], np.float32(0))], dtype=np.float32)
+    naive = (sums - sums.mean()) / (sums.std() + np.float32(1e-8))
+    assert np.abs(naive).max() > 0.7
+    np.testing.assert_array_equal(F.outcome_advantages(rewards, np.array([4, 4]), np.array([0, 0])), np.zeros(8))
+
+
+def test_leave_one_out_factor_is_as_worked_out_by_hand():
+    # three values: 3 / 2; two: 2 / 1; one has no others
+    np.testing.assert_array_equal(F.leave_one_out_factor(np.array([0, 1, 0, 2, 0, 1])), [1.5, 2, 1.5, 0, 1.5, 2])
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        # label 0: sqrt((9 + 0 + 9) / 3) = sqrt(6) = 2.449490, 3 / 2.449490 = 1.224745; label 1: sqrt((1 + 1) / 2) = 1
+        pytest.param("group", [-1.224745, -1.0, 0.0, 1.0, 1.224745], id="group"),
+        # sqrt((9 + 1 + 0 + 1 + 9) / 5) = sqrt(4) = 2
+        pytest.param("batch", [-1.5, -0.5, 0.0, 0.5, 1.5], id="batch"),
+        pytest.param("none", [-3.0, -1.0, 0.0, 1.0, 3.0], id="none"),
+    ],
+)
+def test_rescale_is_as_worked_out_by_hand(scale, expected):
+    rescaled = F.rescale(np.array([-3.0, -1.0, 0.0, 1.0, 3.0]), np.array([0, 1, 0, 1, 0]), scale)
+    np.testing.assert_allclose(rescaled, expected, atol=1e-6)
+
+
+# --- advantages within groups: literals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale", "leave_one_out", "expected"),
+    [
+        # group 0: R = 1 + 2 = 3, 5, 0.5 + 0.5 = 1, mean 3, differences 0, 2, -2; group 1: R = 10, 14, mean 12, -2, 2
+        pytest.param("none", False, [0, -2, 2, 2, -2], id="none"),
+        # group 0: sqrt((0 + 4 + 4) / 3) = 1.632993, 2 / 1.632993 = 1.224745; group 1: sqrt((4 + 4) / 2) = 2
+        pytest.param("group", False, [0, -1, 1.224745, 1, -1.224745], id="group"),
+        # sqrt((0 + 4 + 4 + 4 + 4) / 5) = 1.788854, 2 / 1.788854 = 1.118034
+        pytest.param("batch", False, [0, -1.118034, 1.118034, 1.118034, -1.118034], id="batch"),
+        # 3 - (5 + 1) / 2 = 0; 10 - 14 = -4; 5 - (3 + 1) / 2 = 3; 14 - 10 = 4; 1 - (3 + 5) / 2 = -3
+        pytest.param("none", True, [0, -4, 3, 4, -3], id="none leave-one-out"),
+        # the same over 1.632993 in group 0 and over 2 in group 1
+        pytest.param("group", True, [0, -2, 1.837117, 2, -1.837117], id="group leave-one-out"),
+        # the same over 1.788854
+        pytest.param("batch", True, [0, -2.236068, 1.677051, 2.236068, -1.677051], id="batch leave-one-out"),
+    ],
+)
+def test_outcome_advantages_are_as_worked_out_by_hand(scale, leave_one_out, expected):
+    lengths, groups = np.array([2, 1, 1, 1, 2]), np.array([0, 1, 0, 1, 0])
+    advantages = F.outcome_advantages(np.array([1, 2, 10, 5, 14, 0.5, 0.5]), lengths, groups, scale, leave_one_out)
+    np.testing.assert_allclose(advantages, np.repeat(expected, lengths), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        # group 0: rewards [1, 5] and [0], mean 2, differences [-1, 3] and [-2], sums from each step on [2, 3] and [-2]
+        # group 1: rewards [4] and [6], mean 5, differences [-1] and [1]
+        pytest.param("none", [2, 3, -1, -2, 1], id="none"),
+        # group 0: sqrt((1 + 9 + 4) / 3) = 2.160247: 2 / 2.160247 = 0.925820, 3 / 2.160247 = 1.388730; group 1: 1
+        pytest.param("group", [0.925820, 1.388730, -1, -0.925820, 1], id="group"),
+        # sqrt((1 + 9 + 4 + 1 + 1) / 5) = 1.788854: 2 / 1.788854 = 1.118034, 3 / ... = 1.677051, 1 / ... = 0.559017
+        pytest.param("batch", [1.118034, 1.677051, -0.559017, -1.118034, 0.559017], id="batch"),
+    ],
+)
+def test_process_advantages_are_as_worked_out_by_hand(scale, expected):
+    lengths, groups = np.array([2, 1, 1, 1]), np.array([0, 1, 0, 1])
+    advantages = F.process_advantages(np.array([1.0, 5.0, 4.0, 0.0, 6.0]), lengths, groups, scale)
+    np.testing.assert_allclose(advantages, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        # gamma 0.5, group 0: rewards [1, 4] and [2], G = [1 + 2, 4] and [2], mean 3, differences [0, 1] and [-1]
+        # group 1: rewards [2, 2] and [6, 2], G = [2 + 1, 2] and [6 + 1, 2], mean 3.5, [-0.5, -1.5] and [3.5, -1.5]
+        pytest.param("none", [0, 1, -0.5, -1.5, -1, 3.5, -1.5], id="none"),
+        # group 0: sqrt(2 / 3) = 0.816497, 1 / 0.816497 = 1.224745
+        # group 1: sqrt((0.25 + 2.25 + 12.25 + 2.25) / 4) = sqrt(4.25) = 2.061553
+        pytest.param("group", [0, 1.224745, -0.242536, -0.727607, -1.224745, 1.697749, -0.727607], id="group"),
+        # sqrt((2 + 17) / 7) = 1.647509
+        pytest.param("batch", [0, 0.606977, -0.303488, -0.910465, -0.606977, 2.124419, -0.910465], id="batch"),
+    ],
+)
+def test_return_to_go_advantages_are_as_worked_out_by_hand(scale, expected):
+    lengths, groups = np.array([2, 2, 1, 2]), np.array([0, 1, 0, 1])
+    advantages = F.return_to_go_advantages(np.array([1.0, 4, 2, 2, 2, 6, 2]), lengths, groups, 0.5, scale)
+    np.testing.assert_allclose(advantages, expected, atol=1e-6)
+
+
+STEPWISE_LENGTHS, STEPWISE_GROUPS = np.array([3, 1, 2, 1]), np.array([0, 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        # gamma 0.5, group 0: rewards [1, 4, 8], [2, 2], [1], G = [5, 8, 8], [3, 2], [1]; group 1 is a single [7]
+        # step 0: 5 - (3 + 1) / 2 = 3, 3 - (5 + 1) / 2 = 0, 1 - (5 + 3) / 2 = -3; step 1: 8 - 2 = 6, 2 - 8 = -6; step 2: alone
+        pytest.param("none", [3, 6, 0, 0, 0, -6, -3], id="none"),
+        # sqrt((9 + 36 + 0 + 0 + 36 + 9) / 6) = sqrt(15) = 3.872983
+        pytest.param("group", [0.774597, 1.549193, 0, 0, 0, -1.549193, -0.774597], id="group"),
+        # sqrt((9 + 36 + 0 + 0 + 0 + 36 + 9) / 7) = 3.585686
+        pytest.param("batch", [0.836660, 1.673320, 0, 0, 0, -1.673320, -0.836660], id="batch"),
+    ],
+)
+def test_stepwise_advantages_are_as_worked_out_by_hand(scale, expected):
+    rewards = np.array([1.0, 4, 8, 7, 2, 2, 1])
+    advantages = F.stepwise_advantages(rewards, STEPWISE_LENGTHS, STEPWISE_GROUPS, 0.5, scale)
+    np.testing.assert_allclose(advantages, expected, atol=1e-6)
+
+
+def test_steps_without_a_peer_are_counted():
+    # the last step of the longest trajectory, and the only step of the only member of group 1
+    assert F.count_steps_without_peer(STEPWISE_LENGTHS, STEPWISE_GROUPS) == 2
+    assert F.count_steps_without_peer(np.array([2, 2]), np.array([0, 0])) == 0
+    assert F.count_steps_without_peer(np.array([2, 2]), np.array([0, 1])) == 4
+
+
+def test_peers_are_at_the_same_step_of_the_same_group():
+    labels = F.peers_at_each_step(STEPWISE_LENGTHS, STEPWISE_GROUPS)
+    # group 0 has steps 0, 1, 2 and group 1 has step 0
+    np.testing.assert_array_equal(labels, [0, 1, 2, 3, 0, 1, 0])
+
+
+# --- advantages within groups: what holds for all of them -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("formula", "loop"), FORMULAS_AND_LOOPS)
+def test_advantages_equal_a_loop(formula: Advantages, loop, scale, seed):
+    rollout = draw_rollout(seed)
+    np.testing.assert_allclose(formula(*rollout, scale), loop(*rollout, scale), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_permuting_the_members_permutes_their_advantages(formula: Advantages, scale):
+    rewards, lengths, groups = draw_rollout(0)
+    order = np.random.default_rng(1).permutation(len(lengths))
+    parts = by_trajectory(rewards, lengths)
+    advantages = by_trajectory(formula(rewards, lengths, groups, scale), lengths)
+    permuted = formula(np.array(flat([parts[i] for i in order])), lengths[order], groups[order], scale)
+    np.testing.assert_allclose(permuted, flat([advantages[i] for i in order]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_groups_of_one_member_and_one_step_get_exactly_zero(formula: Advantages, scale):
+    advantages = formula(np.array([3.0, 7.0, -2.0]), np.array([1, 1, 1]), np.array([2, 0, 1]), scale)
+    np.testing.assert_array_equal(advantages, np.zeros(3))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("formula", FORMULAS_ACROSS_MEMBERS)
+def test_a_trajectory_without_others_gets_exactly_zero_however_long(formula: Advantages, scale):
+    rewards, lengths, groups = draw_rollout(0)
+    alone = np.repeat(groups, lengths) == 3
+    assert lengths[groups == 3] > 1
+    np.testing.assert_array_equal(formula(rewards, lengths, groups, scale)[alone], 0.0)
+
+
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_a_group_whose_members_are_tied_gets_exactly_zero_beside_one_that_is_not(formula: Advantages, scale, magnitude):
+    # 0.1 per step: neither means nor sums of it are exact
+    rewards = magnitude * np.array([0.1, 0.2, 0.1, 0.1, 0.1, 0.7])
+    advantages = formula(rewards, np.ones(6, dtype=np.int64), np.array([0, 1, 0, 0, 0, 1]), scale)
+    np.testing.assert_array_equal(advantages[[0, 2, 3, 4]], np.zeros(4))
+    assert (advantages[[1, 5]] * [-1, 1] > 0).all()
+
+
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_advantages_are_finite_at_any_magnitude(formula: Advantages, scale, magnitude):
+    rewards, lengths, groups = draw_rollout(0)
+    assert np.isfinite(formula(magnitude * rewards, lengths, groups, scale)).all()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_scaled_advantages_do_not_depend_on_the_unit_of_the_reward(formula: Advantages, scale):
+    rewards, lengths, groups = draw_rollout(0)
+    in_another_unit = formula(1000.0 * rewards, lengths, groups, scale)
+    np.testing.assert_allclose(in_another_unit, formula(rewards, lengths, groups, scale), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_unscaled_advantages_have_the_unit_of_the_reward(formula: Advantages):
+    rewards, lengths, groups = draw_rollout(0)
+    in_another_unit = formula(1000.0 * rewards, lengths, groups, "none")
+    np.testing.assert_allclose(in_another_unit, 1000.0 * formula(rewards, lengths, groups, "none"), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    "formula", [pytest.param(F.outcome_advantages, id="outcome"), pytest.param(rloo_advantages, id="leave-one-out")]
+)
+def test_outcome_advantages_ignore_what_all_members_of_a_group_gained(formula: Advantages, scale):
+    rewards, lengths, groups = draw_rollout(0)
+    shifted = rewards.copy()
+    shifted[np.cumsum(lengths) - 1] += np.array([5.0, -3.0, 100.0, 7.0])[groups]
+    expected = formula(rewards, lengths, groups, scale)
+    np.testing.assert_allclose(formula(shifted, lengths, groups, scale), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_process_advantages_ignore_what_every_step_of_a_group_gained(scale):
+    rewards, lengths, groups = draw_rollout(0)
+    shifted = rewards + np.repeat(np.array([5.0, -3.0, 100.0, 7.0])[groups], lengths)
+    expected = F.process_advantages(rewards, lengths, groups, scale)
+    np.testing.assert_allclose(F.process_advantages(shifted, lengths, groups, scale), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("formula", [F.return_to_go_advantages, F.stepwise_advantages], ids=["return_to_go", "stepwise"])
+def test_undiscounted_returns_to_go_are_compared_without_what_all_members_of_a_group_gained_at_the_end(formula, scale):
+    rewards, lengths, groups = draw_rollout(0)
+    shifted = rewards.copy()
+    shifted[np.cumsum(lengths) - 1] += np.array([5.0, -3.0, 100.0, 7.0])[groups]
+    expected = formula(rewards, lengths, groups, 1.0, scale)
+    np.testing.assert_allclose(formula(shifted, lengths, groups, 1.0, scale), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_another_group_has_no_influence(formula: Advantages, scale):
+    rewards, lengths, groups = draw_rollout(0)
+    other = np.repeat(groups, lengths) == 1
+    changed = np.where(other, -10.0 * rewards + 3.0, rewards)
+    before, after = formula(rewards, lengths, groups, scale), formula(changed, lengths, groups, scale)
+    np.testing.assert_array_equal(before[~other], after[~other])
+    assert not np.allclose(before[other], after[other])
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_another_group_changes_the_unit_alone_where_the_scale_is_that_of_the_batch(formula: Advantages):
+    rewards, lengths, groups = draw_rollout(0)
+    step_groups = np.repeat(groups, lengths)
+    changed = np.where(step_groups == 1, -10.0 * rewards + 3.0, rewards)
+    before, after = formula(rewards, lengths, groups, "batch"), formula(changed, lengths, groups, "batch")
+    compared = (step_groups != 1) & (np.abs(before) > 1e-9)
+    ratio = after[compared] / before[compared]
+    np.testing.assert_allclose(ratio, ratio[0], rtol=1e-9)
+    assert ratio[0] < 0.9
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_outcome_scores_have_zero_mean_and_unit_deviation_within_what_they_are_scaled_by(scale):
+    rewards, lengths, groups = np.random.default_rng(0).normal(size=12), np.ones(12, dtype=np.int64), np.arange(12) % 3
+    advantages = F.outcome_advantages(rewards, lengths, groups, scale)
+    parts = {"group": [advantages[groups == g] for g in range(3)], "batch": [advantages]}[scale]
+    np.testing.assert_allclose([part.mean() for part in parts], 0.0, atol=1e-12)
+    np.testing.assert_allclose([part.std() for part in parts], 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_leave_one_out_is_the_plain_difference_times_k_over_k_less_one(seed):
+    rewards, lengths, groups = draw_rollout(seed)
+    factor = np.repeat(np.array([5 / 4, 3 / 2, 2 / 1, 0.0])[groups], lengths)
+    expected = factor * F.outcome_advantages(rewards, lengths, groups, "none")
+    np.testing.assert_allclose(rloo_advantages(rewards, lengths, groups, "none"), expected, rtol=1e-12)
+
+
+def test_process_advantages_teach_nothing_from_a_constant_reward_but_do_from_a_varying_one():
+    lengths, groups = np.array([4, 9, 2]), np.array([0, 0, 0])
+    np.testing.assert_array_equal(F.process_advantages(np.full(15, 0.1), lengths, groups), np.zeros(15))
+    # ... while the sum of that reward does tell the members apart
+    assert (F.outcome_advantages(np.full(15, 0.1), lengths, groups) != 0).all()
+    varying = np.full(15, 0.1)
+    varying[-1] = 1.0
+    assert (F.process_advantages(varying, lengths, groups) != 0).all()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_process_advantages_telescope_to_normalised_rewards(scale):
+    rewards, lengths, groups = draw_rollout(0)
+    advantages = F.process_advantages(rewards, lengths, groups, scale)
+    increments = advantages - np.append(advantages[1:], 0.0) * F.same_trajectory_continues(lengths)
+    # A one-step trajectory's advantage is its normalised reward
+    singly = F.process_advantages(rewards, np.ones_like(rewards, dtype=np.int64), np.repeat(groups, lengths), scale)
+    np.testing.assert_allclose(increments, singly, rtol=1e-9, atol=1e-9)
+
+
+def test_all_unscaled_formulas_agree_on_members_of_one_step():
+    rewards, lengths, groups = np.array([1.0, 5.0, 3.0, 8.0]), np.ones(4, dtype=np.int64), np.array([0, 0, 0, 0])
+    # mean 17 / 4 = 4.25
+    plain = [-3.25, 0.75, -1.25, 3.75]
+    np.testing.assert_array_equal(F.outcome_advantages(rewards, lengths, groups, "none"), plain)
+    np.testing.assert_array_equal(F.process_advantages(rewards, lengths, groups, "none"), plain)
+    np.testing.assert_array_equal(return_to_go_advantages(rewards, lengths, groups, "none"), plain)
+    np.testing.assert_allclose(stepwise_advantages(rewards, lengths, groups, "none"), 4 / 3 * np.array(plain), rtol=1e-12)
+    np.testing.assert_allclose(rloo_advantages(rewards, lengths, groups, "none"), 4 / 3 * np.array(plain), rtol=1e-12)
+
+
+def test_two_members_get_opposite_stepwise_advantages_where_both_run_and_none_after():
+    rng = np.random.default_rng(0)
+    rewards, lengths = rng.normal(size=8), np.array([5, 3])
+    longer, shorter = (np.array(loop_returns(part, GAMMA)) for part in by_trajectory(rewards, lengths))
+    advantages = stepwise_advantages(rewards, lengths, np.array([0, 0]), "none")
+    difference = longer[:3] - shorter
+    np.testing.assert_allclose(advantages, [*difference, 0.0, 0.0, *-difference], rtol=1e-12)
+
+
+# --- the whole update -------------------------------------------------------------------------------------------------
+
+
+def test_whitened_advantages_are_as_worked_out_by_hand():
+    # mean 3, differences -2, -1, 3, deviation sqrt((4 + 1 + 9) / 3) = 2.160247
+    np.testing.assert_allclose(F.whiten(np.array([1.0, 2.0, 6.0])), [-0.925820, -0.462910, 1.388730], atol=1e-6)
+
+
+def test_whitening_gives_zero_mean_and_unit_deviation_and_changes_nothing_the_second_time():
+    whitened = F.whiten(100.0 + 7.0 * np.random.default_rng(0).normal(size=1000))
+    assert whitened.mean() == pytest.approx(0.0, abs=1e-12)
+    assert whitened.std() == pytest.approx(1.0, rel=1e-6)
+    np.testing.assert_allclose(F.whiten(whitened), whitened, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "advantages",
+    [
+        pytest.param(np.zeros(4), id="zeros"),
+        pytest.param(np.full(7, 0.1), id="equal"),
+        pytest.param(in_another_order(1e12), id="rounding"),
+        pytest.param(np.array([3.0]), id="one"),
+        pytest.param(np.empty(0), id="none"),
+    ],
+)
+def test_whitening_advantages_that_are_all_equal_gives_exactly_zero(advantages):
+    np.testing.assert_array_equal(F.whiten(advantages), np.zeros(len(advantages)))
+
+
+@pytest.mark.parametrize(
+    ("predictions", "expected"),
+    [
+        # targets 1, 2, 3, 6: mean 3, variance (4 + 1 + 0 + 9) / 4 = 3.5
+        pytest.param([1.0, 2.0, 3.0, 6.0], 1.0, id="perfect"),
+        pytest.param([9.0, 9.0, 9.0, 9.0], 0.0, id="constant"),
+        pytest.param([2.0, 3.0, 4.0, 7.0], 1.0, id="perfect but for a constant"),
+        # residuals 2, 4, 6, 12, twice the targets, variance 4 * 3.5
+        pytest.param([-1.0, -2.0, -3.0, -6.0], -3.0, id="wrong sign"),
+        # residuals 0, 0, 0, 4: mean 1, variance (1 + 1 + 1 + 9) / 4 = 3; 1 - 3 / 3.5 = 0.142857
+        pytest.param([1.0, 2.0, 3.0, 2.0], 0.142857, id="partial"),
+    ],
+)
+def test_explained_variance_is_as_worked_out_by_hand(predictions, expected):
+    explained = F.explained_variance(np.array(predictions), np.array([1.0, 2.0, 3.0, 6.0]))
+    assert explained == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        pytest.param(np.zeros(3), id="zeros"),
+        # the mean of these is not 0.1, so that their computed variance is not zero
+        pytest.param(np.full(7, 0.1), id="equal"),
+        pytest.param(in_another_order(1.0), id="rounding"),
+    ],
+)
+def test_explained_variance_of_targets_that_do_not_vary_is_undefined(targets):
+    assert math.isnan(F.explained_variance(np.arange(float(len(targets))), targets))
+
+
+# --- the clipped surrogate --------------------------------------------------------------------------------------------
+
+CLIP = 0.2
+
+
+def surrogate_of_ratio(ratio: float, advantage: float) -> tuple[float, float, float]:
+    """The loss of one transition, its derivative by the ratio, and whether it counts as clipped."""
+    log_prob = th.tensor([math.log(ratio)], dtype=th.float64, requires_grad=True)
+    surrogate = F.clipped_surrogate(log_prob, th.zeros(1, dtype=th.float64), th.tensor([advantage], dtype=th.float64), CLIP)
+    surrogate.loss.sum().backward()
+    assert log_prob.grad is not None
+    return surrogate.loss.item(), log_prob.grad.item() / ratio, surrogate.clipped.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        # gain: -min(1.5 * 2, 1.2 * 2) = -2.4, flat
+        pytest.param(1.5, 2.0, -2.4, 0.0, 1.0, id="good action, above: clipped"),
+        # -min(0.5 * 2, 0.8 * 2) = -1.0, still pulled up
+        pytest.param(0.5, 2.0, -1.0, -2.0, 1.0, id="good action, below: pulled back"),
+        # -min(1.5 * -2, 1.2 * -2) = 3.0, still pushed down
+        pytest.param(1.5, -2.0, 3.0, 2.0, 1.0, id="bad action, above: pulled back"),
+        # -min(0.5 * -2, 0.8 * -2) = 1.6, flat
+        pytest.param(0.5, -2.0, 1.6, 0.0, 1.0, id="bad action, below: clipped"),
+        # -min(1.1 * 2, 1.1 * 2) = -2.2
+        pytest.param(1.1, 2.0, -2.2, -2.0, 0.0, id="good action, inside"),
+        pytest.param(0.9, -2.0, 1.8, 2.0, 0.0, id="bad action, inside"),
+        pytest.param(1.5, 0.0, 0.0, 0.0, 1.0, id="indifferent action"),
+    ],
+)
+def test_clipped_surrogate_and_its_slope_are_as_worked_out_by_hand(ratio, advantage, loss, slope, clipped):
+    assert surrogate_of_ratio(ratio, advantage) == pytest.approx((loss, slope, clipped), abs=1e-12)
+
+
+@pytest.mark.parametrize("advantage", [2.5, -2.5, 0.0])
+def test_clipped_surrogate_of_an_unchanged_policy_is_the_plain_policy_gradient(advantage):
+    log_prob = th.tensor([-1.7], dtype=th.float64, requires_grad=True)
+    surrogate = F.clipped_surrogate(log_prob, log_prob.detach(), th.tensor([advantage], dtype=th.float64), CLIP)
+    surrogate.loss.sum().backward()
+    assert surrogate.loss.item() == -advantage
+    assert log_prob.grad is not None and log_prob.grad.item() == -advantage
+    assert surrogate.clipped.item() == 0.0
+
+
+def test_clipped_surrogate_and_its_gradient_equal_those_of_ppo():
+    log_prob = th.randn(1000, dtype=th.float64, requires_grad=True)
+    old_log_prob, advantages = th.randn(2, 1000, dtype=th.float64)
+    loss, clipped = F.clipped_surrogate(log_prob, old_log_prob, advantages, CLIP)
+
+    ratio = th.exp(log_prob - old_log_prob)
+    policy_loss_1 = advantages * ratio
+    policy_loss_2 = advantages * th.clamp(ratio, 1 - CLIP, 1 + CLIP)
+    ppo_loss = -th.min(policy_loss_1, policy_loss_2).mean()
+    ppo_clip_fraction = th.mean((th.abs(ratio - 1) > CLIP).float()).item()
+    assert loss.shape == clipped.shape == (1000,)
+    assert loss.mean().item() == pytest.approx(ppo_loss.item(), rel=1e-12)
+    assert clipped.mean().item() == ppo_clip_fraction
+    gradients = [th.autograd.grad(value, log_prob)[0] for value in (loss.mean(), ppo_loss)]
+    th.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [1000.0, -1000.0])
+def test_clipped_surrogate_is_finite_where_the_ratio_overflows(log_ratio, advantage):
+    log_prob = th.tensor([log_ratio], requires_grad=True)
+    assert not th.exp(log_prob.abs()).isfinite()
+    surrogate = F.clipped_surrogate(log_prob, th.zeros(1), th.tensor([advantage]), CLIP)
+    surrogate.loss.sum().backward()
+    assert log_prob.grad is not None
+    assert surrogate.loss.isfinite() and log_prob.grad.isfinite()
+    assert surrogate.clipped.item() == 1.0
+
+
+# --- estimates of the divergence --------------------------------------------------------------------------------------
+
+ESTIMATORS = [pytest.param(estimator, id=name) for name, estimator in F.KL_ESTIMATORS.items()]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        # pi = 1/4, ref = 1/2: d = log 2 = 0.693147
+        pytest.param(F.k1, -0.693147, 1.0, id="k1"),
+        # 0.693147^2 / 2 = 0.240227; slope -d
+        pytest.param(F.k2, 0.240227, -0.693147, id="k2"),
+        # 2 - 0.693147 - 1 = 0.306853; slope 1 - exp(d) = 1 - 2
+        pytest.param(F.k3, 0.306853, -1.0, id="k3"),
+    ],
+)
+def test_estimators_and_their_slopes_are_as_worked_out_by_hand(estimator, value, slope):
+    log_prob = th.tensor([math.log(0.25)], dtype=th.float64, requires_grad=True)
+    estimate = estimator(log_prob, th.tensor([math.log(0.5)], dtype=th.float64))
+    estimate.sum().backward()
+    assert estimate.item() == pytest.approx(value, abs=1e-6)
+    assert log_prob.grad is not None and log_prob.grad.item() == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimators_are_zero_where_the_policies_agree(estimator):
+    log_prob = th.randn(10)
+    th.testing.assert_close(estimator(log_prob, log_prob), th.zeros(10), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 30.0])
+def test_k2_and_k3_are_never_negative_while_k1_is(scale):
+    log_prob, reference_log_prob = scale * th.randn(2, 100_000)
+    assert (F.k2(log_prob, reference_log_prob) >= 0).all()
+    assert (F.k3(log_prob, reference_log_prob) >= 0).all()
+    assert (F.k1(log_prob, reference_log_prob) < 0).any()
+
+
+def sampled_estimate(estimator, policy: th.distributions.Normal, reference: th.distributions.Normal) -> float:
+    actions = policy.sample(th.Size((400_000,)))
+    return float(estimator(policy.log_prob(actions), reference.log_prob(actions)).mean())
+
+
+# KL(pi || ref) = log(1 / 2) + (2^2 + 1^2) / (2 * 1^2) - 1/2 = 1.306853; KL(ref || pi) = log(2 / 1) + (1 + 1) / (2 * 4) - 1/2
+# = 0.443147. pi is the wider one: the other way round the ratio, and so the variance of k3, is unbounded.
+WIDE, NARROW = th.distributions.Normal(0.0, 2.0), th.distributions.Normal(1.0, 1.0)
+
+
+@pytest.mark.parametrize("estimator", [F.k1, F.k3], ids=["k1", "k3"])
+def test_samples_from_pi_estimate_the_divergence_of_pi_from_the_reference_and_not_the_reverse(estimator):
+    estimate = sampled_estimate(estimator, WIDE, NARROW)
+    assert estimate == pytest.approx(1.306853, abs=0.03)
+    assert estimate != pytest.approx(0.443147, abs=0.5)
+
+
+def test_k2_is_close_for_policies_that_are_close_and_biased_for_others():
+    # KL = 0.1^2 / 2 = 0.005
+    assert sampled_estimate(F.k2, NARROW, th.distributions.Normal(1.1, 1.0)) == pytest.approx(0.005, rel=0.03)
+    assert sampled_estimate(F.k2, WIDE, NARROW) > 1.5 * 1.306853
+
+
+@pytest.mark.parametrize("estimator", [F.k1, F.k3], ids=["k1", "k3"])
+def test_the_expected_estimate_over_all_actions_is_the_divergence(estimator):
+    pi, ref = th.tensor([[0.7, 0.2, 0.1], [0.2, 0.3, 0.5]], dtype=th.float64)
+    expected = (pi * (pi / ref).log()).sum().item()
+    assert (pi * estimator(pi.log(), ref.log())).sum().item() == pytest.approx(expected, rel=1e-12)
+    assert expected != pytest.approx((ref * (ref / pi).log()).sum().item(), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "objective"),
+    [
+        # E[grad log pi] = 0: averaged over actions, this penalty does not move the policy
+        pytest.param(F.k1, lambda pi, ref: 0.0 * pi.sum(), id="k1: none"),
+        pytest.param(F.k2, lambda pi, ref: (pi * (pi / ref).log()).sum(), id="k2: that of KL(pi || ref)"),
+        pytest.param(F.k3, lambda pi, ref: (ref * (ref / pi).log()).sum(), id="k3: that of KL(ref || pi)"),
+    ],
+)
+def test_expected_gradient_of_an_estimate_used_as_a_loss(estimator, objective):
+    # A mean over sampled actions has fixed weights: see https://arxiv.org/abs/2506.09477 for what follows from this
+    logits = th.tensor([0.3, -1.0, 0.5], dtype=th.float64, requires_grad=True)
+    reference = th.tensor([0.2, 0.3, 0.5], dtype=th.float64)
+    policy = logits.softmax(dim=0)
+    loss = (policy.detach() * estimator(policy.log(), reference.log())).sum()
+    gradient = th.autograd.grad(loss, logits, retain_graph=True)[0]
+    th.testing.assert_close(gradient, th.autograd.grad(objective(policy, reference), logits)[0], rtol=1e-9, atol=1e-12)
+
+
+def test_weighting_with_the_ratio_gives_k1_the_value_and_the_gradient_of_the_divergence():
+    logits = th.tensor([0.3, -1.0, 0.5], dtype=th.float64, requires_grad=True)
+    old, reference = th.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=th.float64)
+    policy = logits.softmax(dim=0)
+    # The mean over actions of the old policy, which sampled them
+    penalty = (old * F.importance_weighted(F.k1(policy.log(), reference.log()), policy.log(), old.log())).sum()
+    divergence = (policy * (policy / reference).log()).sum()
+    assert penalty.item() == pytest.approx(divergence.item(), rel=1e-12)
+    gradients = [th.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (penalty, divergence)]
+    th.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_weighting_is_as_worked_out_by_hand_and_never_overflows():
+    # pi = 1/2, pi_old = 1/4: the ratio is 2
+    weighted = F.importance_weighted(th.tensor([3.0]), th.tensor([0.5]).log(), th.tensor([0.25]).log())
+    assert weighted.item() == pytest.approx(6.0)
+    assert F.importance_weighted(th.ones(1), th.tensor([0.0]), th.tensor([-1000.0])).isfinite().all()
+
+
+@pytest.mark.parametrize("d", [1000.0, 25.0, -25.0, -1000.0])
+def test_k3_is_finite_never_negative_and_never_drives_the_policies_apart_where_the_ratio_overflows(d):
+    log_prob = th.tensor([-d], dtype=th.float64, requires_grad=True)
+    estimate = F.k3(log_prob, th.zeros(1, dtype=th.float64))
+    estimate.sum().backward()
+    assert log_prob.grad is not None
+    assert estimate.isfinite() and estimate.item() >= 0.0
+    # Where pi falls short of the reference, d > 0, descent on the penalty must not lower log pi further
+    assert log_prob.grad.isfinite() and log_prob.grad.item() * d <= 0.0
+
+
+def test_k3_far_above_the_reference_is_exact():
+    # d = -30: exp(-30) + 30 - 1 = 29 + 9.4e-14, slope 1 - exp(-30)
+    log_prob = th.tensor([30.0], dtype=th.float64, requires_grad=True)
+    estimate = F.k3(log_prob, th.zeros(1, dtype=th.float64))
+    estimate.sum().backward()
+    assert estimate.item() == pytest.approx(29.0, abs=1e-12)
+    assert log_prob.grad is not None and log_prob.grad.item() == pytest.approx(1.0, abs=1e-12)
+
+
+# --- the divergence in closed form ------------------------------------------------------------------------------------
+
+Pair = tuple[Distribution, Distribution]
+ClosedForm = Callable[[th.Tensor, th.Tensor], th.Tensor]
+LOG_STD, REFERENCE_LOG_STD = th.tensor([-0.5, 0.2], dtype=th.float64), th.tensor([0.1, -0.3], dtype=th.float64)
+EXPLORATION = th.tensor([[-0.5, 0.2], [0.1, -0.4], [-1.0, 0.3]], dtype=th.float64)
+LATENT = th.tensor([[0.5, -1.0, 0.3]], dtype=th.float64)
+# The noise of gSDE has variance sum_j latent_j^2 std_j^2, plus SB3's 1e-6
+EXPLORATION_STD = [
+    [math.sqrt(sum(float(LATENT[0, j]) ** 2 * math.exp(2 * (float(EXPLORATION[j, k]) + shift)) for j in range(3)) + 1e-6)
+     for k in range(2)]
+    for shift in (0.0, 0.7)
+]  # fmt: skip
+
+
+def gaussian_pair(distribution: type[DiagGaussianDistribution], p: th.Tensor, q: th.Tensor) -> Pair:
+    return distribution(2).proba_distribution(p, LOG_STD), distribution(2).proba_distribution(q, REFERENCE_LOG_STD)
+
+
+def gsde_pair(squash_output: bool, p: th.Tensor, q: th.Tensor) -> Pair:
+    def make(mean: th.Tensor, log_std: th.Tensor) -> Distribution:
+        distribution = StateDependentNoiseDistribution(2, squash_output=squash_output)
+        distribution.sample_weights(log_std, batch_size=len(mean))
+        return distribution.proba_distribution(mean, log_std, LATENT.expand(len(mean), -1))
+
+    return make(p, EXPLORATION), make(q, EXPLORATION + 0.7)
+
+
+def discrete_pair(make: Callable[[], Distribution], p: th.Tensor, q: th.Tensor) -> Pair:
+    return make().proba_distribution(p), make().proba_distribution(q)
+
+
+def normal_kl(mean: float, std: float, reference_mean: float, reference_std: float) -> float:
+    return math.log(reference_std / std) + (std**2 + (mean - reference_mean) ** 2) / (2 * reference_std**2) - 1 / 2
+
+
+def gaussian_kl(p: list[float], q: list[float], stds: list[list[float]]) -> float:
+    return sum(normal_kl(p[k], stds[0][k], q[k], stds[1][k]) for k in range(2))
+
+
+def categorical_kl(p: list[float], q: list[float]) -> float:
+    p, q = ([math.exp(x) / sum(map(math.exp, logits)) for x in logits] for logits in (p, q))
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def multi_categorical_kl(p: list[float], q: list[float]) -> float:
+    return categorical_kl(p[:2], q[:2]) + categorical_kl(p[2:], q[2:])
+
+
+def bernoulli_kl(p: list[float], q: list[float]) -> float:
+    return sum(categorical_kl([a, 0.0], [b, 0.0]) for a, b in zip(p, q, strict=True))
+
+
+GAUSSIAN_STDS = [LOG_STD.exp().tolist(), REFERENCE_LOG_STD.exp().tolist()]
+MEANS, REFERENCE_MEANS = [[0.5, -0.2], [-0.4, 0.3], [0.0, 0.0]], [[0.1, 0.4], [0.2, -0.3], [0.0, 0.0]]
+LOGITS, REFERENCE_LOGITS = [[1.0, -0.5, 0.3, 2.0, 0.0], [0.2, 0.9, -1.0, 0.5, 0.7]], [[0, 1, 0, -1, 0.5], [1, 1, 1, 0, -1]]
+KINDS = [
+    pytest.param(
+        partial(gaussian_pair, DiagGaussianDistribution), partial(gaussian_kl, stds=GAUSSIAN_STDS), MEANS, REFERENCE_MEANS,
+        id="DiagGaussian",
+    ),
+    pytest.param(
+        partial(gaussian_pair, SquashedDiagGaussianDistribution), partial(gaussian_kl, stds=GAUSSIAN_STDS), MEANS,
+        REFERENCE_MEANS, id="SquashedDiagGaussian",
+    ),
+    pytest.param(
+        partial(gsde_pair, False), partial(gaussian_kl, stds=EXPLORATION_STD), MEANS, REFERENCE_MEANS, id="gSDE"
+    ),
+    pytest.param(
+        partial(gsde_pair, True), partial(gaussian_kl, stds=EXPLORATION_STD), MEANS, REFERENCE_MEANS, id="squashed gSDE"
+    ),
+    pytest.param(
+        partial(discrete_pair, partial(CategoricalDistribution, 5)), categorical_kl, LOGITS, REFERENCE_LOGITS,
+        id="Categorical",
+    ),
+    pytest.param(
+        partial(discrete_pair, partial(MultiCategoricalDistribution, [2, 3])), multi_categorical_kl, LOGITS,
+        REFERENCE_LOGITS, id="MultiCategorical",
+    ),
+    pytest.param(
+        partial(discrete_pair, partial(BernoulliDistribution, 5)), bernoulli_kl, LOGITS, REFERENCE_LOGITS, id="Bernoulli"
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pair", "closed_form", "params", "reference_params"), KINDS)
+def test_exact_divergence_is_the_closed_form_and_not_its_reverse(pair, closed_form, params, reference_params):
+    policy, reference = pair(th.tensor(params, dtype=th.float64), th.tensor(reference_params, dtype=th.float64))
+    divergence = F.exact_kl(policy, reference)
+    expected = th.tensor([closed_form(p, q) for p, q in zip(params, reference_params, strict=True)], dtype=th.float64)
+    assert divergence.shape == (len(params),)
+    th.testing.assert_close(divergence, expected, rtol=1e-6, atol=1e-9)
+    assert not th.allclose(divergence, F.exact_kl(reference, policy), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("pair", "closed_form", "params", "reference_params"), KINDS)
+def test_exact_divergence_is_the_mean_log_ratio_of_sampled_actions(pair, closed_form, params, reference_params):
+    p, q = (th.tensor(rows[:1], dtype=th.float64).expand(40_000, -1) for rows in (params, reference_params))
+    policy, reference = pair(p, q)
+    actions = policy.sample()
+    log_ratio = policy.log_prob(actions) - reference.log_prob(actions)
+    error = log_ratio.std().item() / math.sqrt(len(log_ratio))
+    assert log_ratio.mean().item() == pytest.approx(F.exact_kl(policy, reference)[0].item(), abs=5 * error)
+    assert log_ratio.mean().item() != pytest.approx(F.exact_kl(reference, policy)[0].item(), abs=5 * error)
+
+
+@pytest.mark.parametrize(("pair", "closed_form", "params", "reference_params"), KINDS)
+def test_exact_divergence_of_one_observation_keeps_its_shape(pair, closed_form, params, reference_params):
+    policy, reference = pair(th.tensor(params[:1], dtype=th.float64), th.tensor(reference_params[:1], dtype=th.float64))
+    assert F.exact_kl(policy, reference).shape == (1,)
+
+
+def test_exact_divergence_of_normals_is_as_worked_out_by_hand():
+    # N(1, 1) from N(0, 2): log(2 / 1) + (1 + 1) / (2 * 4) - 1/2 = 0.443147; the second dimension N(0, 2) from N(1, 1):
+    # log(1 / 2) + (4 + 1) / 2 - 1/2 = 1.306853; together 1.75
+    policy = DiagGaussianDistribution(2).proba_distribution(th.tensor([[1.0, 0.0]]), th.tensor([0.0, LN2]))
+    reference = DiagGaussianDistribution(2).proba_distribution(th.tensor([[0.0, 1.0]]), th.tensor([LN2, 0.0]))
+    th.testing.assert_close(F.exact_kl(policy, reference), th.tensor([1.75]))
+
+
+def test_gradient_of_the_exact_divergence_of_normals_is_as_worked_out_by_hand():
+    mean = th.tensor([[1.0]], dtype=th.float64, requires_grad=True)
+    log_std = th.tensor([0.0], dtype=th.float64, requires_grad=True)
+    policy = DiagGaussianDistribution(1).proba_distribution(mean, log_std)
+    reference = DiagGaussianDistribution(1).proba_distribution(th.zeros(1, 1).double(), th.tensor([LN2], dtype=th.float64))
+    F.exact_kl(policy, reference).sum().backward()
+    # by the mean: (1 - 0) / 2^2 = 0.25; by log std: -1 + 1^2 / 2^2 = -0.75
+    assert mean.grad is not None and mean.grad.item() == pytest.approx(0.25)
+    assert log_std.grad is not None and log_std.grad.item() == pytest.approx(-0.75)
+
+
+@pytest.mark.parametrize(
+    ("make", "n_logits"),
+    [
+        pytest.param(partial(CategoricalDistribution, 5), 5, id="Categorical"),
+        pytest.param(partial(MultiCategoricalDistribution, [2, 3]), 5, id="MultiCategorical"),
+        pytest.param(partial(BernoulliDistribution, 5), 5, id="Bernoulli"),
+    ],
+)
+def test_exact_divergence_from_itself_is_zero_and_flat(make, n_logits):
+    logits = th.randn(3, n_logits, dtype=th.float64, requires_grad=True)
+    divergence = F.exact_kl(make().proba_distribution(logits), make().proba_distribution(logits.detach()))
+    gradient = th.autograd.grad(divergence.sum(), logits)[0]
+    th.testing.assert_close(divergence, th.zeros(3, dtype=th.float64), rtol=0.0, atol=1e-12)
+    th.testing.assert_close(gradient, th.zeros_like(logits), rtol=0.0, atol=1e-12)
