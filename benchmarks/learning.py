@@ -126,7 +126,9 @@ CASES: dict[str, Case] = {
         100_000,
         400.0,
         4,
-        # One number per trajectory says little: at the default rate 3 of 5 seeds got there in time
+        # At the default learning rate 3 of the seeds 0-4 got there in time. The rate was then chosen on other seeds, and is
+        # reported on those that nobody had looked at.
+        seeds=tuple(range(5, 10)),
         settings=dict(rollout_buffer_class="outcome", group_size=8, learning_rate=1e-3),
     ),
     "return_to_go": Case(
