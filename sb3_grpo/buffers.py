@@ -447,11 +447,13 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return th.cat([part.flatten(start_dim=1).double() for part in parts], dim=1).numpy()
 
     def get_state(self) -> dict[str, Any]:
-        return {"baseline": self.baseline.get_state(), "longest": self._longest}
+        return {"baseline": self.baseline.get_state(), "longest": self._longest, "horizon": self.horizon}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self.baseline.set_state(state["baseline"])
         self._longest = state["longest"]
+        # The fit was to times in this unit
+        self.horizon = state["horizon"]
 
 
 class CompleteGroupRolloutBuffer(GroupRolloutBuffer):

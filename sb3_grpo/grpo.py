@@ -70,7 +70,7 @@ class GRPO(OnPolicyAlgorithm):
 
     :param policy: the policy (``MlpPolicy``, ``CnnPolicy``, ``MultiInputPolicy``, or a subclass of
         :class:`~sb3_grpo.policies.ActorPolicy`)
-    :param env: the environment to learn from (if registered in Gymnasium, can be its name)
+    :param env: the environment to learn from, or the name under which it is registered in Gymnasium
     :param learning_rate: learning rate, a number or a function of the progress remaining (from 1 to 0)
     :param n_steps: steps per environment and rollout; a rollout holds ``n_steps * n_envs`` transitions. ``None`` chooses it
         so that this is 2048, or as near below as the number of environments allows
@@ -93,20 +93,21 @@ class GRPO(OnPolicyAlgorithm):
         updates)
     :param kl_estimator: ``"exact"``, the closed form; or ``"k1"``, ``"k2"``, ``"k3"``, estimates from the actions taken, see
         :mod:`sb3_grpo.functional`
-    :param use_sde: whether to use generalized State Dependent Exploration (gSDE) instead of action noise exploration
-    :param sde_sample_freq: sample a new noise matrix every n steps when using gSDE; -1 for once a rollout
+    :param use_sde: whether to explore with state-dependent noise (gSDE, https://arxiv.org/abs/2005.05719) instead of
+        independent Gaussian noise
+    :param sde_sample_freq: with gSDE, the number of steps after which the noise is drawn anew; -1 for once a rollout
     :param rollout_buffer_class: ``"kernel"``, ``"outcome"``, ``"process"``, ``"return_to_go"``, ``"stepwise"``, or a subclass
         of :class:`~sb3_grpo.buffers.GroupRolloutBuffer`
     :param rollout_buffer_kwargs: keyword arguments of the rollout buffer
     :param target_kl: an update stops early once the approximate KL divergence from the policy that sampled exceeds 1.5 times
         this
-    :param stats_window_size: number of episodes over which the rollout logging averages
-    :param tensorboard_log: the log location for TensorBoard (if None, no logging)
-    :param policy_kwargs: additional arguments to be passed to the policy on creation
-    :param verbose: 0 for no output, 1 for info messages, 2 for debug messages
-    :param seed: seed for the pseudo random generators and for the starts of the environments
-    :param device: device on which the code should run
-    :param _init_setup_model: whether or not to build the network at the creation of the instance
+    :param stats_window_size: episodes over which the logged return, length and success rate are averaged
+    :param tensorboard_log: folder for TensorBoard's files, ``None`` for none
+    :param policy_kwargs: keyword arguments of the policy
+    :param verbose: 0 prints nothing, 1 what is set up and logged, 2 debugging messages too
+    :param seed: of all random generators and of the starts of the environments; the same seed gives the same weights
+    :param device: where the policy lives, as SB3 names devices (``"auto"``, ``"cpu"``, ``"cuda"``)
+    :param _init_setup_model: whether to build policy and buffer at once; ``load`` does so later
     :raises ValueError: if an argument is out of range, or does not fit the environment
     """
 
@@ -312,6 +313,10 @@ class GRPO(OnPolicyAlgorithm):
         seeded_env.attach(self.start_queue, self.share_starts)
         try:
             yield
+        except BaseException:
+            # Whatever broke off may have left the environments in another state than `_last_obs` tells
+            self._last_obs = None
+            raise
         finally:
             seeded_env.detach()
 
@@ -334,7 +339,6 @@ class GRPO(OnPolicyAlgorithm):
         """
         assert self._last_obs is not None, "No previous observation was provided"
         seeded_env = find_seeded_vec_env(env)
-        # Switch to eval mode (this affects batch norm / dropout)
         self.policy.set_training_mode(False)
 
         n_steps = 0
@@ -362,7 +366,7 @@ class GRPO(OnPolicyAlgorithm):
 
             self.num_timesteps += env.num_envs
 
-            # Give access to local variables
+            # Callbacks read SB3's local names
             callback.update_locals(locals())
             continue_training = callback.on_step()
 
@@ -424,7 +428,6 @@ class GRPO(OnPolicyAlgorithm):
         self._update_learning_rate(self.policy.optimizer)
         if self.rollout_buffer.n_samples == 0:
             return
-        # Switch to train mode (this affects batch norm / dropout)
         self.policy.set_training_mode(True)
         clip_range = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
         self._renew_kl_reference()
@@ -439,7 +442,7 @@ class GRPO(OnPolicyAlgorithm):
                 stopped_early = self.target_kl is not None and losses.approx_kl.item() > 1.5 * self.target_kl
                 if stopped_early:
                     if self.verbose >= 1:
-                        print(f"Early stopping at step {epoch} due to reaching max kl: {losses.approx_kl.item():.2f}")
+                        print(f"Update stopped in epoch {epoch}: approximate KL {losses.approx_kl.item():.3f} > 1.5 target_kl")
                     break
                 self.policy.optimizer.zero_grad()
                 losses.loss.backward()

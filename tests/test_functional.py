@@ -912,16 +912,14 @@ def test_k3_far_above_the_reference_is_exact():
 # --- the divergence in closed form ------------------------------------------------------------------------------------
 
 Pair = tuple[Distribution, Distribution]
-ClosedForm = Callable[[th.Tensor, th.Tensor], th.Tensor]
 LOG_STD, REFERENCE_LOG_STD = th.tensor([-0.5, 0.2], dtype=th.float64), th.tensor([0.1, -0.3], dtype=th.float64)
 EXPLORATION = th.tensor([[-0.5, 0.2], [0.1, -0.4], [-1.0, 0.3]], dtype=th.float64)
 LATENT = th.tensor([[0.5, -1.0, 0.3]], dtype=th.float64)
+REFERENCE_SHIFT = 0.7
 # The noise of gSDE has variance sum_j latent_j^2 std_j^2, plus SB3's 1e-6
-EXPLORATION_STD = [
-    [math.sqrt(sum(float(LATENT[0, j]) ** 2 * math.exp(2 * (float(EXPLORATION[j, k]) + shift)) for j in range(3)) + 1e-6)
-     for k in range(2)]
-    for shift in (0.0, 0.7)
-]  # fmt: skip
+EXPLORATION_STDS = [
+    ((LATENT**2 @ (EXPLORATION + shift).exp() ** 2)[0] + 1e-6).sqrt().tolist() for shift in (0.0, REFERENCE_SHIFT)
+]
 
 
 def gaussian_pair(distribution: type[DiagGaussianDistribution], p: th.Tensor, q: th.Tensor) -> Pair:
@@ -934,7 +932,7 @@ def gsde_pair(squash_output: bool, p: th.Tensor, q: th.Tensor) -> Pair:
         distribution.sample_weights(log_std, batch_size=len(mean))
         return distribution.proba_distribution(mean, log_std, LATENT.expand(len(mean), -1))
 
-    return make(p, EXPLORATION), make(q, EXPLORATION + 0.7)
+    return make(p, EXPLORATION), make(q, EXPLORATION + REFERENCE_SHIFT)
 
 
 def discrete_pair(make: Callable[[], Distribution], p: th.Tensor, q: th.Tensor) -> Pair:
@@ -965,33 +963,21 @@ def bernoulli_kl(p: list[float], q: list[float]) -> float:
 GAUSSIAN_STDS = [LOG_STD.exp().tolist(), REFERENCE_LOG_STD.exp().tolist()]
 MEANS, REFERENCE_MEANS = [[0.5, -0.2], [-0.4, 0.3], [0.0, 0.0]], [[0.1, 0.4], [0.2, -0.3], [0.0, 0.0]]
 LOGITS, REFERENCE_LOGITS = [[1.0, -0.5, 0.3, 2.0, 0.0], [0.2, 0.9, -1.0, 0.5, 0.7]], [[0, 1, 0, -1, 0.5], [1, 1, 1, 0, -1]]
+GAUSSIAN, GSDE = partial(gaussian_kl, stds=GAUSSIAN_STDS), partial(gaussian_kl, stds=EXPLORATION_STDS)
+FIVE_WAY, TWO_AND_THREE_WAY = partial(CategoricalDistribution, 5), partial(MultiCategoricalDistribution, [2, 3])
 KINDS = [
+    pytest.param(partial(gaussian_pair, DiagGaussianDistribution), GAUSSIAN, MEANS, REFERENCE_MEANS, id="DiagGaussian"),
+    pytest.param(partial(gaussian_pair, SquashedDiagGaussianDistribution), GAUSSIAN, MEANS, REFERENCE_MEANS, id="squashed"),
+    pytest.param(partial(gsde_pair, False), GSDE, MEANS, REFERENCE_MEANS, id="gSDE"),
+    pytest.param(partial(gsde_pair, True), GSDE, MEANS, REFERENCE_MEANS, id="squashed gSDE"),
+    pytest.param(partial(discrete_pair, FIVE_WAY), categorical_kl, LOGITS, REFERENCE_LOGITS, id="Categorical"),
     pytest.param(
-        partial(gaussian_pair, DiagGaussianDistribution), partial(gaussian_kl, stds=GAUSSIAN_STDS), MEANS, REFERENCE_MEANS,
-        id="DiagGaussian",
-    ),
-    pytest.param(
-        partial(gaussian_pair, SquashedDiagGaussianDistribution), partial(gaussian_kl, stds=GAUSSIAN_STDS), MEANS,
-        REFERENCE_MEANS, id="SquashedDiagGaussian",
-    ),
-    pytest.param(
-        partial(gsde_pair, False), partial(gaussian_kl, stds=EXPLORATION_STD), MEANS, REFERENCE_MEANS, id="gSDE"
-    ),
-    pytest.param(
-        partial(gsde_pair, True), partial(gaussian_kl, stds=EXPLORATION_STD), MEANS, REFERENCE_MEANS, id="squashed gSDE"
-    ),
-    pytest.param(
-        partial(discrete_pair, partial(CategoricalDistribution, 5)), categorical_kl, LOGITS, REFERENCE_LOGITS,
-        id="Categorical",
-    ),
-    pytest.param(
-        partial(discrete_pair, partial(MultiCategoricalDistribution, [2, 3])), multi_categorical_kl, LOGITS,
-        REFERENCE_LOGITS, id="MultiCategorical",
+        partial(discrete_pair, TWO_AND_THREE_WAY), multi_categorical_kl, LOGITS, REFERENCE_LOGITS, id="MultiCategorical"
     ),
     pytest.param(
         partial(discrete_pair, partial(BernoulliDistribution, 5)), bernoulli_kl, LOGITS, REFERENCE_LOGITS, id="Bernoulli"
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("pair", "closed_form", "params", "reference_params"), KINDS)

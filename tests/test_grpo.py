@@ -472,8 +472,9 @@ def test_a_seed_reproduces_a_run_bit_for_bit_and_another_seed_does_not(buffer: s
     assert not same(first, run(4))
 
 
-def test_seeding_a_model_anew_begins_with_the_first_starts_of_the_new_seed():
-    model, anew, other = make_model().learn(64), Starts(), Starts()
+@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
+def test_seeding_a_model_anew_begins_with_the_first_starts_of_the_new_seed(buffer: str):
+    model, anew, other = make_model(rollout_buffer_class=buffer).learn(64), Starts(), Starts()
     model.set_random_seed(5)
     model.learn(64, reset_num_timesteps=False, callback=anew)
     make_model(seed=5).learn(64, callback=other)
@@ -489,6 +490,31 @@ def test_without_a_seed_runs_differ_and_groups_share_their_start_all_the_same():
         assert_trained(model.learn(64, callback=starts), before)
         assert all(len(group) == 1 for group in starts.groups(2))
     assert set(runs[0].firsts.values()).isdisjoint(runs[1].firsts.values())
+
+
+class BreaksOff(BaseCallback):
+    def _on_step(self) -> bool:
+        if self.n_calls == 5:
+            raise RuntimeError("broken off")
+        return True
+
+
+@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
+def test_learning_that_broke_off_goes_on_with_fresh_groups_and_one_that_ended_with_those_in_flight(buffer: str):
+    def goes_on(breaks: bool) -> bool:
+        model, watcher = make_model(make_envs(lengths=(50, 60)), rollout_buffer_class=buffer, group_size=4), Watcher()
+        if breaks:
+            with pytest.raises(RuntimeError, match="broken off"):
+                model.learn(32, callback=BreaksOff())
+        else:
+            model.learn(32)
+        model.learn(32, callback=watcher, reset_num_timesteps=False)
+        first = watcher.start_indices[0].tolist()
+        assert first in ([0, 1], [4, 5])
+        return first == [0, 1]
+
+    assert goes_on(breaks=False)
+    assert not goes_on(breaks=True)
 
 
 # --- Files and environments that change -------------------------------------------------------------------------------
@@ -523,6 +549,13 @@ def test_a_model_learns_on_with_another_number_of_environments(n_envs: int, buff
     before, watcher = weights(loaded), Watcher()
     assert_trained(loaded.learn(3 * 16 * n_envs, callback=watcher), before)
     assert watcher.timesteps == [16 * n_envs, 32 * n_envs, 48 * n_envs]
+
+
+def test_the_unit_of_time_survives_a_file_that_is_loaded_without_an_environment():
+    env = DummyVecEnv([lambda: TimeLimit(AnyEnv(lengths=(2, 90)), 40)])
+    model = make_model(env).learn(64)
+    assert reload(model).rollout_buffer.horizon == model.rollout_buffer.horizon == 40
+    assert make_model().rollout_buffer.horizon is None
 
 
 def test_the_kernel_baseline_survives_a_file():
@@ -743,10 +776,10 @@ def test_a_model_saved_without_a_penalty_can_be_loaded_with_one():
 def test_target_kl_stops_an_update_early_and_says_so_as_ppo_does(verbose: int, capsys: pytest.CaptureFixture[str]):
     settings: dict[str, Any] = dict(learning_rate=0.1, n_epochs=10, verbose=verbose)
     assert make_model(**settings).learn(64, log_interval=None)._n_updates == 20
-    assert "Early stopping" not in capsys.readouterr().out
+    assert "Update stopped" not in capsys.readouterr().out
     stopped = make_model(**settings, target_kl=0.01).learn(64, log_interval=None)
     assert 2 <= stopped._n_updates < 10
-    assert ("Early stopping at step 0 due to reaching max kl: 0." in capsys.readouterr().out) == bool(verbose)
+    assert ("Update stopped in epoch 0: approximate KL 0." in capsys.readouterr().out) == bool(verbose)
 
 
 def test_an_update_is_stopped_before_the_minibatch_whose_kl_is_too_large():
