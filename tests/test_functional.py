@@ -190,8 +190,8 @@ def test_steps_and_continuations_count_within_each_trajectory():
 
 
 def test_sum_by_label_is_as_worked_out_by_hand():
-    # label 0: 1 + 8 = 9; label 1: 2; label 2: 4 + 16 = 20
-    np.testing.assert_array_equal(F.sum_by_label(np.array([1.0, 2, 4, 8, 16]), np.array([0, 1, 2, 0, 2])), [9, 2, 20])
+    # label 0: 1 - 8 = -7; label 1: 2; label 2: 4 + 16 = 20
+    np.testing.assert_array_equal(F.sum_by_label(np.array([1.0, 2, 4, -8, 16]), np.array([0, 1, 2, 0, 2])), [-7, 2, 20])
 
 
 def test_discounted_returns_are_as_worked_out_by_hand():

@@ -470,6 +470,8 @@ def test_a_seed_reproduces_a_run_bit_for_bit_and_another_seed_does_not(buffer: s
     first = run(3)
     assert same(first, run(3))
     assert not same(first, run(4))
+    # From the first weights on, and not by other starts alone
+    assert not same(weights(make_model(seed=3)), weights(make_model(seed=4)))
 
 
 @pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)

@@ -82,6 +82,12 @@ def test_a_run_reports_what_it_trained():
     assert 5 < float(figures["eval_mean"]) <= 500
 
 
+def test_the_readme_shows_what_the_rows_say():
+    text, everything = table(learning.CASES, read_rows(learning.CSV))
+    assert everything
+    assert text in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", learning.CASES)
 def test_every_case_names_seeds_enough_to_pass(name: str):
     case = learning.CASES[name]
