@@ -144,6 +144,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         horizon: int | None = None,
     ):
         super().__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        if horizon is not None:
+            require_at_least("horizon", horizon, 1)
         self.gae_lambda = gae_lambda
         self.gamma = gamma
         self.group_size = group_size
@@ -374,8 +376,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_positive("bandwidth", bandwidth)
         require_positive("ridge", ridge)
         require_at_least("n_folds", n_folds, 1)
-        if not 0.0 <= forgetting <= 1.0:
-            raise ValueError(f"`forgetting` is the weight that earlier rollouts keep, from 0.0 to 1.0, not {forgetting!r}.")
+        require_between("forgetting", forgetting, 0.0, 1.0)
         self.n_folds = n_folds
         # SB3 has seeded numpy's global generator with the model's seed at this point
         self.baseline = KernelBaseline(
@@ -682,6 +683,19 @@ def require_at_least(name: str, value: Any, smallest: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < smallest:
         raise ValueError(f"`{name}` must be an integer of at least {smallest}, not {value!r}.")
+
+
+def require_between(name: str, value: Any, smallest: float, largest: float) -> None:
+    """
+    :param name: of the argument
+    :param value: what came
+    :param smallest: least number accepted
+    :param largest: greatest number accepted
+    :raises ValueError: if the value is not a finite number between the two
+    """
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not is_number or not np.isfinite(value) or not smallest <= value <= largest:
+        raise ValueError(f"`{name}` must be a finite number from {smallest:g} to {largest:g}, not {value!r}.")
 
 
 def require_positive(name: str, value: Any) -> None:

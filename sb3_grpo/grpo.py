@@ -23,6 +23,7 @@ from sb3_grpo.buffers import (
     GroupRolloutBufferSamples,
     Observations,
     require_at_least,
+    require_between,
     require_positive,
     resolve_buffer_class,
     take_observations,
@@ -88,9 +89,9 @@ class GRPO(OnPolicyAlgorithm):
     :param share_starts: whether the members of a group start from the same initial state; if not, environments are reset as
         in PPO and groups are merely trajectories that began one after the other
     :param kl_coef: coefficient of the penalty KL(pi || reference), averaged over transitions
-    :param kl_reference: the reference policy: ``"old"``, the policy at the start of the update; ``"initial"``, the policy
-        when it was first needed; or an integer ``k``, the policy of at most ``k`` updates ago (it is renewed every ``k``
-        updates)
+    :param kl_reference: the reference policy: ``"old"``, the policy at the start of the update (for the estimates ``k1`` to
+        ``k3``: the policy that sampled the transition); ``"initial"``, the policy when it was first needed; or an integer
+        ``k``, the policy of at most ``k`` updates ago (it is renewed every ``k`` updates)
     :param kl_estimator: ``"exact"``, the closed form; or ``"k1"``, ``"k2"``, ``"k3"``, estimates from the actions taken, see
         :mod:`sb3_grpo.functional`
     :param use_sde: whether to explore with state-dependent noise (gSDE, https://arxiv.org/abs/2005.05719) instead of
@@ -256,16 +257,19 @@ class GRPO(OnPolicyAlgorithm):
                 )
         else:
             require_at_least("kl_reference", self.kl_reference, 1)
-        require_positive("max_grad_norm", self.max_grad_norm)
+        if self.max_grad_norm != np.inf:  # which switches clipping off
+            require_positive("max_grad_norm", self.max_grad_norm)
         if self.target_kl is not None:
             require_positive("target_kl", self.target_kl)
-        for name, value, largest in (
-            ("gamma", self.gamma, 1),
-            ("gae_lambda", self.gae_lambda, 1),
-            ("kl_coef", self.kl_coef, np.inf),
-        ):
-            if not 0 <= value <= largest:
-                raise ValueError(f"`{name}` must lie between 0 and {largest}, not {value!r}.")
+        require_between("gamma", self.gamma, 0.0, 1.0)
+        require_between("gae_lambda", self.gae_lambda, 0.0, 1.0)
+        require_between("kl_coef", self.kl_coef, 0.0, np.inf)
+        require_between("ent_coef", self.ent_coef, -np.inf, np.inf)
+        if "group_size" in self.rollout_buffer_kwargs:
+            raise ValueError(
+                f"`rollout_buffer_kwargs` has group_size={self.rollout_buffer_kwargs['group_size']!r}: pass `group_size` to "
+                "GRPO itself, which hands out the starts accordingly."
+            )
 
     def _time_limit(self) -> int | None:
         """The time limit of the environments in steps, ``None`` where it is unknown."""

@@ -838,6 +838,10 @@ def sgd_step(max_grad_norm: float) -> float:
     return (th.nn.utils.parameters_to_vector(model.policy.parameters()) - before).norm().item()
 
 
+def test_an_infinite_max_grad_norm_switches_clipping_off():
+    assert_trained(make_model(max_grad_norm=np.inf).learn(64), weights(make_model()))
+
+
 def test_the_gradient_is_clipped_to_max_grad_norm():
     assert sgd_step(1e-3) == pytest.approx(1e-3, rel=1e-2)
     assert sgd_step(1e6) > 0.01
@@ -1009,14 +1013,21 @@ def test_tensorboard_gets_the_curves(tmp_path: pathlib.Path):
         pytest.param(dict(clip_range="0.2"), "`clip_range` .* not '0.2'", id="clip_range-text"),
         pytest.param(dict(max_grad_norm=0), "`max_grad_norm` must be a positive number, not 0", id="max_grad_norm-0"),
         pytest.param(dict(target_kl=-1), "`target_kl` must be a positive number, not -1", id="target_kl-negative"),
-        pytest.param(dict(kl_coef=-0.5), r"`kl_coef` must lie between 0 and inf, not -0\.5", id="kl_coef-negative"),
+        pytest.param(dict(kl_coef=-0.5), r"`kl_coef` must be a finite number from 0 to inf, not -0\.5", id="kl_coef-negative"),
         pytest.param(dict(kl_coef=np.nan), "`kl_coef` .* not nan", id="kl_coef-NaN"),
         pytest.param(dict(kl_estimator="k4"), "`kl_estimator` must be 'exact', 'k1', 'k2' or 'k3', not 'k4'", id="estimator"),
         pytest.param(dict(kl_reference="new"), "`kl_reference` must be 'old', 'initial' or .* not 'new'", id="reference"),
         pytest.param(dict(kl_reference=0), "`kl_reference` .* not 0", id="reference-0"),
         pytest.param(dict(kl_reference=1.5), r"`kl_reference` .* not 1\.5", id="reference-1.5"),
-        pytest.param(dict(gamma=1.01), r"`gamma` must lie between 0 and 1, not 1\.01", id="gamma"),
-        pytest.param(dict(gae_lambda=-0.1), r"`gae_lambda` must lie between 0 and 1, not -0\.1", id="gae_lambda"),
+        pytest.param(dict(gamma=1.01), r"`gamma` must be a finite number from 0 to 1, not 1\.01", id="gamma"),
+        pytest.param(dict(gamma="0.9"), "`gamma` .* not '0.9'", id="gamma-text"),
+        pytest.param(dict(gae_lambda=-0.1), r"`gae_lambda` must be a finite number from 0 to 1, not -0\.1", id="gae_lambda"),
+        pytest.param(dict(ent_coef=np.nan), "`ent_coef` must be a finite number .* not nan", id="ent_coef-NaN"),
+        pytest.param(dict(ent_coef=None), "`ent_coef` .* not None", id="ent_coef-None"),
+        pytest.param(
+            dict(rollout_buffer_kwargs=dict(group_size=3)), "group_size=3: pass `group_size` to GRPO", id="two-sizes"
+        ),
+        pytest.param(dict(rollout_buffer_kwargs=dict(horizon=0)), "`horizon` must be .* at least 1, not 0", id="horizon-0"),
     ],
 )
 def test_an_argument_out_of_range_is_refused_and_quoted(kwargs: dict[str, Any], message: str):
