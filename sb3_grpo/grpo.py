@@ -277,7 +277,9 @@ class GRPO(OnPolicyAlgorithm):
         if self.env is None or not self.env.has_attr("_max_episode_steps"):
             return None
         limits = self.env.get_attr("_max_episode_steps")
-        return None if None in limits else max(limits)
+        # An environment may use that name for something else
+        are_limits = all(isinstance(limit, int) and limit > 0 for limit in limits)
+        return max(limits) if are_limits else None
 
     def _maybe_recommend_cpu(self, mlp_class_name: str = "ActorPolicy") -> None:
         super()._maybe_recommend_cpu(mlp_class_name)

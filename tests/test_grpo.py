@@ -560,6 +560,16 @@ def test_the_unit_of_time_survives_a_file_that_is_loaded_without_an_environment(
     assert make_model().rollout_buffer.horizon is None
 
 
+@pytest.mark.parametrize("attribute", [None, float("inf"), 0], ids=["None", "inf", "0"])
+def test_what_is_no_time_limit_is_not_taken_for_one(attribute: Any):
+    class Unlimited(AnyEnv):
+        _max_episode_steps = attribute
+
+    model = make_model(DummyVecEnv([Unlimited]))
+    assert model.rollout_buffer.horizon is None
+    assert_trained(model.learn(32), weights(make_model()))
+
+
 def test_the_kernel_baseline_survives_a_file():
     model = make_model().learn(64)
     loaded = reload(model, env=make_envs())
