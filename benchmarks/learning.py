@@ -367,10 +367,11 @@ def main() -> int:
     for assignment in args.set:
         key, _, value = assignment.partition("=")
         changes[key] = ast.literal_eval(value)
-    cases = {
-        name: replace(CASES[name], settings={**CASES[name].settings, **changes}, seeds=tuple(args.seeds or CASES[name].seeds))
-        for name in args.cases
-    }
+    cases = {name: CASES[name] for name in args.cases}
+    if args.seeds:
+        cases = {name: replace(case, seeds=tuple(args.seeds), required=len(args.seeds)) for name, case in cases.items()}
+    if changes:
+        cases = {name: replace(case, settings={**case.settings, **changes}) for name, case in cases.items()}
     done = {(row["case"], int(row["seed"]), row["settings_hash"]) for row in read_rows(args.csv)}
     todo = [
         (name, case, seed)

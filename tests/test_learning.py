@@ -1,5 +1,7 @@
 """The command that reports what GRPO learns: it must count right, and not mix up runs."""
 
+import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 from benchmarks import learning
 from benchmarks.learning import Case, TrainingCurve, append_row, passed, read_rows, table
 
+ROOT = Path(__file__).parents[1]
 CASE = Case("CartPole-v1", 1, 1000, threshold=100.0, required=2, seeds=(0, 1, 2))
 
 
@@ -85,7 +88,27 @@ def test_a_run_reports_what_it_trained():
 def test_the_readme_shows_what_the_rows_say():
     text, everything = table(learning.CASES, read_rows(learning.CSV))
     assert everything
-    assert text in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert text in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+ABLATIONS = re.findall(
+    r"^\| (\S+) \| `(\w+)=([\d.]+)`.*?(\| \d of 3 \|.*\|)$",
+    (ROOT / "docs" / "grpo.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value", "figures"), [pytest.param(*row, id="-".join(row[:3])) for row in ABLATIONS]
+)
+def test_the_docs_show_what_the_ablations_say(name: str, argument: str, value: str, figures: str):
+    case = learning.CASES[name]
+    case = replace(case, settings={**case.settings, argument: ast.literal_eval(value)}, seeds=(1000, 1001, 1002))
+    assert figures in table({name: case}, read_rows(ROOT / "benchmarks" / "ablations.csv"))[0]
+
+
+def test_the_docs_have_ablations():
+    assert len(ABLATIONS) > 5
 
 
 @pytest.mark.parametrize("name", learning.CASES)
