@@ -20,6 +20,7 @@ import csv
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import multiprocessing
 import pathlib
 import subprocess
@@ -39,6 +40,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from tqdm import tqdm
 
 from sb3_grpo import GRPO
+from sb3_grpo.buffers import resolve_buffer_class
 
 CSV = pathlib.Path(__file__).with_name("learning.csv")
 N_EVAL_EPISODES = 20
@@ -74,9 +76,20 @@ class Case:
     normalize: dict[str, Any] | None = None
 
     def settings_hash(self) -> str:
-        """:return: eight characters that change with anything that a run depends on, the seed and the threshold excepted"""
-        what = (self.env_id, self.n_envs, self.timesteps, sorted(self.settings.items()), self.normalize)
+        """:return: eight characters that change with the settings of a run, defaults of GRPO and of its buffer included"""
+        algorithm = {**defaults(GRPO), **self.settings}
+        buffer = defaults(resolve_buffer_class(algorithm["rollout_buffer_class"]))
+        what = (self.env_id, self.n_envs, self.timesteps, sorted(algorithm.items()), sorted(buffer.items()), self.normalize)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+
+
+def defaults(callable_class: type) -> dict[str, Any]:
+    """
+    :param callable_class: a class
+    :return: the default of each argument of its constructor that has one
+    """
+    parameters = inspect.signature(callable_class).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 CASES: dict[str, Case] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import learning
-from benchmarks.learning import Case, TrainingCurve, append_row, passed, read_rows, table
+from benchmarks.learning import Case, TrainingCurve, append_row, defaults, passed, read_rows, table
 
 ROOT = Path(__file__).parents[1]
 CASE = Case("CartPole-v1", 1, 1000, threshold=100.0, required=2, seeds=(0, 1, 2))
@@ -56,6 +56,14 @@ def test_runs_of_other_seeds_settings_and_cases_do_not_count(strangers: list[dic
     text, everything = table({"toy": CASE}, strangers)
     assert not everything
     assert "not run" in text
+
+
+def test_a_changed_default_makes_rows_stale(monkeypatch: pytest.MonkeyPatch):
+    before = CASE.settings_hash()
+    assert replace(CASE, settings={"gamma": 0.99}).settings_hash() == before  # the default, spelt out
+    assert replace(CASE, settings={"gamma": 0.9}).settings_hash() != before
+    monkeypatch.setattr(learning, "defaults", lambda callable_class: {**defaults(callable_class), "ridge": 1.0})
+    assert CASE.settings_hash() != before
 
 
 def test_rows_come_back_from_the_file_as_they_went_in(tmp_path: Path):
