@@ -22,6 +22,7 @@ from sb3_grpo.buffers import (
     GroupRolloutBuffer,
     GroupRolloutBufferSamples,
     Observations,
+    map_observations,
     require_at_least,
     require_between,
     require_positive,
@@ -364,7 +365,7 @@ class GRPO(OnPolicyAlgorithm):
             actions = actions.cpu().numpy()
             clipped_actions = self._within_bounds(actions)
 
-            start_indices = seeded_env.start_indices.copy()  # a step ends trajectories and begins others
+            start_indices = seeded_env.start_indices  # before the step, which may begin others
             new_obs, rewards, dones, infos = env.step(clipped_actions)
             _check_finite("observation", new_obs, self.num_timesteps)
             _check_finite("reward", rewards, self.num_timesteps)
@@ -631,11 +632,7 @@ def _check_final_observations(dones: np.ndarray, infos: list[dict[str, Any]], nu
     for env in np.flatnonzero(dones).tolist():
         final = infos[env].get("terminal_observation")
         if final is not None and infos[env].get("TimeLimit.truncated", False):
-            batch = (
-                {key: np.asarray(part)[None] for key, part in final.items()}
-                if isinstance(final, dict)
-                else np.asarray(final)[None]
-            )
+            batch = map_observations(lambda part: np.asarray(part)[None], final)
             _check_finite("final observation", batch, num_timesteps, first_env=env)
 
 
@@ -653,6 +650,6 @@ def _check_finite(what: str, values: Any, num_timesteps: int, first_env: int = 0
             where = f" under {key!r}" if key else ""
             raise ValueError(
                 f"Environment {first_env + row} returned a non-finite {what}{where} after {num_timesteps} timesteps: "
-                f"{array[row]}. "
-                "No update has used it: the model can be saved, and learns on with `set_env` once the environment is mended."
+                f"{array[row]}. No update has used it: the model can be saved, and learns on with `set_env` once the "
+                "environment is mended."
             )
