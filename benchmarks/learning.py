@@ -33,18 +33,16 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch as th
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from tqdm import tqdm
 
+from benchmarks.curves import N_EVAL_EPISODES, WINDOW, TrainingCurve
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import resolve_buffer_class
 
 CSV = pathlib.Path(__file__).with_name("learning.csv")
-N_EVAL_EPISODES = 20
-WINDOW = 20  # episodes over which the training return is averaged
 
 
 @dataclass(frozen=True)
@@ -157,39 +155,6 @@ FIELDS = [
     "case", "seed", "settings_hash", "settings", "steps_to_threshold", "best_window", "auc",
     "eval_mean", "eval_std", "timesteps", "wall_clock", "steps_per_second", "commit", "versions",
 ]  # fmt: skip
-
-
-class TrainingCurve(BaseCallback):
-    """Keeps the return of each training episode and the step at which it ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[int] = []
-        self.returns: list[float] = []
-
-    def _on_step(self) -> bool:
-        for info in self.locals["infos"]:
-            if "episode" in info:
-                self.steps.append(self.num_timesteps)
-                self.returns.append(info["episode"]["r"])
-        return True
-
-    def windows(self) -> np.ndarray:
-        """:return: mean returns of ``WINDOW`` consecutive episodes, one for each episode from the ``WINDOW``-th on"""
-        return (
-            np.convolve(self.returns, np.ones(WINDOW) / WINDOW, mode="valid") if len(self.returns) >= WINDOW else np.empty(0)
-        )
-
-    def area(self, timesteps: int) -> float:
-        """
-        :param timesteps: budget of the run
-        :return: mean over the budget of the mean return of the last (up to) 20 episodes, sampled at 200 steps evenly apart
-        """
-        totals = np.concatenate([[0.0], np.cumsum(self.returns)])
-        ended = np.searchsorted(self.steps, np.linspace(0, timesteps, 201)[1:], side="right")
-        ended = np.maximum(ended, 1)
-        window = np.minimum(ended, WINDOW)
-        return float(np.mean((totals[ended] - totals[ended - window]) / window))
 
 
 def make_env(case: Case, seed: int) -> VecEnv:

@@ -10,53 +10,32 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch as th
 from matplotlib.figure import Figure
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
+from benchmarks.curves import N_EVAL_EPISODES, WINDOW, TrainingCurve
 from sb3_grpo import GRPO
 
-N_EVAL_EPISODES = 20
 # Far from the training seeds, so that the evaluation does not start where the training started.
 EVAL_SEED_OFFSET = 1_000_000
-WINDOW = 20
 
 
-class EpisodeReturns(BaseCallback):
-    """Keep the return of each finished training episode, with the number of steps taken by then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[int] = []
-        self.returns: list[float] = []
-
-    def _on_step(self) -> bool:
-        for info in self.locals["infos"]:
-            if "episode" in info:
-                self.steps.append(self.num_timesteps)
-                self.returns.append(float(info["episode"]["r"]))
-        return True
-
-
-def plot_learning_curve(steps: list[int], returns: list[float], title: str, path: Path) -> None:
+def plot_learning_curve(curve: TrainingCurve, title: str, path: Path) -> None:
     """
     Draw the return of every episode, and the mean over the last ``WINDOW`` episodes, against the steps taken.
 
-    :param steps: steps taken when each episode ended, ``(n_episodes,)``
-    :param returns: return of each episode, ``(n_episodes,)``
+    :param curve: of the training, with at least one episode
     :param title: title of the figure
     :param path: where the PNG goes
     """
     # Figure without pyplot: no backend, so no display, is involved.
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(steps, returns, ".", markersize=3, alpha=0.35, label="one episode")
-    if len(returns) >= WINDOW:
-        mean = np.convolve(returns, np.full(WINDOW, 1 / WINDOW), mode="valid")
-        axes.plot(steps[WINDOW - 1 :], mean, label=f"mean of {WINDOW} episodes")
+    axes.plot(curve.steps, curve.returns, ".", markersize=3, alpha=0.35, label="one episode")
+    if len(curve.returns) >= WINDOW:
+        axes.plot(curve.steps[WINDOW - 1 :], curve.windows(), label=f"mean of {WINDOW} episodes")
     axes.set(title=title, xlabel="environment steps", ylabel="episode return")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -93,17 +72,17 @@ def main() -> None:
     stem = args.out / re.sub(r"[^\w.-]", "_", args.env)
     model_path, curve_path = Path(f"{stem}.zip"), Path(f"{stem}.png")
 
-    episodes = EpisodeReturns()
+    curve = TrainingCurve()
     model = GRPO("MlpPolicy", args.env, seed=args.seed, verbose=0)
-    model.learn(args.timesteps, callback=episodes, progress_bar=True)
+    model.learn(args.timesteps, callback=curve, progress_bar=True)
     model.save(model_path)
-    if not episodes.returns:
+    if not curve.returns:
         sys.exit(f"No episode of {args.env} ended within {model.num_timesteps} steps: pass more --timesteps.")
 
     eval_env = make_vec_env(args.env, seed=args.seed + EVAL_SEED_OFFSET)
     mean, std = evaluate_policy(model, eval_env, n_eval_episodes=N_EVAL_EPISODES, deterministic=True)
     eval_env.close()
-    plot_learning_curve(episodes.steps, episodes.returns, f"GRPO on {args.env}, seed {args.seed}", curve_path)
+    plot_learning_curve(curve, f"GRPO on {args.env}, seed {args.seed}", curve_path)
 
     print(f"mean return over {N_EVAL_EPISODES} evaluation episodes: {mean:.1f} +/- {std:.1f}")
     print(f"model:          {model_path}")

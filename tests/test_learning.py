@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import learning
-from benchmarks.learning import Case, TrainingCurve, append_row, defaults, passed, read_rows, table
+from benchmarks.curves import TrainingCurve
+from benchmarks.learning import Case, append_row, defaults, passed, read_rows, table
 
 ROOT = Path(__file__).parents[1]
 CASE = Case("CartPole-v1", 1, 1000, threshold=100.0, required=2, seeds=(0, 1, 2))

@@ -1,0 +1,40 @@
+"""What the benchmarks keep of a training run: the return of each episode, and when it ended."""
+
+import numpy as np
+from stable_baselines3.common.callbacks import BaseCallback
+
+N_EVAL_EPISODES = 20
+WINDOW = 20  # episodes over which the training return is averaged
+
+
+class TrainingCurve(BaseCallback):
+    """Keeps the return of each training episode and the step at which it ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+        self.returns: list[float] = []
+
+    def _on_step(self) -> bool:
+        for info in self.locals["infos"]:
+            if "episode" in info:
+                self.steps.append(self.num_timesteps)
+                self.returns.append(float(info["episode"]["r"]))
+        return True
+
+    def windows(self) -> np.ndarray:
+        """:return: mean returns of ``WINDOW`` consecutive episodes, one for each episode from the ``WINDOW``-th on"""
+        return (
+            np.convolve(self.returns, np.ones(WINDOW) / WINDOW, mode="valid") if len(self.returns) >= WINDOW else np.empty(0)
+        )
+
+    def area(self, timesteps: int) -> float:
+        """
+        :param timesteps: budget of the run
+        :return: mean over the budget of the mean return of the last (up to) 20 episodes, sampled at 200 steps evenly apart
+        """
+        totals = np.concatenate([[0.0], np.cumsum(self.returns)])
+        ended = np.searchsorted(self.steps, np.linspace(0, timesteps, 201)[1:], side="right")
+        ended = np.maximum(ended, 1)
+        window = np.minimum(ended, WINDOW)
+        return float(np.mean((totals[ended] - totals[ended - window]) / window))
