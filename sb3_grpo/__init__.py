@@ -11,6 +11,7 @@ from sb3_grpo.buffers import (
     ReturnToGoRolloutBuffer,
     StepwiseRolloutBuffer,
 )
+from sb3_grpo.doctor import Doctor
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy, load_actor
 
@@ -21,6 +22,7 @@ __all__ = [
     "ActorPolicy",
     "CnnPolicy",
     "CompleteGroupRolloutBuffer",
+    "Doctor",
     "GroupRolloutBuffer",
     "KernelRolloutBuffer",
     "MlpPolicy",

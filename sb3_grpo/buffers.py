@@ -10,9 +10,9 @@ the transitions to train on in minibatches. Every variant overrides one hook:
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch as th
@@ -26,6 +26,9 @@ from sb3_grpo.baselines import KernelBaseline, predict_by_fold
 
 #: A batch of observations: an array, or one array per key for a Dict space; the first axis counts observations.
 Observations = np.ndarray | dict[str, np.ndarray]
+ComponentAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+#: Key of ``info`` under which an environment reports several rewards.
+REWARD_COMPONENTS = "reward_components"
 #: Maps a batch of ``n`` observations to the actor's features, shape ``(n, features_dim)``.
 ActorFeatures = Callable[[Observations], np.ndarray]
 
@@ -61,12 +64,26 @@ class GroupRolloutBufferSamples(NamedTuple):
     :param actions: as ``evaluate_actions`` takes them, shape ``(n, action_dim)``, for Discrete ``(n,)``
     :param old_log_prob: under the policy that sampled the actions, shape ``(n,)``
     :param advantages: shape ``(n,)``
+    :param weights: in the loss, shape ``(n,)``, ``None`` for ones
+    :param trajectories: the trajectory of each transition, integers from 0 on, shape ``(n,)``, ``None`` unless the minibatch
+        is made of whole trajectories
     """
 
     observations: PyTorchObs
     actions: th.Tensor
     old_log_prob: th.Tensor
     advantages: th.Tensor
+    weights: th.Tensor | None = None
+    trajectories: th.Tensor | None = None
+
+    def take(self, index: th.Tensor) -> "GroupRolloutBufferSamples":
+        """
+        :param index: of transitions
+        :return: the transitions chosen
+        """
+        return GroupRolloutBufferSamples(
+            *(None if field is None else take_observations(field, index) for field in self)  # type: ignore[arg-type]
+        )
 
 
 @dataclass(frozen=True)
@@ -82,6 +99,8 @@ class Transitions:
     :param steps: step within the trajectory, shape ``(n,)``
     :param dones: whether the trajectory ended with this transition, shape ``(n,)``
     :param rollouts: number of the rollout in which the transition was sampled, shape ``(n,)``
+    :param components: rewards of which ``rewards`` is the weighted sum, shape ``(n, n_components)``; none where the
+        environment's own reward is used
     """
 
     observations: Observations
@@ -92,6 +111,7 @@ class Transitions:
     steps: np.ndarray
     dones: np.ndarray
     rollouts: np.ndarray
+    components: np.ndarray
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -110,6 +130,46 @@ class Transitions:
         """
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Transitions(*(map_observations(lambda *arrays: np.concatenate(arrays), *pair) for pair in pairs))
+
+
+class GroupReturns:
+    """
+    The returns of the groups of a run, as trajectories end.
+
+    :param n_envs: number of environments
+    :param group_size: trajectories per group
+    """
+
+    def __init__(self, n_envs: int, group_size: int):
+        self.group_size = group_size
+        self._running = np.zeros(n_envs)
+        self._ended: dict[int, list[float]] = {}
+        self._complete: list[list[float]] = []
+
+    def add(self, reward: np.ndarray, done: np.ndarray, start: np.ndarray) -> None:
+        """
+        :param reward: of one step, shape ``(n_envs,)``
+        :param done: whether the trajectory ended with it, shape ``(n_envs,)``
+        :param start: index of the start of each trajectory, shape ``(n_envs,)``
+        """
+        self._running += reward
+        for env in np.flatnonzero(done):
+            group = int(start[env]) // self.group_size
+            members = self._ended.setdefault(group, [])
+            members.append(float(self._running[env]))
+            self._running[env] = 0.0
+            if len(members) == self.group_size:
+                self._complete.append(self._ended.pop(group))
+
+    def start_afresh(self) -> None:
+        """All environments are being reset: the groups in flight will not be completed."""
+        self._running[:] = 0.0
+        self._ended.clear()
+
+    def pop_complete(self) -> np.ndarray:
+        """:return: returns of the groups that were completed since the last call, shape ``(n_groups, group_size)``"""
+        complete, self._complete = self._complete, []
+        return np.array(complete).reshape(-1, self.group_size)
 
 
 class GroupRolloutBuffer(BaseBuffer, ABC):
@@ -154,7 +214,9 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.metrics: dict[str, float] = {}
         self._rollout = 0
         self._elapsed = np.zeros(n_envs, dtype=np.int64)
+        self._group_returns = GroupReturns(n_envs, group_size)
         self._update: GroupRolloutBufferSamples | None = None
+        self._update_starts = np.empty(0, dtype=np.int64)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -176,6 +238,12 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.starts = np.zeros(shape, dtype=np.int64)
         self.steps = np.zeros(shape, dtype=np.int64)
         self.dones = np.zeros(shape, dtype=bool)
+        self.components = np.zeros((*shape, self.n_components), dtype=np.float32)
+
+    @property
+    def n_components(self) -> int:
+        """Number of reward components; zero where the environment's own reward is used."""
+        return 0
 
     @property
     def n_samples(self) -> int:
@@ -191,6 +259,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     def start_afresh(self) -> None:
         """All environments are being reset: nothing collected before will be continued."""
         self._elapsed[:] = 0
+        self._group_returns.start_afresh()
         self.pos = 0
 
     def add(
@@ -225,6 +294,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.starts[:, self.pos] = start
         self.steps[:, self.pos] = self._elapsed
         self.dones[:, self.pos] = done
+        self._group_returns.add(reward, done, start)
         self._elapsed += 1
         for env in np.flatnonzero(done):
             self._elapsed[env] = 0
@@ -241,11 +311,30 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         :param actor_features: the actor's features of a batch of observations
         """
         self._rollout += 1
-        self.metrics = {}
+        self.metrics = self._describe_groups(self._group_returns.pop_complete())
         rollout = self._flatten(self.pos)
         self.pos = 0  # what a stop leaves in the storage is told from what has been used by this
         transitions, advantages = self._form_update(rollout, last_obs, actor_features)
+        if len(advantages) > 0:
+            self.metrics["train/advantage_mean"] = float(np.mean(advantages))
+            self.metrics["train/advantage_std"] = float(np.std(advantages))
+        self._update_starts = transitions.starts
         self._update = self._to_samples(transitions, advantages)
+
+    @staticmethod
+    def _describe_groups(returns: np.ndarray) -> dict[str, float]:
+        """
+        :param returns: of the groups completed in a rollout, shape ``(n_groups, group_size)``
+        :return: what is logged about them
+        """
+        metrics = {"rollout/groups_completed": float(len(returns))}
+        if len(returns) > 0:
+            labels = np.arange(len(returns)).repeat(returns.shape[1])
+            differences = F.centre_within(returns.ravel(), labels).reshape(returns.shape)
+            metrics["rollout/groups_tied"] = float((differences == 0.0).all(axis=1).mean())
+            metrics["rollout/group_return_mean"] = float(returns.mean())
+            metrics["rollout/group_return_spread"] = float(np.ptp(returns, axis=1).mean())
+        return metrics
 
     @abstractmethod
     def _form_update(
@@ -273,6 +362,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             steps=flat(self.steps),
             dones=flat(self.dones),
             rollouts=np.full(self.n_envs * n_steps, self._rollout, dtype=np.int64),
+            components=flat(self.components),
         )
 
     def _to_samples(self, transitions: Transitions, advantages: np.ndarray) -> GroupRolloutBufferSamples:
@@ -297,17 +387,51 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             whitened = F.whiten(self._update.advantages.cpu().numpy()).astype(np.float32)
             self._update = self._update._replace(advantages=th.as_tensor(whitened, device=self.device))
 
-    def get(self, batch_size: int | None = None) -> Generator[GroupRolloutBufferSamples, None, None]:
+    def weigh_transitions(self, aggregation: F.LossAggregation) -> None:
+        """
+        Give each transition of the update its weight in the loss. A trajectory is what the update holds of it.
+
+        :param aggregation: see :data:`~sb3_grpo.functional.LOSS_WEIGHTS`; with ``"constant"`` the time limit is what a
+            trajectory may have, or the steps of a rollout where no limit is known
+        """
+        loss_weights = F.LOSS_WEIGHTS[aggregation]
+        if loss_weights is None or self._update is None or self.n_samples == 0:
+            return
+        trajectories = F.label_by_appearance(self._update_starts)
+        lengths = np.bincount(trajectories)
+        weights = loss_weights(lengths, self.horizon or self.buffer_size)[trajectories].astype(np.float32)
+        self._update = self._update._replace(weights=th.as_tensor(weights, device=self.device))
+
+    def get(
+        self, batch_size: int | None = None, whole_trajectories: bool = False
+    ) -> Generator[GroupRolloutBufferSamples, None, None]:
         """
         One pass over the update in random order.
 
         :param batch_size: transitions per minibatch, the last may have fewer; ``None`` for a single batch
+        :param whole_trajectories: deal out trajectories instead of transitions: each minibatch has as many as are needed for
+            ``batch_size`` transitions. Since minibatches then differ in size, their weights are such that the losses of a
+            pass average to the loss of the update, as those of equal minibatches do
         """
         assert self._update is not None, "finish_rollout() comes before get()"
-        update, n_samples = self._update, self.n_samples
-        permutation = th.as_tensor(np.random.permutation(n_samples), device=self.device)
-        for batch in permutation.split(batch_size or max(n_samples, 1)):
-            yield GroupRolloutBufferSamples(*(take_observations(field, batch) for field in update))
+        if whole_trajectories:
+            yield from self._whole_trajectories(self._update, batch_size or max(self.n_samples, 1))
+            return
+        permutation = th.as_tensor(np.random.permutation(self.n_samples), device=self.device)
+        for batch in permutation.split(batch_size or max(self.n_samples, 1)):
+            yield self._update.take(batch)
+
+    def _whole_trajectories(self, update: GroupRolloutBufferSamples, batch_size: int) -> Iterator[GroupRolloutBufferSamples]:
+        trajectories = F.label_by_appearance(self._update_starts)
+        order = np.random.permutation(len(np.unique(trajectories)))
+        batches = F.deal_trajectories(trajectories, order, batch_size)
+        for batch in batches:
+            minibatch = update.take(th.as_tensor(batch, device=self.device))
+            weights = th.ones_like(minibatch.advantages) if minibatch.weights is None else minibatch.weights
+            yield minibatch._replace(
+                weights=weights * (len(batch) * len(batches) / self.n_samples),
+                trajectories=th.as_tensor(F.label_by_appearance(trajectories[batch]), device=self.device),
+            )
 
     def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> Any:
         raise NotImplementedError("A group rollout buffer is read in whole passes: use get().")
@@ -418,8 +542,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         weights = self.baseline.fit(features, th.as_tensor(targets), folds)
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
+        advantages = advantages_against(baseline, cut_baseline)
         self.metrics["train/explained_variance"] = F.explained_variance(baseline, targets)
-        return rollout, advantages_against(baseline, cut_baseline)
+        # Without a baseline a transition would be judged by its lambda-return as it is
+        self.metrics["train/baseline_variance_reduction"] = F.explained_variance(baseline, baseline + advantages)
+        return rollout, advantages
 
     def _time_unit(self, steps: np.ndarray) -> float:
         if self.horizon is not None:
@@ -477,6 +604,15 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     :param scale: by what the differences within a group are divided, see :func:`~sb3_grpo.functional.rescale`
     :param max_waiting: transitions that may wait before the oldest groups are dropped; ``None`` for 16 rollouts, but at least
         20,000 and enough for the episodes of a known ``horizon``
+    :param tied_groups: groups whose members all did equally well, so that nothing is learned from them: ``"keep"`` their
+        transitions, which count in the means of the loss, or ``"skip"`` them as if they had not been sampled. That is the
+        filter of DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476, equation 11); no others are sampled in their place
+    :param reward_weights: train on ``info["reward_components"]`` instead of the reward: on the sum of the components named
+        here, each with its weight
+    :param component_aggregation: ``"sum_then_normalize"`` forms the sum and judges it, ``"normalize_then_sum"`` judges each
+        component on its own, as if it were the reward, and adds the weighted advantages up: a component counts by its weight
+        then, whatever its scale (GDPO, https://arxiv.org/abs/2601.05242, without its normalisation over the batch)
+    :raises ValueError: if an argument is out of range; from :meth:`add`, if an environment does not report the components
     """
 
     default_scale: ClassVar[F.Scale] = "group"
@@ -494,10 +630,18 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         horizon: int | None = None,
         scale: F.Scale | None = None,
         max_waiting: int | None = None,
+        tied_groups: Literal["keep", "skip"] = "keep",
+        reward_weights: Mapping[str, float] | None = None,
+        component_aggregation: ComponentAggregation = "sum_then_normalize",
     ):
+        self.reward_weights = _checked_reward_weights(reward_weights)
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs, group_size, horizon)
-        if scale not in (None, "group", "batch", "none"):
-            raise ValueError(f"`scale` must be 'group', 'batch' or 'none', not {scale!r}.")
+        if scale is not None:
+            require_one_of("scale", scale, ("group", "batch", "none"))
+        require_one_of("tied_groups", tied_groups, ("keep", "skip"))
+        require_one_of("component_aggregation", component_aggregation, ("sum_then_normalize", "normalize_then_sum"))
+        self.tied_groups = tied_groups
+        self.component_aggregation = component_aggregation
         if max_waiting is not None:
             require_at_least("max_waiting", max_waiting, 1)
         self.scale: F.Scale = scale or self.default_scale
@@ -507,6 +651,26 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         self._waiting: Transitions | None = None
         self._first_live_group = 0
         self._warned_of_dropping = False
+
+    @property
+    def n_components(self) -> int:
+        return len(self.reward_weights)
+
+    def add(
+        self,
+        obs: Observations,
+        action: np.ndarray,
+        reward: np.ndarray,
+        done: np.ndarray,
+        log_prob: th.Tensor,
+        start: np.ndarray,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        if self.reward_weights:
+            components = np.array([reward_components(info, list(self.reward_weights), env) for env, info in enumerate(infos)])
+            self.components[:, self.pos] = components
+            reward = components @ np.array(list(self.reward_weights.values()))
+        super().add(obs, action, reward, done, log_prob, start, infos)
 
     def reset(self) -> None:
         if self.pos > 0:
@@ -550,12 +714,36 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         )
         if len(update) == 0:
             return update, np.empty(0)
-        lengths = update.steps[update.dones] + 1
-        labels = np.unique(update.starts[update.dones] // self.group_size, return_inverse=True)[1]
-        advantages = self._group_advantages(update.rewards.astype(np.float64), lengths, labels)
-        tied = F.sum_by_label(np.abs(advantages), np.repeat(labels, lengths)) == 0.0
-        self.metrics["rollout/groups_tied"] = float(tied.mean())
+        advantages, tied = self._judge(update)
+        groups = update.starts // self.group_size
+        self.metrics["rollout/groups_tied"] = len(np.unique(groups[tied])) / len(np.unique(groups))
+        if self.tied_groups == "skip" and tied.any():
+            update = update.take(~tied)
+            # Judged anew: what is skipped has no part in the scale of a batch either
+            advantages, _ = self._judge(update)
         return update, advantages
+
+    def _judge(self, update: Transitions) -> tuple[np.ndarray, np.ndarray]:
+        """
+        :param update: complete groups, trajectory by trajectory
+        :return: advantages, and whether nothing can be learned from the transition's group, both of shape ``(n,)``
+        """
+        if len(update) == 0:
+            return np.empty(0), np.empty(0, dtype=bool)
+        lengths = update.steps[update.dones] + 1
+        groups = np.unique(update.starts[update.dones] // self.group_size, return_inverse=True)[1]
+        advantages = self._advantages(update, lengths, groups)
+        labels = np.repeat(groups, lengths)
+        return advantages, (F.sum_by_label(np.abs(advantages), labels) == 0.0)[labels]
+
+    def _advantages(self, update: Transitions, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        if self.reward_weights and self.component_aggregation == "normalize_then_sum":
+            weighted = (
+                weight * self._group_advantages(component.astype(np.float64), lengths, groups)
+                for weight, component in zip(self.reward_weights.values(), update.components.T, strict=True)
+            )
+            return np.sum(list(weighted), axis=0)
+        return self._group_advantages(update.rewards.astype(np.float64), lengths, groups)
 
     def _bounded(self, waiting: Transitions) -> Transitions:
         """
@@ -672,6 +860,67 @@ def resolve_buffer_class(buffer: str | type[GroupRolloutBuffer] | None) -> type[
             "`sb3_grpo.buffers.GroupRolloutBuffer` (SB3's own rollout buffers need a critic)."
         )
     return buffer
+
+
+def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> list[float]:
+    """
+    :param info: what an environment returned with a step
+    :param names: of the components wanted
+    :param env: index of the environment
+    :return: the components, in the order of their names
+    :raises ValueError: if one of them is missing, or not a finite number
+    """
+    components = info.get(REWARD_COMPONENTS)
+    if not isinstance(components, Mapping):
+        raise ValueError(
+            f"`reward_weights` names {names}, but environment {env} returned {components!r} as info[{REWARD_COMPONENTS!r}]: "
+            "it must be a mapping from these names to numbers, in every step. Without `reward_weights` the reward is used."
+        )
+    missing = [name for name in names if name not in components]
+    if missing:
+        raise ValueError(
+            f"Environment {env} returned info[{REWARD_COMPONENTS!r}] without {missing}: `reward_weights` names {names}, "
+            f"and the environment reports {list(components)}."
+        )
+    values = []
+    for name in names:
+        value = np.asarray(components[name])
+        if value.size != 1 or value.dtype.kind not in "fiub" or not np.isfinite(value).all():
+            raise ValueError(
+                f"Environment {env} returned {components[name]!r} as info[{REWARD_COMPONENTS!r}][{name!r}]: it must be one "
+                "finite number, in every step."
+            )
+        values.append(value.item())
+    return values
+
+
+def _checked_reward_weights(reward_weights: Mapping[str, float] | None) -> dict[str, float]:
+    """
+    :param reward_weights: as passed to a buffer
+    :return: a copy, empty for ``None``
+    :raises ValueError: if it is not a mapping from names to finite numbers, or is empty
+    """
+    if reward_weights is None:
+        return {}
+    if not isinstance(reward_weights, Mapping) or not reward_weights:
+        raise ValueError(
+            "`reward_weights` must be a mapping from the names of reward components to their weights, such as "
+            f"{{'progress': 1.0, 'energy': 0.1}}, not {reward_weights!r}."
+        )
+    for name, weight in reward_weights.items():
+        require_between(f"reward_weights[{name!r}]", weight, -np.inf, np.inf)
+    return dict(reward_weights)
+
+
+def require_one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """
+    :param name: of the argument
+    :param value: what came
+    :param choices: what may come
+    :raises ValueError: if the value is none of these
+    """
+    if value not in choices:
+        raise ValueError(f"`{name}` must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {value!r}.")
 
 
 def require_at_least(name: str, value: Any, smallest: int) -> None:

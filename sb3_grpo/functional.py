@@ -19,6 +19,8 @@ from stable_baselines3.common.distributions import Distribution
 
 Scale = Literal["group", "batch", "none"]
 KLEstimator = Literal["exact", "k1", "k2", "k3"]
+LossAggregation = Literal["step", "trajectory", "constant"]
+ImportanceSamplingLevel = Literal["step", "trajectory"]
 
 #: Added to a standard deviation before dividing by it.
 EPS = 1e-8
@@ -26,6 +28,8 @@ EPS = 1e-8
 TIE_TOLERANCE = 1e-9
 #: Log-ratios are clamped to this magnitude before they are exponentiated, so that no ratio overflows.
 MAX_LOG_RATIO = 20.0
+#: An adaptive coefficient of the KL penalty stays between these, so that it can always find its way back.
+KL_COEF_BOUNDS = (1e-6, 1e6)
 
 
 # --- trajectories -----------------------------------------------------------------------------------------------------
@@ -80,6 +84,34 @@ def sum_by_label(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
     :return: the sum of the values of each label, shape ``(n_labels,)``
     """
     return np.bincount(labels, weights=values)
+
+
+def label_by_appearance(values: np.ndarray) -> np.ndarray:
+    """
+    :param values: shape ``(n,)``
+    :return: integers from 0 on, the same for equal values, in the order in which values first appear, shape ``(n,)``
+    """
+    _, firsts, labels = np.unique(values, return_index=True, return_inverse=True)
+    position = np.argsort(np.argsort(firsts))
+    return np.take(position, labels)
+
+
+def deal_trajectories(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    """
+    Deal out whole trajectories to minibatches, each of which takes as many as it needs to have ``batch_size`` transitions.
+
+    :param trajectories: the trajectory of each transition, integers in ``[0, m)``, each of them used, shape ``(n,)``
+    :param order: in which trajectories are dealt, a permutation of them, shape ``(m,)``
+    :param batch_size: transitions that a minibatch has at least; the last may have fewer
+    :return: the transitions of each minibatch, those of a trajectory one after the other
+    """
+    position = np.argsort(order)[trajectories]
+    ends = np.cumsum(np.bincount(trajectories)[order])
+    cuts = [0]
+    while cuts[-1] < len(trajectories):
+        enough = np.searchsorted(ends, cuts[-1] + batch_size)
+        cuts.append(int(ends[min(enough, len(ends) - 1)]))
+    return np.split(np.argsort(position, kind="stable"), cuts[1:-1])
 
 
 def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:
@@ -308,34 +340,162 @@ def explained_variance(predictions: np.ndarray, targets: np.ndarray) -> float:
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
+def step_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor | None = None) -> th.Tensor:
+    """
+    The importance ratio of PPO and GRPO: each transition has its own.
+
+    :param log_ratio: ``d_t = log pi(a_t|s_t) - log pi_old(a_t|s_t)``, shape ``(n,)``
+    :param trajectories: not used
+    :return: ``log_ratio`` as it came, shape ``(n,)``
+    """
+    return log_ratio
+
+
+def trajectory_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor | None) -> th.Tensor:
+    """
+    ``log s_t = sg[mean_k d_k] + d_t - sg[d_t]`` with the mean over the trajectory and ``sg`` "stop gradient": all transitions
+    of a trajectory have the value of its length-normalised ratio, and each the slope of its own. GSPO
+    (https://arxiv.org/abs/2507.18071), equations 7 and 14: the variant that the paper calls GSPO-token, which is GSPO
+    itself where all steps of a trajectory have the same advantage.
+
+    :param log_ratio: ``d_t = log pi(a_t|s_t) - log pi_old(a_t|s_t)``, shape ``(n,)``
+    :param trajectories: the trajectory of each transition, integers in ``[0, m)``, each of them used, shape ``(n,)``; all
+        transitions of a trajectory have to be there
+    :return: shape ``(n,)``
+    """
+    assert trajectories is not None, "minibatches of whole trajectories are needed"
+    fixed = log_ratio.detach()
+    counts = th.bincount(trajectories)
+    means = th.zeros(len(counts), dtype=fixed.dtype, device=fixed.device).index_add(0, trajectories, fixed) / counts
+    return log_ratio - fixed + means[trajectories]
+
+
+LOG_RATIOS: dict[str, Callable[[th.Tensor, th.Tensor | None], th.Tensor]] = {
+    "step": step_log_ratio,
+    "trajectory": trajectory_log_ratio,
+}
+
+
 class Surrogate(NamedTuple):
     """
     The clipped surrogate of a batch of ``n`` transitions.
 
     :param loss: to be minimised, one entry per transition, shape ``(n,)``
-    :param clipped: 1.0 where the ratio lies outside the clip range, else 0.0, shape ``(n,)``
+    :param ratio: importance ratios, without gradient, shape ``(n,)``
     """
 
     loss: th.Tensor
-    clipped: th.Tensor
+    ratio: th.Tensor
 
 
-def clipped_surrogate(log_prob: th.Tensor, old_log_prob: th.Tensor, advantages: th.Tensor, clip_range: float) -> Surrogate:
+def clipped_surrogate(
+    log_ratio: th.Tensor,
+    advantages: th.Tensor,
+    clip_range: float,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
+) -> Surrogate:
     """
-    ``-min(rho A, clip(rho, 1 - c, 1 + c) A)`` with ``rho = exp(log pi - log pi_old)``: PPO
+    ``-min(rho A, clip(rho, 1 - c, 1 + c_high) A)`` with ``rho = exp(log pi - log pi_old)``: PPO
     (https://arxiv.org/abs/1707.06347), equation 7, without its mean.
 
-    Departure: the log-ratio is clamped to ``+-MAX_LOG_RATIO`` so that no ratio overflows.
+    A ``c_high`` of its own is DAPO's clip-higher (https://arxiv.org/abs/2503.14476, equation 10). With ``dual_clip = c_dual``
+    the loss of transitions with ``A < 0`` is at most ``-c_dual A``, and flat beyond: dual-clip PPO
+    (https://arxiv.org/abs/1912.09729, equation 5), where plain clipping leaves large ratios their full slope.
 
-    :param log_prob: of the actions under the policy being trained, shape ``(n,)``
-    :param old_log_prob: of the same actions under the policy that sampled them, shape ``(n,)``
-    :param advantages: shape ``(n,)``
+    Departure: the log-ratio is clamped to ``+-MAX_LOG_RATIO`` so that no ratio overflows; beyond, the slope is zero.
+
+    :param log_ratio: ``log pi - log pi_old`` of the actions, ``pi_old`` being the policy that sampled them, shape ``(n,)``
+    :param advantages: ``A``, shape ``(n,)``
     :param clip_range: ``c``
+    :param clip_range_high: ``c_high``, ``None`` for ``c``
+    :param dual_clip: ``c_dual``, greater than 1, ``None`` for no such bound
     """
-    ratio = th.exp(th.clamp(log_prob - old_log_prob, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    clipped_ratio = th.clamp(ratio, 1.0 - clip_range, 1.0 + clip_range)
-    loss = -th.min(advantages * ratio, advantages * clipped_ratio)
-    return Surrogate(loss, (th.abs(ratio.detach() - 1.0) > clip_range).float())
+    ratio = th.exp(th.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    clipped_ratio = th.clamp(ratio, 1.0 - clip_range, 1.0 + (clip_range if clip_range_high is None else clip_range_high))
+    objective = th.min(advantages * ratio, advantages * clipped_ratio)
+    if dual_clip is not None:
+        objective = th.where(advantages < 0, th.max(objective, dual_clip * advantages), objective)
+    return Surrogate(-objective, ratio.detach())
+
+
+def trajectory_loss_weights(lengths: np.ndarray, budget: int) -> np.ndarray:
+    """
+    Weights ``mean(|o|) / |o_i|``, with which the mean over transitions becomes ``1/m sum_i 1/|o_i| sum_t``: each trajectory
+    counts alike, whatever its length. DeepSeekMath (https://arxiv.org/abs/2402.03300), equation 3.
+
+    :param lengths: transitions ``|o_i|`` of each trajectory, shape ``(m,)``
+    :param budget: not used
+    :return: weight of each trajectory's transitions, shape ``(m,)``
+    """
+    return np.mean(lengths) / lengths
+
+
+def constant_loss_weights(lengths: np.ndarray, budget: int) -> np.ndarray:
+    """
+    Weights ``mean(|o|) / L``, with which the mean over transitions becomes ``1/m sum_i 1/L sum_t``: sums over trajectories,
+    divided by a constant. Dr. GRPO (https://arxiv.org/abs/2503.20783), section 3: a trajectory's gradient depends neither on
+    its own length, as with ``trajectory``, nor on that of the others, as with ``step``.
+
+    :param lengths: transitions ``|o_i|`` of each trajectory, shape ``(m,)``
+    :param budget: ``L``, the transitions that a trajectory may have
+    :return: weight of each trajectory's transitions, shape ``(m,)``
+    """
+    return np.full(len(lengths), np.mean(lengths) / budget)
+
+
+#: What makes a weighted mean over transitions of the mean over ``step``; ``None`` for equal weights of one (DAPO,
+#: https://arxiv.org/abs/2503.14476, equation 12; PPO).
+LOSS_WEIGHTS: dict[str, Callable[[np.ndarray, int], np.ndarray] | None] = {
+    "step": None,
+    "trajectory": trajectory_loss_weights,
+    "constant": constant_loss_weights,
+}
+
+
+def weighted_mean(values: th.Tensor, weights: th.Tensor | None) -> th.Tensor:
+    """
+    ``1/n sum_t w_t x_t``; not divided by the sum of weights, which are one on average where they should be.
+
+    :param values: ``x``, shape ``(n,)``
+    :param weights: ``w``, shape ``(n,)``, ``None`` for ones
+    :return: a scalar
+    """
+    return values.mean() if weights is None else (weights * values).mean()
+
+
+class ClipFractions(NamedTuple):
+    """
+    :param low: fraction of ratios below the clip range
+    :param high: fraction of ratios above it
+    """
+
+    low: th.Tensor
+    high: th.Tensor
+
+
+def clip_fractions(ratio: th.Tensor, clip_range: float, clip_range_high: float | None = None) -> ClipFractions:
+    """
+    :param ratio: importance ratios, shape ``(n,)``
+    :param clip_range: ``c`` of :func:`clipped_surrogate`
+    :param clip_range_high: ``c_high``, ``None`` for ``c``
+    """
+    change = ratio - 1.0
+    low = (change < -clip_range).float().mean()
+    return ClipFractions(low, (change > (clip_range if clip_range_high is None else clip_range_high)).float().mean())
+
+
+def effective_sample_size(ratio: th.Tensor) -> th.Tensor:
+    """
+    ``(sum rho)^2 / (n sum rho^2)``, as a fraction of ``n``: Kish's effective sample size of importance weights (A. Owen,
+    "Monte Carlo theory, methods and examples", equation 9.13). 1 where all ratios are alike, ``1/n`` where one has all the
+    weight.
+
+    :param ratio: importance ratios, all positive, shape ``(n,)``
+    :return: a scalar
+    """
+    ratio = ratio.double()  # the square of exp(MAX_LOG_RATIO) leaves single precision few digits
+    return ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())
 
 
 def k1(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
@@ -391,6 +551,16 @@ def importance_weighted(estimate: th.Tensor, log_prob: th.Tensor, old_log_prob: 
     return th.exp(th.clamp(log_prob - old_log_prob, max=MAX_LOG_RATIO)) * estimate
 
 
+def approximate_kl(log_ratio: th.Tensor) -> th.Tensor:
+    """
+    Mean of :func:`k3` for KL(pi_old || pi): the actions come from ``pi_old``, which makes it the first argument.
+
+    :param log_ratio: ``log pi - log pi_old`` of the actions, shape ``(n,)``
+    :return: a scalar
+    """
+    return k3(th.zeros_like(log_ratio), log_ratio).mean()
+
+
 KL_ESTIMATORS: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
@@ -409,3 +579,20 @@ def exact_kl(policy: Distribution, reference: Distribution) -> th.Tensor:
     reference_parts = reference.distribution if isinstance(reference.distribution, list) else [reference.distribution]
     divergences = [th.distributions.kl_divergence(p, q) for p, q in zip(parts, reference_parts, strict=True)]
     return th.stack([d.flatten(start_dim=1).sum(dim=1) if d.dim() > 1 else d for d in divergences]).sum(dim=0)
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
+    """
+    Twice the coefficient where the divergence came out above ``1.5 target``, half of it below ``target / 1.5``: the adaptive
+    penalty of PPO (https://arxiv.org/abs/1707.06347), section 4. Departure: it stays within ``KL_COEF_BOUNDS``.
+
+    :param kl_coef: coefficient of the last update
+    :param kl: divergence at its end
+    :param target: divergence aimed at
+    :return: coefficient of the next update
+    """
+    if kl > 1.5 * target:
+        return min(2.0 * kl_coef, KL_COEF_BOUNDS[1])
+    if kl < target / 1.5:
+        return max(0.5 * kl_coef, KL_COEF_BOUNDS[0])
+    return kl_coef

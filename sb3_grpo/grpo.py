@@ -10,11 +10,11 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.base_class import maybe_make_env
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
-from stable_baselines3.common.utils import FloatSchedule, obs_as_tensor
+from stable_baselines3.common.utils import FloatSchedule, obs_as_tensor, polyak_update
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import functional as F
@@ -25,10 +25,12 @@ from sb3_grpo.buffers import (
     map_observations,
     require_at_least,
     require_between,
+    require_one_of,
     require_positive,
     resolve_buffer_class,
     take_observations,
 )
+from sb3_grpo.doctor import Doctor
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.seeding import StartQueue, find_seeded_vec_env, insert_seeded_vec_env
 
@@ -40,24 +42,33 @@ DEFAULT_ROLLOUT_SIZE = 2048
 ENCODING_BATCH = 1024
 
 
+class ClipRange(NamedTuple):
+    """
+    Current bounds of the importance ratio: from ``1 - low`` to ``1 + high``.
+    """
+
+    low: float
+    high: float
+
+
 class MinibatchLoss(NamedTuple):
     """
-    The loss of one minibatch and what is logged about it, all scalars.
+    The loss of a minibatch of ``n`` transitions, and without gradient what is logged about it.
 
-    :param loss: what is minimised
-    :param policy_gradient_loss: mean of the clipped surrogate
-    :param entropy_loss: minus the mean entropy
-    :param kl_loss: mean KL divergence to the reference, zero without one
-    :param approx_kl: estimate of the KL divergence from the policy that sampled
-    :param clip_fraction: fraction of transitions whose ratio lies outside the clip range
+    :param loss: what is minimised, a scalar
+    :param policy_gradient_loss: mean of the clipped surrogate, a scalar
+    :param log_ratio: of the probabilities of the actions, now and when they were sampled, shape ``(n,)``
+    :param ratio: importance ratios, before clipping, shape ``(n,)``
+    :param entropy: of the policy, or its estimate, shape ``(n,)``
+    :param kl: divergence from the reference, or its estimate, shape ``(n,)``; empty without a penalty
     """
 
     loss: th.Tensor
     policy_gradient_loss: th.Tensor
-    entropy_loss: th.Tensor
-    kl_loss: th.Tensor
-    approx_kl: th.Tensor
-    clip_fraction: th.Tensor
+    log_ratio: th.Tensor
+    ratio: th.Tensor
+    entropy: th.Tensor
+    kl: th.Tensor
 
 
 class GRPO(OnPolicyAlgorithm):
@@ -82,6 +93,13 @@ class GRPO(OnPolicyAlgorithm):
     :param gae_lambda: lambda of generalized advantage estimation, and of the targets of the kernel baseline; buffers that
         judge whole trajectories do not use it
     :param clip_range: clipping parameter of the surrogate, a number or a function of the progress remaining (from 1 to 0)
+    :param clip_range_high: the same for ratios above one, ``None`` for ``clip_range`` (clip-higher, DAPO)
+    :param dual_clip: bound, greater than 1, on the ratio of transitions with a negative advantage, ``None`` for none
+        (dual-clip PPO)
+    :param importance_sampling_level: ``"step"``, each transition has its own importance ratio; or ``"trajectory"``, all those
+        of a trajectory have the geometric mean of theirs (GSPO), for which minibatches hold whole trajectories
+    :param loss_aggregation: ``"step"``, each transition counts alike; ``"trajectory"``, each trajectory (DeepSeekMath); or
+        ``"constant"``, the sum over a trajectory divided by the time limit (Dr. GRPO). It concerns all parts of the loss
     :param normalize_advantage: whether to shift and scale the advantages of an update to zero mean and unit variance. This
         concerns the ``kernel`` buffer; those that compare within groups have their own ``scale``
     :param ent_coef: coefficient of the entropy bonus
@@ -89,10 +107,14 @@ class GRPO(OnPolicyAlgorithm):
     :param group_size: trajectories per group, at least 2
     :param share_starts: whether the members of a group start from the same initial state; if not, environments are reset as
         in PPO and groups are merely trajectories that began one after the other
-    :param kl_coef: coefficient of the penalty KL(pi || reference), averaged over transitions
+    :param kl_coef: coefficient of the penalty KL(pi || reference)
+    :param adaptive_kl_target: divergence from the reference at the end of an update that ``kl_coef``, doubled or halved after
+        each update, is to bring about; ``None`` leaves ``kl_coef`` as it is
     :param kl_reference: the reference policy: ``"old"``, the policy at the start of the update (for the estimates ``k1`` to
-        ``k3``: the policy that sampled the transition); ``"initial"``, the policy when it was first needed; or an integer
-        ``k``, the policy of at most ``k`` updates ago (it is renewed every ``k`` updates)
+        ``k3``: the policy that sampled the transition); ``"initial"``, the policy when it was first needed; ``"polyak"``, a
+        moving average of its weights; or an integer ``k``, the policy of at most ``k`` updates ago (it is renewed every ``k``
+        updates)
+    :param kl_reference_tau: part of the way that the reference ``"polyak"`` goes towards the policy before each update
     :param kl_estimator: ``"exact"``, the closed form; or ``"k1"``, ``"k2"``, ``"k3"``, estimates from the actions taken, see
         :mod:`sb3_grpo.functional`
     :param use_sde: whether to explore with state-dependent noise (gSDE, https://arxiv.org/abs/2005.05719) instead of
@@ -107,6 +129,8 @@ class GRPO(OnPolicyAlgorithm):
     :param tensorboard_log: folder for TensorBoard's files, ``None`` for none
     :param policy_kwargs: keyword arguments of the policy
     :param verbose: 0 prints nothing, 1 what is set up and logged, 2 debugging messages too
+    :param doctor: whether a run with ``verbose`` of at least 1 is watched for known failure patterns, see
+        :class:`~sb3_grpo.doctor.Doctor`
     :param seed: of all random generators and of the starts of the environments; the same seed gives the same weights
     :param device: where the policy lives, as SB3 names devices (``"auto"``, ``"cpu"``, ``"cuda"``)
     :param _init_setup_model: whether to build policy and buffer at once; ``load`` does so later
@@ -133,13 +157,19 @@ class GRPO(OnPolicyAlgorithm):
         gamma: float = 0.99,
         gae_lambda: float = 0.98,
         clip_range: float | Schedule = 0.2,
+        clip_range_high: float | Schedule | None = None,
+        dual_clip: float | None = None,
+        importance_sampling_level: F.ImportanceSamplingLevel = "step",
+        loss_aggregation: F.LossAggregation = "step",
         normalize_advantage: bool = True,
         ent_coef: float = 0.0,
         max_grad_norm: float = 0.5,
         group_size: int = 2,
         share_starts: bool = True,
         kl_coef: float = 0.0,
-        kl_reference: Literal["old", "initial"] | int = "initial",
+        adaptive_kl_target: float | None = None,
+        kl_reference: Literal["old", "initial", "polyak"] | int = "initial",
+        kl_reference_tau: float = 0.05,
         kl_estimator: F.KLEstimator = "exact",
         use_sde: bool = False,
         sde_sample_freq: int = -1,
@@ -150,6 +180,7 @@ class GRPO(OnPolicyAlgorithm):
         tensorboard_log: str | None = None,
         policy_kwargs: dict[str, Any] | None = None,
         verbose: int = 0,
+        doctor: bool = True,
         seed: int | None = None,
         device: th.device | str = "auto",
         _init_setup_model: bool = True,
@@ -183,14 +214,25 @@ class GRPO(OnPolicyAlgorithm):
         self.batch_size = batch_size
         self.n_epochs = n_epochs
         self.clip_range = clip_range
+        self.clip_range_high = clip_range_high
+        self.dual_clip = dual_clip
+        self.importance_sampling_level = importance_sampling_level
+        self.loss_aggregation = loss_aggregation
         self.normalize_advantage = normalize_advantage
         self.group_size = group_size
         self.share_starts = share_starts
+        #: Of the next update, where it adapts.
         self.kl_coef = kl_coef
+        self.adaptive_kl_target = adaptive_kl_target
         self.kl_reference = kl_reference
+        self.kl_reference_tau = kl_reference_tau
         self.kl_estimator = kl_estimator
         self.target_kl = target_kl
+        self.doctor = doctor
 
+        #: Figures on the last update, as logged; empty if the last rollout gave rise to none.
+        self.update_metrics: dict[str, float] = {}
+        self._doctor = Doctor()
         self.start_queue: StartQueue | None = None
         #: The policy that the KL penalty refers to, from the first update that needs it.
         self.kl_reference_policy: ActorPolicy | None = None
@@ -214,6 +256,8 @@ class GRPO(OnPolicyAlgorithm):
             self.n_steps = max(DEFAULT_ROLLOUT_SIZE // self.n_envs, 1)
         self._check_arguments()
         self.clip_range = FloatSchedule(self.clip_range)
+        if self.clip_range_high is not None:
+            self.clip_range_high = FloatSchedule(self.clip_range_high)
 
         start_queue, last_obs = self.start_queue, self._last_obs
         user_kwargs = self.rollout_buffer_kwargs
@@ -246,31 +290,51 @@ class GRPO(OnPolicyAlgorithm):
                 f"A rollout of n_steps * n_envs = {self.n_steps} * {self.n_envs} transitions leaves nothing to compare: pass "
                 "`n_steps` of at least 2, or more environments."
             )
-        if not isinstance(self.clip_range, FloatSchedule) and not callable(self.clip_range):
+        if not callable(self.clip_range):
             require_positive("clip_range", self.clip_range)
-        if self.kl_estimator not in ("exact", *F.KL_ESTIMATORS):
-            raise ValueError(f"`kl_estimator` must be 'exact', 'k1', 'k2' or 'k3', not {self.kl_estimator!r}.")
-        if isinstance(self.kl_reference, str):
-            if self.kl_reference not in ("old", "initial"):
+        if self.clip_range_high is not None and not callable(self.clip_range_high):
+            require_positive("clip_range_high", self.clip_range_high)
+        if self.dual_clip is not None:
+            require_positive("dual_clip", self.dual_clip)
+            if self.dual_clip <= 1.0:
                 raise ValueError(
-                    "`kl_reference` must be 'old', 'initial' or the number of updates after which it is renewed, "
-                    f"not {self.kl_reference!r}."
+                    f"`dual_clip` bounds ratios that may exceed 1, so it must be greater than 1, not {self.dual_clip!r}."
                 )
-        else:
-            require_at_least("kl_reference", self.kl_reference, 1)
+        require_one_of("importance_sampling_level", self.importance_sampling_level, tuple(F.LOG_RATIOS))
+        require_one_of("loss_aggregation", self.loss_aggregation, tuple(F.LOSS_WEIGHTS))
+        self._check_kl_arguments()
         if self.max_grad_norm != np.inf:  # which switches clipping off
             require_positive("max_grad_norm", self.max_grad_norm)
         if self.target_kl is not None:
             require_positive("target_kl", self.target_kl)
         require_between("gamma", self.gamma, 0.0, 1.0)
         require_between("gae_lambda", self.gae_lambda, 0.0, 1.0)
-        require_between("kl_coef", self.kl_coef, 0.0, np.inf)
         require_between("ent_coef", self.ent_coef, -np.inf, np.inf)
         if "group_size" in self.rollout_buffer_kwargs:
             raise ValueError(
                 f"`rollout_buffer_kwargs` has group_size={self.rollout_buffer_kwargs['group_size']!r}: pass `group_size` to "
                 "GRPO itself, which hands out the starts accordingly."
             )
+
+    def _check_kl_arguments(self) -> None:
+        require_between("kl_coef", self.kl_coef, 0.0, np.inf)
+        require_one_of("kl_estimator", self.kl_estimator, ("exact", *F.KL_ESTIMATORS))
+        if isinstance(self.kl_reference, str):
+            if self.kl_reference not in ("old", "initial", "polyak"):
+                raise ValueError(
+                    "`kl_reference` must be 'old', 'initial', 'polyak' or the number of updates after which it is renewed, "
+                    f"not {self.kl_reference!r}."
+                )
+        else:
+            require_at_least("kl_reference", self.kl_reference, 1)
+        require_between("kl_reference_tau", self.kl_reference_tau, 0.0, 1.0)
+        if self.adaptive_kl_target is not None:
+            require_positive("adaptive_kl_target", self.adaptive_kl_target)
+            if self.kl_coef == 0:
+                raise ValueError(
+                    f"adaptive_kl_target={self.adaptive_kl_target!r} adapts `kl_coef`, which is 0 and would stay so: pass the "
+                    "coefficient to begin with, such as `kl_coef=0.1`."
+                )
 
     def _time_limit(self) -> int | None:
         """The time limit of the environments in steps, ``None`` where it is unknown."""
@@ -390,6 +454,7 @@ class GRPO(OnPolicyAlgorithm):
         rollout_buffer.finish_rollout(new_obs, self._actor_features)  # type: ignore[arg-type]
         if self.normalize_advantage:
             rollout_buffer.whiten_advantages()
+        rollout_buffer.weigh_transitions(self.loss_aggregation)
         self._log_rollout(seeded_env.mismatches)
 
         callback.update_locals(locals())
@@ -433,51 +498,85 @@ class GRPO(OnPolicyAlgorithm):
     def train(self) -> None:
         """Update the policy with the transitions that the rollout buffer holds; without any, leave it as it is."""
         self._update_learning_rate(self.policy.optimizer)
+        self.update_metrics = {}
         if self.rollout_buffer.n_samples == 0:
             return
         self.policy.set_training_mode(True)
-        clip_range = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
+        clip_range = self._current_clip_range()
+        whole_trajectories = self.importance_sampling_level == "trajectory"
         self._renew_kl_reference()
 
-        minibatches: list[th.Tensor] = []
+        minibatches: list[MinibatchLoss] = []
+        gradient_norms: list[th.Tensor] = []
         for epoch in range(self.n_epochs):
             first_of_epoch = len(minibatches)
             stopped_early = False
-            for rollout_data in self.rollout_buffer.get(self.batch_size):
+            for rollout_data in self.rollout_buffer.get(self.batch_size, whole_trajectories):
                 losses = self._minibatch_loss(rollout_data, clip_range)
-                minibatches.append(th.stack(losses).detach())
-                stopped_early = self.target_kl is not None and losses.approx_kl.item() > 1.5 * self.target_kl
+                minibatches.append(losses._replace(loss=losses.loss.detach()))
+                stopped_early = self._is_too_far(losses.log_ratio, epoch)
                 if stopped_early:
-                    if self.verbose >= 1:
-                        print(f"Update stopped in epoch {epoch}: approximate KL {losses.approx_kl.item():.3f} > 1.5 target_kl")
                     break
                 self.policy.optimizer.zero_grad()
                 losses.loss.backward()
-                th.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+                gradient_norms.append(th.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
                 self.policy.optimizer.step()
             self._n_updates += 1
             if stopped_early:
                 break
 
-        self._log_update(th.stack(minibatches), first_of_epoch, clip_range)
+        self._log_update(minibatches, first_of_epoch, gradient_norms, clip_range)
+        if self.adaptive_kl_target is not None:
+            kl = th.cat([losses.kl for losses in minibatches[first_of_epoch:]]).mean().item()
+            self.kl_coef = F.adapted_kl_coef(self.kl_coef, kl, self.adaptive_kl_target)
 
-    def _minibatch_loss(self, rollout_data: GroupRolloutBufferSamples, clip_range: float) -> MinibatchLoss:
+    def _current_clip_range(self) -> ClipRange:
+        low = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
+        if self.clip_range_high is None:
+            return ClipRange(low, low)
+        return ClipRange(low, self.clip_range_high(self._current_progress_remaining))  # type: ignore[operator]
+
+    def _minibatch_loss(self, rollout_data: GroupRolloutBufferSamples, clip_range: ClipRange) -> MinibatchLoss:
         """
         :param rollout_data: a minibatch
         :param clip_range: current clip range
         :return: the loss and its parts
         """
         log_prob, entropy = self.policy.evaluate_actions(rollout_data.observations, rollout_data.actions)
-        surrogate = F.clipped_surrogate(log_prob, rollout_data.old_log_prob, rollout_data.advantages, clip_range)
-        policy_gradient_loss = surrogate.loss.mean()
-        # Without a closed form the negative log-probability estimates the entropy
-        entropy_loss = log_prob.mean() if entropy is None else -entropy.mean()
-        kl_loss = self._kl_to_reference(rollout_data, log_prob).mean() if self.kl_coef > 0 else th.zeros_like(entropy_loss)
-        loss = policy_gradient_loss + self.ent_coef * entropy_loss + self.kl_coef * kl_loss
-        with th.no_grad():
-            # KL(pi_old || pi): the actions come from pi_old, which makes it the first argument
-            approx_kl = F.k3(rollout_data.old_log_prob, log_prob).mean()
-        return MinibatchLoss(loss, policy_gradient_loss, entropy_loss, kl_loss, approx_kl, surrogate.clipped.mean())
+        if entropy is None:
+            entropy = -log_prob  # without a closed form, this estimates it
+        log_ratio = log_prob - rollout_data.old_log_prob
+        surrogate = F.clipped_surrogate(
+            F.LOG_RATIOS[self.importance_sampling_level](log_ratio, rollout_data.trajectories),
+            rollout_data.advantages,
+            *clip_range,
+            self.dual_clip,
+        )
+        weights = rollout_data.weights
+        policy_gradient_loss = F.weighted_mean(surrogate.loss, weights)
+        loss = policy_gradient_loss - self.ent_coef * F.weighted_mean(entropy, weights)
+        kl = entropy.new_empty(0)
+        if self.kl_coef > 0:
+            kl = self._kl_to_reference(rollout_data, log_prob)
+            loss = loss + self.kl_coef * F.weighted_mean(kl, weights)
+        return MinibatchLoss(
+            loss, policy_gradient_loss.detach(), log_ratio.detach(), surrogate.ratio, entropy.detach(), kl.detach()
+        )
+
+    def _is_too_far(self, log_ratio: th.Tensor, epoch: int) -> bool:
+        """
+        :param log_ratio: of a minibatch, shape ``(n,)``
+        :param epoch: index of the epoch
+        :return: whether the policy is so far from the one that sampled that the update has to stop
+        """
+        if self.target_kl is None:
+            return False
+        approx_kl = F.approximate_kl(log_ratio).item()
+        if approx_kl <= 1.5 * self.target_kl:
+            return False
+        if self.verbose >= 1:
+            print(f"Update stopped in epoch {epoch}: approximate KL {approx_kl:.3f} > 1.5 target_kl")
+        return True
 
     def _kl_to_reference(self, rollout_data: GroupRolloutBufferSamples, log_prob: th.Tensor) -> th.Tensor:
         """
@@ -504,13 +603,16 @@ class GRPO(OnPolicyAlgorithm):
         """Take the current policy as the KL reference where it is due."""
         if self.kl_coef == 0:
             return
+        lifetimes = {"old": 1, "initial": np.inf, "polyak": np.inf}
+        lifetime = lifetimes[self.kl_reference] if isinstance(self.kl_reference, str) else self.kl_reference
         if self.kl_reference_policy is None or self._kl_reference_age is None:
             self.kl_reference_policy = self._twin_of_policy()
             self._kl_reference_age = 0
-        lifetime = (
-            {"old": 1, "initial": np.inf}[self.kl_reference] if isinstance(self.kl_reference, str) else self.kl_reference
-        )
-        if self._kl_reference_age >= lifetime:
+        elif self.kl_reference == "polyak":
+            polyak_update(self.policy.parameters(), self.kl_reference_policy.parameters(), self.kl_reference_tau)
+            # Running statistics of a features extractor are averages already
+            polyak_update(self.policy.buffers(), self.kl_reference_policy.buffers(), 1.0)
+        elif self._kl_reference_age >= lifetime:
             self.kl_reference_policy.load_state_dict(self.policy.state_dict())
             self._kl_reference_age = 0
         self._kl_reference_age += 1
@@ -527,25 +629,54 @@ class GRPO(OnPolicyAlgorithm):
         twin.set_training_mode(False)
         return twin  # type: ignore[return-value]
 
-    def _log_update(self, minibatches: th.Tensor, first_of_last_epoch: int, clip_range: float) -> None:
+    def _log_update(
+        self,
+        minibatches: list[MinibatchLoss],
+        first_of_last_epoch: int,
+        gradient_norms: list[th.Tensor],
+        clip_range: ClipRange,
+    ) -> None:
         """
-        :param minibatches: one row per minibatch, one column per field of :class:`MinibatchLoss`
-        :param first_of_last_epoch: row at which the last epoch begins
+        :param minibatches: of the update
+        :param first_of_last_epoch: index of the minibatch at which the last epoch began
+        :param gradient_norms: norms of the gradients before clipping; none where the update was stopped at once
         :param clip_range: current clip range
         """
-        means = MinibatchLoss(*minibatches.mean(dim=0).cpu())
-        last_epoch = MinibatchLoss(*minibatches[first_of_last_epoch:].mean(dim=0).cpu())
-        self.logger.record("train/entropy_loss", means.entropy_loss.item())
-        self.logger.record("train/policy_gradient_loss", means.policy_gradient_loss.item())
-        self.logger.record("train/approx_kl", last_epoch.approx_kl.item())
-        self.logger.record("train/clip_fraction", means.clip_fraction.item())
-        self.logger.record("train/loss", minibatches[-1, 0].item())
+        all_epochs = _joined(minibatches)
+        last_epoch = _joined(minibatches[first_of_last_epoch:])
+        clipped = F.clip_fractions(all_epochs.ratio, *clip_range)
+        figures = {
+            "train/entropy_loss": -all_epochs.entropy.mean(),
+            "train/policy_gradient_loss": all_epochs.policy_gradient_loss.mean(),
+            "train/approx_kl": F.approximate_kl(last_epoch.log_ratio),
+            "train/clip_fraction": clipped.low + clipped.high,
+            "train/clip_fraction_low": clipped.low,
+            "train/clip_fraction_high": clipped.high,
+            "train/effective_sample_size": F.effective_sample_size(last_epoch.ratio),
+            "train/loss": minibatches[-1].loss,
+        }
+        if gradient_norms:
+            figures["train/grad_norm"] = th.stack(gradient_norms).mean()
         if self.kl_coef > 0:
-            self.logger.record("train/kl_loss", means.kl_loss.item())
+            figures["train/kl_loss"] = all_epochs.kl.mean()
+        self.update_metrics = {name: figure.item() for name, figure in figures.items()}
+        for name, value in self.update_metrics.items():
+            self.logger.record(name, value)
+        if self.adaptive_kl_target is not None:
+            self.logger.record("train/kl_coef", self.kl_coef)
         if hasattr(self.policy, "log_std"):
             self.logger.record("train/std", th.exp(self.policy.log_std).mean().item())
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-        self.logger.record("train/clip_range", clip_range)
+        self.logger.record("train/clip_range", clip_range.low)
+        if self.clip_range_high is not None:
+            self.logger.record("train/clip_range_high", clip_range.high)
+
+    def _init_callback(self, callback: MaybeCallback, progress_bar: bool = False) -> BaseCallback:
+        if self.doctor and self.verbose >= 1:
+            callbacks = callback if isinstance(callback, list) else [callback]
+            callback = [each if isinstance(each, BaseCallback) else ConvertCallback(each) for each in callbacks]
+            callback = CallbackList([*callback, self._doctor])
+        return super()._init_callback(callback, progress_bar)
 
     def learn(
         self: SelfGRPO,
@@ -589,11 +720,24 @@ class GRPO(OnPolicyAlgorithm):
         finally:
             self._rollout_buffer_state = None
 
+    def _excluded_save_params(self) -> list[str]:
+        return [*super()._excluded_save_params(), "_doctor"]
+
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
         state_dicts, tensors = super()._get_torch_save_params()
         if self.kl_reference_policy is not None:
             state_dicts = [*state_dicts, "kl_reference_policy"]
         return state_dicts, tensors
+
+
+def _joined(minibatches: list[MinibatchLoss]) -> MinibatchLoss:
+    """
+    :param minibatches: at least one
+    :return: the losses one after the other, shape ``(n_minibatches,)``, and so the entries of all transitions
+    """
+    return MinibatchLoss(
+        *(th.stack(field) if field[0].dim() == 0 else th.cat(field) for field in zip(*minibatches, strict=True))
+    )
 
 
 def _check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -> None:

@@ -20,14 +20,15 @@ EXAMPLES = [
 ]
 
 # What each module may import from the package; ``__init__`` is the package itself, ``sb3_grpo``.
-CORE = {"functional", "baselines", "buffers", "policies", "seeding", "grpo"}
+CORE = {"functional", "baselines", "buffers", "policies", "seeding", "doctor", "grpo"}
 MAY_IMPORT: dict[str, set[str]] = {
     "functional": set(),
     "baselines": {"functional"},
     "buffers": {"functional", "baselines"},
     "policies": set(),
     "seeding": set(),
-    "grpo": {"functional", "baselines", "buffers", "policies", "seeding"},
+    "doctor": set(),
+    "grpo": {"functional", "baselines", "buffers", "policies", "seeding", "doctor"},
     "__init__": CORE,
     "zoo": {*CORE, "__init__", "zoo"},
 }
