@@ -44,8 +44,8 @@ from sb3_grpo.buffers import resolve_buffer_class
 
 CSV = pathlib.Path(__file__).with_name("learning.csv")
 
-#: Arguments that came after the first reported runs, with the values at which a run is what it was before, bit for bit. They are
-#: left out of the hash there, so that a new option does not make all rows stale.
+#: Arguments that came after the first reported runs, with the values at which a run is what it was before, bit for bit. They
+#: are left out of the hash there, so that a new option does not make all rows stale.
 NEUTRAL: dict[str, Any] = dict(
     clip_range_high=None,
     dual_clip=None,

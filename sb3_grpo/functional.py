@@ -109,7 +109,7 @@ def deal_trajectories(trajectories: np.ndarray, order: np.ndarray, batch_size: i
     ends = np.cumsum(np.bincount(trajectories)[order])
     cuts = [0]
     while cuts[-1] < len(trajectories):
-        enough = np.searchsorted(ends, cuts[-1] + batch_size)
+        enough = int(np.searchsorted(ends, cuts[-1] + batch_size))
         cuts.append(int(ends[min(enough, len(ends) - 1)]))
     return np.split(np.argsort(position, kind="stable"), cuts[1:-1])
 
