@@ -167,6 +167,33 @@ CASES: dict[str, Case] = {
     ),
 }
 
+
+def variant(**settings: Any) -> Case:
+    """
+    :param settings: arguments of GRPO that make the objective that of a paper
+    :return: a run of it on CartPole, at a learning rate and a group size that suit trajectory-level credit there
+    """
+    common = dict(rollout_buffer_class="outcome", group_size=8, learning_rate=1e-3)
+    return Case("CartPole-v1", 8, 100_000, 195.0, 4, settings={**common, **settings})
+
+
+#: What docs/variants.md quotes: the objectives of papers, as arguments.
+VARIANTS: dict[str, Case] = {
+    "deepseekmath": variant(loss_aggregation="trajectory", kl_coef=0.04, kl_estimator="k3"),
+    "dr-grpo": variant(rollout_buffer_kwargs=dict(scale="none"), loss_aggregation="constant"),
+    "dapo": variant(clip_range_high=0.28, rollout_buffer_kwargs=dict(tied_groups="skip")),
+    "gspo": variant(
+        importance_sampling_level="trajectory", loss_aggregation="trajectory", clip_range=3e-4, clip_range_high=4e-4
+    ),
+    "rloo": variant(rollout_buffer_kwargs=dict(leave_one_out=True, scale="none"), loss_aggregation="constant", n_epochs=1),
+    "gpg": variant(rollout_buffer_class="stepwise"),
+    "dual-clip": variant(rollout_buffer_class="kernel", dual_clip=3.0),
+    "ppo-adaptive-kl": variant(
+        rollout_buffer_class="kernel", kl_coef=1.0, kl_reference="old", adaptive_kl_target=0.01, clip_range=1e6
+    ),
+    "polyak": variant(rollout_buffer_class="kernel", kl_coef=0.1, kl_reference="polyak"),
+}
+
 FIELDS = [
     "case", "seed", "settings_hash", "settings", "steps_to_threshold", "best_window", "auc",
     "eval_mean", "eval_std", "timesteps", "wall_clock", "steps_per_second", "commit", "versions",
@@ -342,7 +369,8 @@ def table(cases: dict[str, Case], rows: list[dict[str, str]]) -> tuple[str, bool
 def parse_arguments() -> argparse.Namespace:
     """:return: the command line"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    known = [*CASES, *VARIANTS]
+    parser.add_argument("--cases", nargs="+", choices=known, default=list(CASES), metavar="CASE", help=", ".join(known))
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of those that are reported")
     parser.add_argument("--set", nargs="+", default=[], metavar="ARG=VALUE", help="other arguments of GRPO, for trials")
     parser.add_argument("--csv", type=pathlib.Path, default=CSV)
@@ -361,7 +389,7 @@ def main() -> int:
     for assignment in args.set:
         key, _, value = assignment.partition("=")
         changes[key] = ast.literal_eval(value)
-    cases = {name: CASES[name] for name in args.cases}
+    cases = {name: {**CASES, **VARIANTS}[name] for name in args.cases}
     if args.seeds:
         cases = {name: replace(case, seeds=tuple(args.seeds), required=len(args.seeds)) for name, case in cases.items()}
     if changes:
