@@ -21,7 +21,8 @@ class Checkup(NamedTuple):
     :param metrics: what the rollout and the update logged; after a rollout without an update only the former
     :param entropy_floor: entropy below which the policy counts as collapsed
     :param max_waiting: transitions that may wait for their group, infinite for a buffer in which none wait
-    :param risen: whether the mean return of groups is above that of the first ones
+    :param risen: whether the mean return of groups is above that of the first ones, by more than the spread of those: a solved
+        task ties groups, makes the policy sure of itself, and leaves the baseline nothing to explain
     :param ratios_of_steps: whether each transition has an importance ratio of its own
     """
 
@@ -53,7 +54,6 @@ class Symptom(NamedTuple):
 SYMPTOMS = (
     Symptom(
         "tied groups",
-        # A task that has been solved ties its groups as well
         lambda it: it.metrics["rollout/groups_tied"] == 1.0 and not it.risen,
         "rollout/groups_tied",
         "The members of every group did equally well, so that comparing them teaches nothing. Unless the task is solved, give "
@@ -70,7 +70,6 @@ SYMPTOMS = (
     ),
     Symptom(
         "entropy",
-        # A policy that is sure of the right actions has little entropy as well
         lambda it: -it.metrics["train/entropy_loss"] < it.entropy_floor and not it.risen,
         "train/entropy_loss",
         "The entropy of the policy has collapsed (train/entropy_loss): it hardly explores any more, and the return has not "
@@ -94,7 +93,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "explained variance",
-        lambda it: it.metrics["train/explained_variance"] < 0,
+        lambda it: it.metrics["train/explained_variance"] < 0 and not it.risen,
         "train/explained_variance",
         "The kernel baseline predicts returns worse than a constant would (train/explained_variance below 0), so that it adds "
         "noise. Give it more transitions (`n_steps`), a stronger penalty (`rollout_buffer_kwargs=dict(ridge=1e-2)`) or a "
@@ -145,7 +144,7 @@ class Doctor(BaseCallback):
         #: Names of the symptoms reported so far.
         self.reported: list[str] = []
         self._streaks = dict.fromkeys((symptom.name for symptom in SYMPTOMS), 0)
-        self._first_return: float | None = None
+        self._return_to_rise_above = np.nan
         self._is_due = False
 
     def _on_step(self) -> bool:
@@ -176,13 +175,14 @@ class Doctor(BaseCallback):
     def _checkup(self) -> Checkup:
         model: Any = self.model
         metrics = {**model.rollout_buffer.metrics, **model.update_metrics}
-        group_return = metrics.get("rollout/group_return_mean")
-        if self._first_return is None:
-            self._first_return = group_return
+        # Neither is known until a group has been completed
+        group_return = metrics.get("rollout/group_return_mean", np.nan)
+        if np.isnan(self._return_to_rise_above):
+            self._return_to_rise_above = group_return + metrics.get("rollout/group_return_spread", np.nan)
         return Checkup(
             metrics=metrics,
             entropy_floor=entropy_floor(model.action_space),
             max_waiting=getattr(model.rollout_buffer, "max_waiting", np.inf),
-            risen=group_return is not None and self._first_return is not None and group_return > self._first_return,
+            risen=group_return > self._return_to_rise_above,
             ratios_of_steps=model.importance_sampling_level == "step",
         )
