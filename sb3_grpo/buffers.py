@@ -29,6 +29,8 @@ Observations = np.ndarray | dict[str, np.ndarray]
 ComponentAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 #: Key of ``info`` under which an environment reports several rewards.
 REWARD_COMPONENTS = "reward_components"
+#: Rewards are stored in single precision; beyond this they would be infinite.
+LARGEST_REWARD = float(np.finfo(np.float32).max)
 #: Maps a batch of ``n`` observations to the actor's features, shape ``(n, features_dim)``.
 ActorFeatures = Callable[[Observations], np.ndarray]
 
@@ -162,9 +164,10 @@ class GroupReturns:
                 self._complete.append(self._ended.pop(group))
 
     def start_afresh(self) -> None:
-        """All environments are being reset: the groups in flight will not be completed."""
+        """All environments are being reset: the groups in flight will not be completed, nor those before be trained on."""
         self._running[:] = 0.0
         self._ended.clear()
+        self._complete.clear()
 
     def pop_complete(self) -> np.ndarray:
         """:return: returns of the groups that were completed since the last call, shape ``(n_groups, group_size)``"""
@@ -429,7 +432,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             minibatch = update.take(th.as_tensor(batch, device=self.device))
             weights = th.ones_like(minibatch.advantages) if minibatch.weights is None else minibatch.weights
             yield minibatch._replace(
-                weights=weights * (len(batch) * len(batches) / self.n_samples),
+                weights=weights * (len(batch) * len(batches) / max(self.n_samples, 1)),
                 trajectories=th.as_tensor(F.label_by_appearance(trajectories[batch]), device=self.device),
             )
 
@@ -668,8 +671,13 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     ) -> None:
         if self.reward_weights:
             components = np.array([reward_components(info, list(self.reward_weights), env) for env, info in enumerate(infos)])
-            self.components[:, self.pos] = components
             reward = components @ np.array(list(self.reward_weights.values()))
+            if not (np.abs(reward) <= LARGEST_REWARD).all():
+                raise ValueError(
+                    f"The weighted sums of the reward components are {reward}: choose smaller `reward_weights` than "
+                    f"{self.reward_weights}, or scale the components down."
+                )
+            self.components[:, self.pos] = components
         super().add(obs, action, reward, done, log_prob, start, infos)
 
     def reset(self) -> None:
@@ -885,7 +893,7 @@ def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> li
     values = []
     for name in names:
         value = np.asarray(components[name])
-        if value.size != 1 or value.dtype.kind not in "fiub" or not np.isfinite(value).all():
+        if value.size != 1 or value.dtype.kind not in "fiub" or not (abs(float(value.item())) <= LARGEST_REWARD):
             raise ValueError(
                 f"Environment {env} returned {components[name]!r} as info[{REWARD_COMPONENTS!r}][{name!r}]: it must be one "
                 "finite number, in every step."

@@ -21,16 +21,14 @@ class Checkup(NamedTuple):
     :param metrics: what the rollout and the update logged; after a rollout without an update only the former
     :param entropy_floor: entropy below which the policy counts as collapsed
     :param max_waiting: transitions that may wait for their group, infinite for a buffer in which none wait
-    :param risen: whether the mean return of groups is above that of the first ones, by more than the spread of those: a solved
+    :param risen: whether the mean return is above that of the first episodes by more than their standard deviation: a solved
         task ties groups, makes the policy sure of itself, and leaves the baseline nothing to explain
-    :param ratios_of_steps: whether each transition has an importance ratio of its own
     """
 
     metrics: dict[str, float]
     entropy_floor: float
     max_waiting: float
     risen: bool
-    ratios_of_steps: bool
 
 
 class Symptom(NamedTuple):
@@ -62,8 +60,8 @@ SYMPTOMS = (
     ),
     Symptom(
         "clip fraction",
-        # Ratios of whole trajectories have clip ranges so narrow that GSPO clips most of them
-        lambda it: it.metrics["train/clip_fraction"] > 0.5 and it.ratios_of_steps,
+        # A narrow clip range clips many ratios that have hardly moved, above all those of whole trajectories (GSPO)
+        lambda it: it.metrics["train/clip_fraction"] > 0.5 and it.metrics["train/effective_sample_size"] < 0.9,
         "train/clip_fraction",
         "More than half of the importance ratios leave the clip range (train/clip_fraction), so that most transitions no "
         "longer count: updates are too large. Lower `learning_rate` or `n_epochs`, or stop updates early: `target_kl=0.02`.",
@@ -128,6 +126,19 @@ def entropy_floor(action_space: spaces.Space) -> float:
     return float(np.sum(np.log(std) + 0.5 * np.log(2.0 * np.pi * np.e)))
 
 
+def _recent_returns(model: Any, metrics: dict[str, float]) -> tuple[float, float]:
+    """
+    :param model: that is being trained
+    :param metrics: of its last rollout
+    :return: mean return of recent episodes and its deviation, NaN while none has ended
+    """
+    returns = [episode["r"] for episode in model.ep_info_buffer]
+    if returns:
+        return float(np.mean(returns)), float(np.std(returns))
+    # Without a Monitor there are those that the buffer has seen, which VecNormalize may have rescaled
+    return metrics.get("rollout/group_return_mean", np.nan), metrics.get("rollout/group_return_spread", np.nan)
+
+
 class Doctor(BaseCallback):
     """
     Looks at a run after each update, and reports, once each, the failure patterns that show for several updates in a row.
@@ -175,14 +186,12 @@ class Doctor(BaseCallback):
     def _checkup(self) -> Checkup:
         model: Any = self.model
         metrics = {**model.rollout_buffer.metrics, **model.update_metrics}
-        # Neither is known until a group has been completed
-        group_return = metrics.get("rollout/group_return_mean", np.nan)
+        mean_return, deviation = _recent_returns(model, metrics)
         if np.isnan(self._return_to_rise_above):
-            self._return_to_rise_above = group_return + metrics.get("rollout/group_return_spread", np.nan)
+            self._return_to_rise_above = mean_return + deviation
         return Checkup(
             metrics=metrics,
             entropy_floor=entropy_floor(model.action_space),
             max_waiting=getattr(model.rollout_buffer, "max_waiting", np.inf),
-            risen=group_return > self._return_to_rise_above,
-            ratios_of_steps=model.importance_sampling_level == "step",
+            risen=mean_return > self._return_to_rise_above,
         )

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
 from sb3_grpo import GRPO
 from sb3_grpo import functional as F
@@ -985,6 +985,12 @@ def test_what_is_no_group_rollout_buffer_is_refused(buffer: Any, quoted: str):
     ("buffer", "name", "value"),
     [
         pytest.param("outcome", "scale", "std", id="scale"),
+        pytest.param("outcome", "scale", "", id="scale, empty"),
+        pytest.param("outcome", "tied_groups", "drop", id="tied_groups"),
+        pytest.param("stepwise", "tied_groups", None, id="tied_groups, None"),
+        pytest.param("outcome", "component_aggregation", "sum", id="component_aggregation"),
+        pytest.param("process", "reward_weights", {}, id="reward_weights, empty"),
+        pytest.param("outcome", "reward_weights", "progress", id="reward_weights, text"),
         pytest.param("outcome", "max_waiting", 0, id="max_waiting, zero"),
         pytest.param("stepwise", "max_waiting", 2.5, id="max_waiting, fraction"),
         pytest.param("kernel", "forgetting", 1.25, id="forgetting, above one"),
@@ -1099,3 +1105,707 @@ def test_steps_without_peer_are_counted():
     for update in recorder.updates:
         lonely = [sample.advantage for id, sample in update.items() if id[2] >= 3]
         assert lonely == [0.0] * 4
+
+
+# --- returns of groups ------------------------------------------------------------------------------------------------
+
+
+def scripted(*rewards: tuple[float, ...]) -> dict[str, Any]:
+    """:return: arguments of :class:`IdEnv`: the rewards of each episode, in each environment; ``()`` is reset to at the end"""
+    return dict(length=lambda env, episode: len(rewards[episode]), reward=lambda id: rewards[id[1]][id[2]])
+
+
+#: Groups of two have returns of 6 and 12, 3 and 3, 5 and 1.
+THREE_GROUPS = scripted((1, 2, 3), (4, 4, 4), (1, 1, 1), (1, 1, 1), (0, 0, 5), (1, 0, 0), (2, 2, 2), (7, 0, 0))
+
+
+def figures(recorder: Recorder, *names: str) -> list[tuple[float | None, ...]]:
+    """:return: what each rollout's metrics say, ``None`` where they say nothing"""
+    return [tuple(metrics.get(f"rollout/{name}") for name in names) for metrics in recorder.metrics]
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_the_returns_of_a_group_are_reported_when_its_last_member_ends(buffer: str):
+    # Episodes of 3 steps: groups end with steps 6, 12 and 18, and so in the second, third and fifth rollout of 4
+    recorder = record(buffer, n_envs=1, n_steps=4, n_rollouts=5, env=THREE_GROUPS)
+    reported = figures(recorder, "groups_completed", "group_return_mean", "group_return_spread")
+    assert reported == [(0, None, None), (1, 9, 6), (1, 3, 0), (0, None, None), (1, 3, 4)]
+    # `return_to_go` also compares the steps of a trajectory, where the others have nothing to learn from equal rewards
+    tied = 0 if buffer == "return_to_go" else 1
+    assert figures(recorder, "groups_tied") == [(None,), (0,), (tied,), (None,), (0,)]
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_the_returns_of_several_groups_are_averaged(buffer: str):
+    recorder = record(buffer, n_envs=1, n_steps=18, n_rollouts=1, env=THREE_GROUPS)
+    ((completed, mean, spread),) = figures(recorder, "groups_completed", "group_return_mean", "group_return_spread")
+    assert (completed, mean) == (3, 5)  # (6 + 12 + 3 + 3 + 5 + 1) / 6
+    assert spread == pytest.approx(10 / 3)  # (6 + 0 + 4) / 3
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_the_members_of_a_group_may_end_in_several_environments_and_rollouts(buffer: str):
+    # Environment 0 has episodes of 2 steps and rewards 0, 1, 2, ...; environment 1 has 5 steps and rewards 10, 11, ...
+    # Starts are taken in the order in which episodes end: group 0 is the first episode of either, group 1 the second and
+    # third of environment 0, group 2 the second of environment 1 and the fourth of environment 0
+    env = dict(length=lambda env, episode: (2, 5)[env], reward=lambda id: float(10 * id[0] + id[1]))
+    recorder = record(buffer, n_envs=2, n_steps=4, n_rollouts=3, env=env)
+    reported = figures(recorder, "groups_completed", "group_return_mean", "group_return_spread")
+    # Returns: 0 and 50, 2 and 4; 55 and 6, of which the first ends at step 10; 8 and 10 make the fourth group
+    assert reported == [(0, None, None), (2, 14, 26), (2, (55 + 6 + 8 + 10) / 4, (49 + 2) / 2)]
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_the_returns_of_a_stopped_rollout_are_reported_by_the_next(buffer: str):
+    # Stopped after the first half of the second rollout, with which the first group ends
+    recorder = Recorder(stop_after=6)
+    model = make_id_model(buffer, 1, THREE_GROUPS, n_steps=4)
+    model.learn(100, callback=recorder)
+    model.learn(8, callback=recorder, reset_num_timesteps=False)
+    reported = figures(recorder, "groups_completed", "group_return_mean", "group_return_spread")
+    assert reported == [(0, None, None), (1, 9, 6), (1, 3, 0)]
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize(
+    ("new_seed", "reset_num_timesteps"),
+    [pytest.param(None, True, id="a new run"), pytest.param(1, False, id="starts numbered from zero again")],
+)
+def test_the_returns_of_a_group_that_is_abandoned_are_not_reported(
+    buffer: str, new_seed: int | None, reset_num_timesteps: bool
+):
+    # Given up: an episode with return 6 that waits for its peer, and the first step of that, with reward 4
+    recorder = Recorder()
+    model = make_id_model(buffer, 1, THREE_GROUPS, n_steps=4).learn(4, callback=recorder)
+    model.set_random_seed(new_seed)
+    model.learn(12, callback=recorder, reset_num_timesteps=reset_num_timesteps)
+    reported = figures(recorder, "groups_completed", "group_return_mean", "group_return_spread")
+    assert reported == [(0, None, None), (0, None, None), (1, 3, 0), (1, 3, 4)]
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_the_returns_of_a_complete_group_that_was_dropped_are_not_reported(buffer: str):
+    # As above, but all environments are reset after the stop
+    recorder = Recorder(stop_after=6)
+    model = make_id_model(buffer, 1, THREE_GROUPS, n_steps=4)
+    model.learn(100, callback=recorder)
+    model.learn(8, callback=recorder)
+    reported = figures(recorder, "groups_completed", "group_return_mean", "group_return_spread")
+    assert (1, 9, 6) not in reported
+    assert all((completed == 0) == (mean is None) for completed, mean, _ in reported)
+
+
+# --- diagnostics of the advantages ------------------------------------------------------------------------------------
+
+
+def test_mean_and_deviation_of_the_advantages_are_reported():
+    # The returns are 1 and 3: the advantages -1, once, and 1, three times
+    recorder = record(
+        "outcome",
+        n_envs=1,
+        n_steps=4,
+        n_rollouts=1,
+        env=scripted((1,), (0, 3, 0), ()),
+        rollout_buffer_kwargs=dict(scale="none"),
+    )
+    assert recorder.metrics[0]["train/advantage_mean"] == 0.5
+    assert recorder.metrics[0]["train/advantage_std"] == pytest.approx(np.sqrt(0.75))
+
+
+def test_without_an_update_no_mean_of_the_advantages_is_reported():
+    recorder = record("outcome", n_envs=1, n_steps=4, n_rollouts=1, env=dict(length=endless))
+    assert not any(name.startswith("train/") for name in recorder.metrics[0])
+
+
+def test_mean_and_deviation_of_the_advantages_are_those_before_whitening():
+    # Without learning the two runs see the same
+    raw = record("kernel", n_rollouts=3, learning_rate=0.0, normalize_advantage=False)
+    whitened = record("kernel", n_rollouts=3, learning_rate=0.0, normalize_advantage=True)
+    for update, metrics, whitened_metrics in zip(raw.updates, raw.metrics, whitened.metrics, strict=True):
+        advantages = [sample.advantage for sample in update.values()]
+        assert abs(np.mean(advantages)) > 1e-3
+        assert metrics["train/advantage_mean"] == pytest.approx(np.mean(advantages), rel=1e-4)
+        assert metrics["train/advantage_std"] == pytest.approx(np.std(advantages), rel=1e-4)
+        assert whitened_metrics == metrics
+
+
+def test_baseline_variance_reduction_compares_advantages_with_what_they_are_without_a_baseline():
+    # All episodes end with a rollout, so that A_t = r_t + gamma b_(t+1) - b_t + gamma lambda A_(t+1) tells the baseline
+    recorder = record(
+        "kernel",
+        n_envs=4,
+        n_steps=20,
+        n_rollouts=3,
+        env=dict(length=lambda env, episode: 5, reward=lambda id: float(id[2] + np.sin(3 * id[0] + 5 * id[1]))),
+        gae_lambda=0.5,
+        normalize_advantage=False,
+    )
+    for update, metrics in zip(recorder.updates, recorder.metrics, strict=True):
+        advantages, baseline = [], []
+        for ids in by_start(recorder, update).values():
+            next_baseline = next_advantage = 0.0
+            for id in reversed(ids):
+                advantage = update[id].advantage
+                following = GAMMA * next_baseline + GAMMA * 0.5 * next_advantage
+                next_baseline, next_advantage = recorder.seen[id].reward + following - advantage, advantage
+                baseline.append(next_baseline)
+                advantages.append(advantage)
+        expected = 1 - np.var(advantages) / np.var(np.add(advantages, baseline))
+        assert metrics["train/baseline_variance_reduction"] == pytest.approx(expected, abs=1e-4)
+        assert metrics["train/baseline_variance_reduction"] != pytest.approx(metrics["train/explained_variance"], abs=1e-3)
+    assert recorder.metrics[-1]["train/baseline_variance_reduction"] > 0.3
+
+
+# --- weights in the loss ----------------------------------------------------------------------------------------------
+
+
+def weights_by_episode(model: GRPO) -> dict[int, list[float]]:
+    """:return: the weights of the transitions of each episode in the update, from a single environment"""
+    update = whole_update(model)
+    assert update.weights is not None and update.weights.dtype == th.float32
+    rows = sorted(zip(map(id_of, update.observations), update.weights.tolist(), strict=True))
+    return {episode: [weight for id, weight in rows if id[1] == episode] for episode in {id[1] for id, _ in rows}}
+
+
+def weigh(buffer: str, aggregation: str, n_rollouts: int, horizon: int | None) -> GRPO:
+    """:return: a model after rollouts of 5 steps with episodes of 1, 3, 1, 3, ... steps, two of which make a group"""
+    kwargs = {} if horizon is None else dict(horizon=horizon)
+    env = dict(length=lambda env, episode: (1, 3)[episode % 2])
+    model = make_id_model(buffer, 1, env, n_steps=5, loss_aggregation=aggregation, rollout_buffer_kwargs=kwargs)
+    return model.learn(5 * n_rollouts)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "aggregation", "horizon", "weights"),
+    [
+        # The group of episodes of 1 and 3 steps, 2 on average
+        pytest.param("outcome", "trajectory", None, {0: [2], 1: [2 / 3] * 3}, id="group, trajectory"),
+        pytest.param("outcome", "constant", None, {0: [2 / 5], 1: [2 / 5] * 3}, id="group, constant, no time limit"),
+        pytest.param("outcome", "constant", 8, {0: [2 / 8], 1: [2 / 8] * 3}, id="group, constant, time limit"),
+        # The rollout has 1, 3 and, of the episode that goes on or not, 1 step, 5 / 3 on average
+        pytest.param("kernel", "trajectory", None, {0: [5 / 3], 1: [5 / 9] * 3, 2: [5 / 3]}, id="kernel, trajectory"),
+        pytest.param("kernel", "constant", None, {0: [1 / 3], 1: [1 / 3] * 3, 2: [1 / 3]}, id="kernel, constant, no limit"),
+        pytest.param("kernel", "constant", 8, {0: [5 / 24], 1: [5 / 24] * 3, 2: [5 / 24]}, id="kernel, constant, time limit"),
+    ],
+)
+def test_transitions_weigh_as_the_length_of_their_trajectory_demands(
+    buffer: str, aggregation: str, horizon: int | None, weights: dict[int, list[float]]
+):
+    actual = weights_by_episode(weigh(buffer, aggregation, 1, horizon))
+    assert actual == {episode: pytest.approx(of_episode) for episode, of_episode in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("buffer", "weights"),
+    [
+        # The third rollout completes the group of the episodes 4 and 5, which began in the second
+        pytest.param("outcome", {4: [2], 5: [2 / 3] * 3}, id="group: whole trajectories"),
+        # The third rollout holds the end of episode 5 and the beginning of episode 7: 2, 1 and 2 steps
+        pytest.param("kernel", {5: [5 / 6] * 2, 6: [5 / 3], 7: [5 / 6] * 2}, id="kernel: what the rollout holds of them"),
+    ],
+)
+def test_a_trajectory_is_what_the_update_holds_of_it(buffer: str, weights: dict[int, list[float]]):
+    actual = weights_by_episode(weigh(buffer, "trajectory", 3, None))
+    assert actual == {episode: pytest.approx(of_episode) for episode, of_episode in weights.items()}
+
+
+def test_the_time_limit_of_the_environment_is_what_a_trajectory_may_have():
+    env = TimeLimit(IdEnv(0, lambda env, episode: (1, 3)[episode % 2]), 16)
+    model = make_model(env, "outcome", n_steps=4, share_starts=False, loss_aggregation="constant").learn(4)
+    assert weights_by_episode(model) == {0: [2 / 16], 1: [2 / 16] * 3}
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_per_step_all_transitions_weigh_alike_and_no_weights_are_needed(buffer: str):
+    assert whole_update(weigh(buffer, "step", 1, None)).weights is None
+
+
+# --- minibatches of whole trajectories --------------------------------------------------------------------------------
+
+
+def long_update(buffer: str, aggregation: str = "step", n_steps: int = 30) -> GRPO:
+    """:return: a model that holds an update of many trajectories of 1 to 11 steps"""
+    return make_id_model(buffer, 3, n_steps=n_steps, loss_aggregation=aggregation).learn(3 * n_steps)
+
+
+def irregular(batch: GroupRolloutBufferSamples) -> th.Tensor:
+    """:return: in place of a loss, a function of the observations of :class:`IdEnv`"""
+    assert isinstance(batch.observations, th.Tensor)
+    return 1.0 + th.sin(batch.observations @ th.tensor([3.0, 5.0, 7.0], dtype=th.float64))
+
+
+@pytest.mark.parametrize("buffer", ["kernel", "outcome"])
+@pytest.mark.parametrize("batch_size", [1, 7, 20, 1000, None])
+def test_whole_trajectories_are_dealt_out_once_each(buffer: str, batch_size: int | None):
+    model = long_update(buffer)
+    whole = whole_update(model)
+    rows = {id_of(obs): i for i, obs in enumerate(whole.observations)}
+    batches = list(model.rollout_buffer.get(batch_size, whole_trajectories=True))
+    assert sorted(id_of(obs) for batch in batches for obs in batch.observations) == sorted(rows)
+    assert len(batches) > 1 or batch_size in (1000, None)
+    homes: dict[Id, int] = {}
+    for i, batch in enumerate(batches):
+        ids = [id_of(obs) for obs in batch.observations]
+        assert all(homes.setdefault(id[:2], i) == i for id in ids)
+        assert batch.trajectories is not None and batch.trajectories.dtype == th.int64
+        labels = batch.trajectories.tolist()
+        assert set(labels) == set(range(len({id[:2] for id in ids})))
+        assert len(set(zip(labels, (id[:2] for id in ids), strict=True))) == len(set(labels))
+        index = [rows[id] for id in ids]
+        assert th.equal(batch.actions, whole.actions[index])
+        assert th.equal(batch.old_log_prob, whole.old_log_prob[index])
+        assert th.equal(batch.advantages, whole.advantages[index])
+
+
+@pytest.mark.parametrize("buffer", ["kernel", "outcome"])
+def test_a_minibatch_has_as_many_whole_trajectories_as_it_needs(buffer: str):
+    model = long_update(buffer)
+    np.random.seed(0)
+    batches = list(model.rollout_buffer.get(12, whole_trajectories=True))
+    for batch in batches[:-1]:
+        assert batch.trajectories is not None
+        smaller = len(batch.trajectories) - int((batch.trajectories == batch.trajectories[-1]).sum())
+        assert smaller < 12 <= len(batch.trajectories)
+    orders = []
+    for seed in (0, 0, 1):
+        np.random.seed(seed)
+        a_pass = model.rollout_buffer.get(12, whole_trajectories=True)
+        orders.append([id_of(obs) for batch in a_pass for obs in batch.observations])
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("buffer", ["kernel", "outcome"])
+@pytest.mark.parametrize("aggregation", ["step", "trajectory", "constant"])
+@pytest.mark.parametrize("batch_size", [1, 7, 20, None])
+def test_the_losses_of_minibatches_of_whole_trajectories_average_to_that_of_the_update(
+    buffer: str, aggregation: str, batch_size: int | None
+):
+    model = long_update(buffer, aggregation)
+    whole = whole_update(model)
+    batches = list(model.rollout_buffer.get(batch_size, whole_trajectories=True))
+    assert all(batch.weights is not None for batch in batches)
+    means = [F.weighted_mean(irregular(batch), batch.weights).item() for batch in batches]
+    expected = F.weighted_mean(irregular(whole), whole.weights).item()
+    assert np.mean(means) == pytest.approx(expected, rel=1e-6)
+    if batch_size is not None:
+        assert len({len(batch.advantages) for batch in batches}) > 1
+        if aggregation == "step":
+            assert np.mean([irregular(batch).mean() for batch in batches]) != pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_whole_trajectories_of_one_step_are_dealt_out_like_transitions(buffer: str):
+    model = make_id_model(buffer, 3, dict(length=lambda env, episode: 1)).learn(24)
+    passes = []
+    for whole_trajectories in (False, True):
+        np.random.seed(3)
+        passes.append(list(model.rollout_buffer.get(8, whole_trajectories)))
+    assert [len(batch.advantages) for batch in passes[1]] == [8, 8, 8]
+    for plain, whole in zip(*passes, strict=True):
+        assert th.equal(plain.observations, whole.observations)
+        assert th.equal(plain.actions, whole.actions)
+        assert th.equal(plain.old_log_prob, whole.old_log_prob)
+        assert th.equal(plain.advantages, whole.advantages)
+        assert whole.weights is not None and whole.weights.tolist() == [1.0] * 8
+        assert plain.weights is None and plain.trajectories is None
+
+
+# --- tied groups ------------------------------------------------------------------------------------------------------
+
+
+def every_other_group_is_tied(id: Id) -> float:
+    """In a single environment, consecutive episodes make a group: the episodes 2 and 3, 6 and 7, ... all earn nothing."""
+    return 0.0 if id[1] % 4 >= 2 else float(np.sin(3 * id[1] + 7 * id[2]))
+
+
+def assert_same_training(recorder: Recorder, other: Recorder) -> None:
+    """All updates were the same, bit for bit, and so are the policies that they made."""
+    for update, other_update in zip(recorder.updates, other.updates, strict=True):
+        assert {id: sample[:2] for id, sample in update.items()} == {id: sample[:2] for id, sample in other_update.items()}
+    for weights, other_weights in zip(recorder.weights, other.weights, strict=True):
+        assert th.equal(weights, other_weights)
+    assert any(recorder.updates)
+    assert not th.equal(recorder.weights[0], recorder.weights[-1])
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("n_steps", ROLLOUT_LENGTHS)
+def test_skipped_groups_are_as_if_they_had_never_been_sampled(buffer: str, scale: F.Scale, n_steps: int):
+    formula: Callable[..., np.ndarray] = {
+        "outcome": F.outcome_advantages,
+        "process": F.process_advantages,
+        "return_to_go": lambda r, n, g, scale: F.return_to_go_advantages(r, n, g, GAMMA, scale),
+        "stepwise": lambda r, n, g, scale: F.stepwise_advantages(r, n, g, GAMMA, scale),
+    }[buffer]
+    env = dict(length=lambda env, episode: 3 + (5 * episode) % 4, reward=every_other_group_is_tied)
+    kwargs: dict[str, Any] = dict(n_envs=1, n_steps=n_steps, n_rollouts=100 // n_steps, env=env, learning_rate=0.0)
+    kept = record(buffer, rollout_buffer_kwargs=dict(scale=scale), **kwargs)
+    skipped = record(buffer, rollout_buffer_kwargs=dict(scale=scale, tied_groups="skip"), **kwargs)
+    assert len(skipped.trained_on) < len(kept.trained_on)
+    assert set(skipped.trained_on.values()) == {1}
+    for update, skipped_update in zip(kept.updates, skipped.updates, strict=True):
+        assert set(skipped_update) == {id for id in update if id[1] % 4 < 2}
+        trajectories = list(by_start(skipped, skipped_update).values())
+        if trajectories:
+            ids = [id for trajectory in trajectories for id in trajectory]
+            rewards = np.array([skipped.seen[id].reward for id in ids])
+            lengths = np.array([len(trajectory) for trajectory in trajectories])
+            expected = formula(rewards, lengths, np.arange(len(lengths)) // 2, scale)
+            np.testing.assert_allclose([skipped_update[id].advantage for id in ids], expected, rtol=1e-4, atol=1e-6)
+        for id, sample in skipped_update.items():
+            assert sample.log_prob == skipped.seen[id].log_prob
+            np.testing.assert_array_equal(sample.action, skipped.seen[id].action)
+
+
+def test_groups_tied_reports_the_fraction_before_any_is_skipped():
+    # Groups of 1 and 3 steps; the second of three is tied
+    env = scripted((1,), (0, 0, 3), (2,), (0, 2, 0), (1,), (0, 0, 3), ())
+    recorder = record("outcome", 1, 2, n_steps=12, n_rollouts=1, env=env, rollout_buffer_kwargs=dict(tied_groups="skip"))
+    assert figures(recorder, "groups_completed", "groups_tied") == [(3, pytest.approx(1 / 3))]
+    assert {id[1] for id in recorder.updates[0]} == {0, 1, 4, 5}
+    assert recorder.metrics[0]["train/advantage_mean"] == pytest.approx(0.5)
+    assert recorder.metrics[0]["train/advantage_std"] == pytest.approx(np.sqrt(0.75))
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+def test_where_no_group_is_tied_skipping_changes_nothing(buffer: str):
+    kept = record(buffer, n_steps=25)
+    skipped = record(buffer, n_steps=25, rollout_buffer_kwargs=dict(tied_groups="skip"))
+    assert {metrics.get("rollout/groups_tied") for metrics in kept.metrics} == {0.0}
+    assert_same_training(kept, skipped)
+    assert kept.metrics == skipped.metrics
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+def test_where_all_groups_are_tied_skipping_makes_no_update(buffer: str):
+    recorder = record(
+        buffer,
+        n_rollouts=3,
+        env=dict(length=lambda env, episode: 1, reward=alike),
+        rollout_buffer_kwargs=dict(tied_groups="skip"),
+    )
+    assert [len(update) for update in recorder.updates] == [0, 0, 0]
+    assert recorder.n_updates == [0, 0, 0]
+    assert th.equal(recorder.weights[0], recorder.weights[-1])
+    assert figures(recorder, "groups_completed", "groups_tied", "transitions_waiting") == [(12, 1, 0)] * 3
+
+
+def test_with_tied_groups_skipped_a_stopped_run_trains_on_each_transition_at_most_once():
+    recorder = Recorder(stop_after=43)
+    env = dict(reward=lambda id: float(id[1] % 3 == 0))
+    model = make_id_model("outcome", 3, env, rollout_buffer_kwargs=dict(tied_groups="skip"))
+    model.learn(1000, callback=recorder)
+    model.learn(500, callback=recorder, reset_num_timesteps=False)
+    assert set(recorder.trained_on.values()) == {1}
+    assert_whole_groups(recorder, 2)
+    for update in recorder.updates:
+        ends = by_start(recorder, update).values()
+        assert all(update[ids[0]].advantage != 0.0 for ids in ends)
+    fractions = [fraction for (fraction,) in figures(recorder, "groups_tied") if fraction is not None]
+    assert 0.0 < np.mean(fractions) < 1.0
+
+
+# --- reward components ------------------------------------------------------------------------------------------------
+
+Components = Callable[[Id], Any]
+
+
+class ComponentEnv(IdEnv):
+    """
+    Reports reward components, and a reward that has nothing to do with them.
+
+    :param index: of the environment
+    :param components: what each step reports, a function of the observation
+    :param kwargs: see :class:`IdEnv`
+    """
+
+    def __init__(self, index: int, components: Components, **kwargs: Any):
+        super().__init__(index, **{"reward": lambda id: 1e3 * np.sin(id[0] + id[2]), **kwargs})
+        self.components = components
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        components = self.components(tuple(self._observe().astype(int)))
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"reward_components": components}
+
+
+def component_envs(n_envs: int, components: Components, **kwargs: Any) -> list[Callable[[], gym.Env]]:
+    return [lambda index=index: ComponentEnv(index, components, **kwargs) for index in range(n_envs)]  # type: ignore[misc]
+
+
+def record_components(
+    components: Components,
+    buffer: str = "outcome",
+    n_envs: int = 3,
+    n_steps: int = 8,
+    n_rollouts: int = 10,
+    env: dict[str, Any] | None = None,
+    vec_env: Callable[[list[Callable[[], gym.Env]]], VecEnv] = DummyVecEnv,
+    stop_after: int = 0,
+    **buffer_kwargs: Any,
+) -> Recorder:
+    recorder = Recorder(stop_after)
+    envs = vec_env(component_envs(n_envs, components, **(env or {})))
+    model = make_model(envs, buffer, share_starts=False, n_steps=n_steps, rollout_buffer_kwargs=buffer_kwargs)
+    if stop_after:
+        model.learn(10**6, callback=recorder)
+    model.learn(n_rollouts * n_steps * n_envs, callback=recorder, reset_num_timesteps=not stop_after)
+    return recorder
+
+
+def progress(id: Id) -> float:
+    """Multiples of 1/8, whose sums are exact."""
+    return ((3 * id[0] + 5 * id[1] + 7 * id[2]) % 17) / 8
+
+
+def energy(id: Id) -> float:
+    return ((2 * id[0] + 3 * id[1] + 11 * id[2]) % 13) / 4
+
+
+def both(id: Id) -> dict[str, Any]:
+    return {"progress": progress(id), "energy": energy(id), "style": "none", "more": float("nan")}
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+@pytest.mark.parametrize("n_steps", ROLLOUT_LENGTHS)
+def test_the_sum_of_components_is_trained_on_as_if_it_were_the_reward(buffer: str, n_steps: int):
+    # What the environment reports beyond the components named, and its reward, are not looked at
+    recorder = record_components(both, buffer, n_steps=n_steps, reward_weights={"energy": -0.5, "progress": 2})
+    rewarded = record(buffer, n_steps=n_steps, n_rollouts=10, env=dict(reward=lambda id: 2 * progress(id) - 0.5 * energy(id)))
+    assert_same_training(recorder, rewarded)
+    assert recorder.metrics == rewarded.metrics
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_a_single_component_of_weight_one_is_the_reward(buffer: str, aggregation: str):
+    def reward(id: Id) -> float:
+        return float(np.sin(3 * id[0] + 5 * id[1] + 7 * id[2]))
+
+    recorder = record_components(
+        lambda id: {"only": reward(id)}, buffer, reward_weights={"only": 1.0}, component_aggregation=aggregation
+    )
+    assert_same_training(recorder, record(buffer, n_rollouts=10, env=dict(reward=reward)))
+
+
+#: Two groups of two. The second member does better in ``progress``. In ``energy`` it does worse in the first group, and as
+#: well as its peer in the second.
+PROGRESS_OF_EPISODES = ((1.0, 0.0), (1.0, 1.0, 1.0), (4.0,), (2.0, 6.0))
+ENERGY_OF_EPISODES = ((2.0, 3.0), (0.0, 0.0, 2.0), (1.0,), (0.0, 1.0))
+
+
+def judge_episodes(n_steps: int, **kwargs: Any) -> list[float]:
+    """:return: the advantage of each of the four episodes, in which all steps have the same"""
+    recorder = record_components(
+        lambda id: {"progress": PROGRESS_OF_EPISODES[id[1]][id[2]], "energy": ENERGY_OF_EPISODES[id[1]][id[2]]},
+        n_envs=1,
+        n_steps=n_steps,
+        n_rollouts=8 // n_steps,
+        env=dict(length=lambda env, episode: len(PROGRESS_OF_EPISODES[episode]) if episode < 4 else 1),
+        **kwargs,
+        reward_weights={"progress": 2, "energy": 0.5},
+    )
+    judged: dict[int, set[float]] = {}
+    for update in recorder.updates:
+        for id, sample in update.items():
+            judged.setdefault(id[1], set()).add(sample.advantage)
+    assert [len(judged[episode]) for episode in range(4)] == [1] * 4
+    return [judged[episode].pop() for episode in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("scale", "aggregation", "advantages"),
+    [
+        # progress: -1 and 1 in both groups; energy: 1 and -1, then none
+        pytest.param("group", "normalize_then_sum", [-1.5, 1.5, -2, 2], id="by group, normalised first"),
+        # The sums are 4.5, 7, 8.5 and 16.5
+        pytest.param("group", "sum_then_normalize", [-1, 1, -1, 1], id="by group, summed first"),
+        pytest.param("none", "normalize_then_sum", [-1.25, 1.25, -4, 4], id="unscaled, normalised first"),
+        pytest.param("none", "sum_then_normalize", [-1.25, 1.25, -4, 4], id="unscaled, summed first"),
+    ],
+)
+@pytest.mark.parametrize(
+    "n_steps", [pytest.param(2, id="components wait"), pytest.param(8, id="components of a single rollout")]
+)
+def test_components_are_judged_on_their_own_or_in_sum(scale: str, aggregation: str, advantages: list[float], n_steps: int):
+    actual = judge_episodes(n_steps, scale=scale, component_aggregation=aggregation)
+    assert actual == pytest.approx(advantages, rel=1e-6)
+
+
+def test_each_component_has_its_own_scale_over_the_batch():
+    actual = judge_episodes(8, scale="batch", component_aggregation="normalize_then_sum")
+    # progress is -1, 1, -2 and 2 above the mean of its group, energy 1.5, -1.5, 0 and 0
+    progress_scale, energy_scale = np.sqrt((1 + 1 + 4 + 4) / 4), np.sqrt((2.25 + 2.25) / 4)
+    first, second = -2 / progress_scale + 0.75 / energy_scale, -4 / progress_scale
+    assert actual == pytest.approx([first, -first, second, -second], rel=1e-6)
+
+
+def unlike(id: Id) -> dict[str, float]:
+    return {"progress": float(np.sin(3 * id[0] + 5 * id[1] + 7 * id[2])), "energy": float(np.cos(2 * id[1] + 3 * id[2]))}
+
+
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+@pytest.mark.parametrize(
+    ("aggregation", "is_invariant"),
+    [pytest.param("normalize_then_sum", True, id="normalised first"), pytest.param("sum_then_normalize", False, id="summed")],
+)
+def test_the_scale_of_a_component_matters_only_in_a_sum(buffer: str, aggregation: str, is_invariant: bool):
+    def record_scaled(factor: float) -> Recorder:
+        return record_components(
+            lambda id: {**unlike(id), "energy": factor * unlike(id)["energy"]},
+            buffer,
+            reward_weights={"progress": 1.0, "energy": 0.5},
+            component_aggregation=aggregation,
+        )
+
+    pairs = [
+        (sample.advantage, scaled[id].advantage)
+        for update, scaled in zip(record_scaled(1.0).updates, record_scaled(1000.0).updates, strict=True)
+        for id, sample in update.items()
+    ]
+    assert len(pairs) > 100
+    plain, scaled_up = np.transpose(pairs)
+    assert np.allclose(plain, scaled_up, rtol=1e-4, atol=1e-4) == is_invariant
+
+
+@pytest.mark.parametrize("stop_after", STOPS)
+def test_components_wait_like_the_transitions_they_belong_to(stop_after: int):
+    recorder = record_components(
+        unlike,
+        n_steps=8,
+        stop_after=stop_after,
+        scale="none",
+        component_aggregation="normalize_then_sum",
+        reward_weights={"progress": 1.0, "energy": 2.0},
+    )
+    assert any({recorder.seen[id].rollout for id in update} - {rollout} for rollout, update in enumerate(recorder.updates))
+    for update in filter(None, recorder.updates):
+        trajectories = by_start(recorder, update)
+        returns = {
+            start: sum(unlike(id)["progress"] + 2 * unlike(id)["energy"] for id in ids) for start, ids in trajectories.items()
+        }
+        for start, ids in trajectories.items():
+            above_mean = 0.5 * (returns[start] - returns[start ^ 1])  # the other member of a group of two
+            assert [update[id].advantage for id in ids] == pytest.approx([above_mean] * len(ids), abs=1e-5)
+
+
+def test_a_group_in_which_the_components_cancel_out_is_tied():
+    recorder = record_components(
+        lambda id: {"progress": float(id[1]), "energy": 5.0 - id[1]},
+        n_envs=1,
+        env=dict(length=lambda env, episode: 1),
+        n_rollouts=1,
+        component_aggregation="normalize_then_sum",
+        reward_weights={"progress": 1.0, "energy": 1.0},
+        tied_groups="skip",
+    )
+    assert figures(recorder, "groups_completed", "groups_tied") == [(4, 1)]
+    assert recorder.updates == [{}]
+
+
+@pytest.mark.parametrize(
+    "vec_env",
+    [
+        pytest.param(lambda fns: SubprocVecEnv(fns, start_method="fork"), id="SubprocVecEnv"),
+        pytest.param(lambda fns: VecNormalize(DummyVecEnv(fns), norm_obs=False), id="VecNormalize"),
+        pytest.param(
+            lambda fns: VecNormalize(SubprocVecEnv(fns, start_method="fork"), norm_obs=False),
+            id="VecNormalize over SubprocVecEnv",
+        ),
+    ],
+)
+def test_components_arrive_as_they_were_reported_through_wrappers(vec_env: Any):
+    kwargs: dict[str, Any] = dict(reward_weights={"progress": 2.0, "energy": -0.5}, scale="none", n_rollouts=5)
+    venvs: list[VecEnv] = []
+
+    def build(fns: list[Callable[[], gym.Env]]) -> VecEnv:
+        venvs.append(vec_env(fns))
+        return venvs[-1]
+
+    recorder = record_components(both, vec_env=build, **kwargs)
+    venvs[0].close()
+    reward = dict(reward=lambda id: 2 * progress(id) - 0.5 * energy(id))
+    assert_same_training(recorder, record("outcome", n_rollouts=5, env=reward, rollout_buffer_kwargs=dict(scale="none")))
+
+
+@pytest.mark.parametrize(
+    ("components", "message"),
+    [
+        pytest.param(None, r"'progress', 'energy'.*environment 1 returned None as info\['reward_components'\]", id="none"),
+        pytest.param([1.0, 2.0], r"environment 1 returned \[1.0, 2.0\] .*must be a mapping", id="a list"),
+        pytest.param(3.0, r"environment 1 returned 3.0 .*must be a mapping", id="a number"),
+        pytest.param(
+            {"progress": 1.0, "style": 2.0},
+            r"Environment 1 .* without \['energy'\].*names \['progress', 'energy'\].*reports \['progress', 'style'\]",
+            id="one missing",
+        ),
+        pytest.param({}, r"Environment 1 .* without \['progress', 'energy'\].*reports \[\]", id="all missing"),
+        pytest.param(
+            {"progress": 1.0, "energy": np.array([1.0, 2.0])}, r"Environment 1 .*array\(\[1., 2.\]\).*'energy'", id="no scalar"
+        ),
+        pytest.param({"progress": np.nan, "energy": 1.0}, r"Environment 1 returned nan .*'progress'", id="NaN"),
+        pytest.param({"progress": 1.0, "energy": -np.inf}, r"Environment 1 returned -inf .*'energy'", id="infinite"),
+        pytest.param(
+            {"progress": 1e39, "energy": 1.0}, r"Environment 1 returned 1e\+39 .*'progress'", id="too large to store"
+        ),
+        pytest.param(
+            {"progress": 3e38, "energy": 3e38}, r"weighted sums .*inf|weighted sums .*4.5e\+38", id="too large a sum"
+        ),
+        pytest.param({"progress": "2", "energy": 1.0}, r"Environment 1 returned '2' .*'progress'", id="text"),
+        pytest.param({"progress": None, "energy": 1.0}, r"Environment 1 returned None .*'progress'", id="no number"),
+    ],
+)
+def test_components_that_are_not_reported_as_numbers_are_refused_and_quoted(components: Any, message: str):
+    def sometimes(id: Id) -> Any:
+        return components if id[0] == 1 and id[2] == 3 else {"progress": 1.0, "energy": 1.0}
+
+    with pytest.raises(ValueError, match=message):
+        record_components(sometimes, n_envs=2, reward_weights={"progress": 1.0, "energy": 0.5})
+
+
+def test_an_environment_without_components_is_told_of_the_key():
+    with pytest.raises(ValueError, match=r"environment 0 returned None as info\['reward_components'\]"):
+        record("outcome", rollout_buffer_kwargs=dict(reward_weights={"progress": 1.0}))
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(2, id="integer"),
+        pytest.param(True, id="bool"),
+        pytest.param(np.float32(0.5), id="numpy scalar"),
+        pytest.param(np.array(3.0), id="array of no dimension"),
+        pytest.param(np.array([3]), id="array of one entry"),
+    ],
+)
+def test_a_component_is_any_single_number(number: Any):
+    recorder = record_components(
+        lambda id: {"progress": number if id[1] % 2 else 0.0},
+        n_envs=1,
+        env=dict(length=lambda env, episode: 1),
+        n_rollouts=1,
+        scale="none",
+        reward_weights={"progress": 2.0},
+    )
+    for id, sample in recorder.updates[0].items():
+        assert sample.advantage == (1 if id[1] % 2 else -1) * float(np.squeeze(number))
+
+
+@pytest.mark.parametrize(
+    ("reward_weights", "message"),
+    [
+        pytest.param({}, r"`reward_weights` must be a mapping .*not \{\}", id="empty"),
+        pytest.param(["progress"], r"`reward_weights` must be a mapping .*not \['progress'\]", id="list"),
+        pytest.param("progress", "`reward_weights` must be a mapping .*not 'progress'", id="text"),
+        pytest.param({"progress": "1"}, r"`reward_weights\['progress'\]`.*not '1'", id="text for a weight"),
+        pytest.param({"a": 1.0, "b": np.nan}, r"`reward_weights\['b'\]`.*not nan", id="NaN"),
+        pytest.param({"a": np.inf}, r"`reward_weights\['a'\]`.*not inf", id="infinite"),
+        pytest.param({"a": None}, r"`reward_weights\['a'\]`.*not None", id="None for a weight"),
+        pytest.param({"a": True}, r"`reward_weights\['a'\]`.*not True", id="bool"),
+    ],
+)
+@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+def test_reward_weights_that_are_no_weights_are_refused_and_quoted(buffer: str, reward_weights: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        make_model(SpaceEnv(VECTOR), buffer, rollout_buffer_kwargs=dict(reward_weights=reward_weights))

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -192,6 +192,107 @@ def test_steps_and_continuations_count_within_each_trajectory():
 def test_sum_by_label_is_as_worked_out_by_hand():
     # label 0: 1 - 8 = -7; label 1: 2; label 2: 4 + 16 = 20
     np.testing.assert_array_equal(F.sum_by_label(np.array([1.0, 2, 4, -8, 16]), np.array([0, 1, 2, 0, 2])), [-7, 2, 20])
+
+
+def test_labels_by_appearance_are_as_worked_out_by_hand():
+    # 7 appears first, then -3, then 9
+    np.testing.assert_array_equal(F.label_by_appearance(np.array([7, -3, 7, 9, -3, 9])), [0, 1, 0, 2, 1, 2])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_labels_by_appearance_equal_a_loop_and_stay_as_they_are_the_second_time(seed):
+    values = np.random.default_rng(seed).integers(-20, 20, size=60)
+    seen = []
+    for value in values:
+        if value not in seen:
+            seen.append(value)
+    labels = F.label_by_appearance(values)
+    np.testing.assert_array_equal(labels, [seen.index(value) for value in values])
+    np.testing.assert_array_equal(F.label_by_appearance(labels), labels)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        pytest.param([42], [0], id="one value"),
+        pytest.param([5, 5, 5], [0, 0, 0], id="all alike"),
+        pytest.param([3, 2, 1], [0, 1, 2], id="all different"),
+        pytest.param([], [], id="none"),
+    ],
+)
+def test_labels_by_appearance_of_few_values_are_integers_from_zero_on(values, expected):
+    labels = F.label_by_appearance(np.array(values, dtype=np.int64))
+    assert np.issubdtype(labels.dtype, np.integer)
+    np.testing.assert_array_equal(labels, expected)
+
+
+# --- minibatches of whole trajectories --------------------------------------------------------------------------------
+
+
+def deal(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[list[int]]:
+    return [batch.tolist() for batch in F.deal_trajectories(trajectories, order, batch_size)]
+
+
+def loop_deal(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[list[int]]:
+    batches: list[list[int]] = [[]]
+    for trajectory in order:
+        if len(batches[-1]) >= batch_size:
+            batches.append([])
+        batches[-1] += [t for t, its_own in enumerate(trajectories) if its_own == trajectory]
+    return batches
+
+
+def draw_interleaved(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The trajectory of each transition, in no order, and an order of the trajectories."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 9, size=12)
+    return rng.permutation(np.repeat(np.arange(12), lengths)), rng.permutation(12)
+
+
+def test_trajectories_are_dealt_as_worked_out_by_hand():
+    # transitions of trajectory 0: 0 and 3; of 1: 1 and 2; of 2: 4, 5 and 6; of 3: 7
+    # trajectory 2 has 3 < 4, with trajectory 0 there are 5; trajectory 3 has 1 < 4, with trajectory 1 there are 3, the rest
+    trajectories, order = np.array([0, 1, 1, 0, 2, 2, 2, 3]), np.array([2, 0, 3, 1])
+    assert deal(trajectories, order, 4) == [[4, 5, 6, 0, 3], [7, 1, 2]]
+    # exactly 3 are enough, and the rest is enough too
+    assert deal(trajectories, order, 3) == [[4, 5, 6], [0, 3, 7], [1, 2]]
+    assert deal(trajectories, order, 1) == [[4, 5, 6], [0, 3], [7], [1, 2]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dealing_trajectories_equals_a_loop_at_every_batch_size(seed):
+    trajectories, order = draw_interleaved(seed)
+    for batch_size in range(1, len(trajectories) + 3):
+        expected = loop_deal(trajectories, order, batch_size)
+        assert deal(trajectories, order, batch_size) == expected, f"batch_size {batch_size}"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("batch_size", [1, 7, 16, 1000])
+def test_every_transition_is_dealt_once_with_its_trajectory_and_no_trajectory_more_than_enough(seed, batch_size):
+    trajectories, order = draw_interleaved(seed)
+    batches = F.deal_trajectories(trajectories, order, batch_size)
+    assert sorted(np.concatenate(batches)) == list(range(len(trajectories)))
+    dealt = [set(trajectories[batch]) for batch in batches]
+    assert all(dealt) and sum(map(len, dealt)) == len(set(trajectories))
+    assert all(len(batch) >= batch_size for batch in batches[:-1])
+    without_the_last = [batch[trajectories[batch] != trajectories[batch[-1]]] for batch in batches]
+    assert all(len(batch) < batch_size for batch in without_the_last)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 10, 11, 100])
+def test_dealing_trajectories_of_one_step_is_splitting_the_permutation(batch_size):
+    order = np.random.default_rng(0).permutation(10)
+    expected = [batch.tolist() for batch in th.as_tensor(order).split(batch_size)]
+    assert deal(np.arange(10), order, batch_size) == expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 5, 6])
+def test_one_trajectory_is_one_minibatch_however_long(batch_size):
+    assert deal(np.zeros(5, dtype=np.int64), np.array([0]), batch_size) == [[0, 1, 2, 3, 4]]
+
+
+# --- discounted returns -----------------------------------------------------------------------------------------------
 
 
 def test_discounted_returns_are_as_worked_out_by_hand():
@@ -708,18 +809,122 @@ def test_explained_variance_of_targets_that_do_not_vary_is_undefined(targets):
     assert math.isnan(F.explained_variance(np.arange(float(len(targets))), targets))
 
 
-# --- the clipped surrogate --------------------------------------------------------------------------------------------
+# --- importance ratios ------------------------------------------------------------------------------------------------
 
 CLIP = 0.2
+IN_TWO = th.tensor([0, 1, 0])
 
 
-def surrogate_of_ratio(ratio: float, advantage: float) -> tuple[float, float, float]:
+def draw_trajectories(seed: int) -> tuple[np.ndarray, th.Tensor]:
+    """Lengths of some trajectories, and the trajectory of each of their transitions, in no order."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 9, size=30)
+    return lengths, th.as_tensor(rng.permutation(np.repeat(np.arange(30), lengths)))
+
+
+def test_levels_and_aggregations_are_those_of_the_types():
+    assert set(F.LOG_RATIOS) == set(get_args(F.ImportanceSamplingLevel))
+    assert set(F.LOSS_WEIGHTS) == set(get_args(F.LossAggregation))
+
+
+@pytest.mark.parametrize("trajectories", [None, IN_TWO], ids=["without trajectories", "with trajectories"])
+def test_log_ratio_of_a_step_is_its_own(trajectories):
+    log_ratio = th.randn(3, requires_grad=True)
+    assert F.LOG_RATIOS["step"](log_ratio, trajectories) is log_ratio
+
+
+def test_log_ratio_of_a_trajectory_is_the_mean_with_the_slope_of_each_step_as_worked_out_by_hand():
+    log_ratio = th.tensor([1.0, 0.5, 2.0], dtype=th.float64, requires_grad=True)
+    of_trajectory = F.LOG_RATIOS["trajectory"](log_ratio, IN_TWO)
+    # (1 + 2) / 2 = 1.5 for the first and the last, 0.5 for the one between
+    assert of_trajectory.tolist() == [1.5, 0.5, 1.5]
+    # Each entry has slope 1 in its own step and 0 in the others, not 1/2 in both steps of the trajectory
+    weights = th.tensor([1.0, 10.0, 100.0], dtype=th.float64)
+    assert th.autograd.grad((weights * of_trajectory).sum(), log_ratio)[0].tolist() == [1.0, 10.0, 100.0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_log_ratio_of_trajectories_equals_a_loop(seed):
+    _, trajectories = draw_trajectories(seed)
+    log_ratio = th.randn(len(trajectories), dtype=th.float64)
+    expected = [
+        statistics.fmean([d.item() for d, its_own in zip(log_ratio, trajectories, strict=True) if its_own == trajectory])
+        for trajectory in trajectories
+    ]
+    th.testing.assert_close(F.trajectory_log_ratio(log_ratio, trajectories).tolist(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [th.float32, th.float64], ids=["single", "double"])
+def test_loss_of_trajectories_of_one_step_is_that_of_steps_bit_for_bit(dtype):
+    log_ratio, advantages = th.randn(100, dtype=dtype, requires_grad=True), th.randn(100, dtype=dtype)
+    levels = [log_ratio, F.trajectory_log_ratio(log_ratio, th.randperm(100))]
+    losses = [F.clipped_surrogate(level, advantages, CLIP).loss for level in levels]
+    gradients = [th.autograd.grad(loss.sum(), log_ratio)[0] for loss in losses]
+    assert levels[1].dtype == dtype
+    assert th.equal(*levels) and th.equal(*losses) and th.equal(*gradients)
+
+
+def test_log_ratio_of_one_trajectory_is_the_same_for_all_of_its_steps_and_of_none_there_is_none():
+    log_ratio = F.trajectory_log_ratio(th.tensor([0.5, 1.0, 3.0]), th.zeros(3, dtype=th.int64))
+    assert log_ratio.tolist() == [1.5, 1.5, 1.5]
+    # ... without rounding: 0.1 + (mean - 0.1) would not be the mean
+    assert len(set(F.trajectory_log_ratio(th.logspace(-3, 3, 50), th.zeros(50, dtype=th.int64)).tolist())) == 1
+    assert F.trajectory_log_ratio(th.empty(0), th.empty(0, dtype=th.int64)).shape == (0,)
+
+
+def test_log_ratio_of_trajectories_cannot_do_without_them():
+    with pytest.raises(AssertionError, match="whole trajectories"):
+        F.trajectory_log_ratio(th.zeros(3), None)
+
+
+def loop_gspo(
+    log_ratio: th.Tensor, trajectories: th.Tensor, advantages: th.Tensor, clip_range: float, clip_range_high: float
+) -> th.Tensor:
+    """``-1/m sum_i min(s_i A_i, clip(s_i) A_i)``: GSPO, https://arxiv.org/abs/2507.18071, equations 5 to 7."""
+    objective = th.zeros((), dtype=log_ratio.dtype)
+    for i, advantage in enumerate(advantages):
+        ratio = th.exp(log_ratio[trajectories == i].mean())
+        clipped = th.clamp(ratio, 1.0 - clip_range, 1.0 + clip_range_high)
+        objective = objective + th.min(ratio * advantage, clipped * advantage)
+    return -objective / len(advantages)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("clip_range_high", [pytest.param(CLIP, id="symmetric"), pytest.param(0.4, id="clip higher")])
+def test_outcome_advantages_aggregated_by_trajectory_at_the_level_of_trajectories_are_gspo(seed, clip_range_high):
+    lengths, trajectories = draw_trajectories(seed)
+    log_ratio = (0.5 * th.randn(len(trajectories), dtype=th.float64)).requires_grad_()
+    advantages = th.randn(len(lengths), dtype=th.float64)
+    weights = th.as_tensor(F.trajectory_loss_weights(lengths, 0))[trajectories]
+
+    def loss_of(level: str) -> th.Tensor:
+        ratios = F.LOG_RATIOS[level](log_ratio, trajectories)
+        surrogate = F.clipped_surrogate(ratios, advantages[trajectories], CLIP, clip_range_high)
+        return F.weighted_mean(surrogate.loss, weights)
+
+    expected = loop_gspo(log_ratio, trajectories, advantages, CLIP, clip_range_high)
+    gradient, expected_gradient, step_gradient = (
+        th.autograd.grad(loss, log_ratio)[0] for loss in (loss_of("trajectory"), expected, loss_of("step"))
+    )
+    assert (expected_gradient == 0.0).any() and (expected_gradient != 0.0).any()
+    th.testing.assert_close(loss_of("trajectory"), expected, rtol=1e-12, atol=1e-12)
+    th.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+    assert not th.allclose(step_gradient, expected_gradient, rtol=0.01)
+
+
+# --- the clipped surrogate --------------------------------------------------------------------------------------------
+
+
+def surrogate_of_ratio(
+    ratio: float, advantage: float, clip_range_high: float | None = None, dual_clip: float | None = None
+) -> tuple[float, float, float]:
     """The loss of one transition, its derivative by the ratio, and whether it counts as clipped."""
     log_prob = th.tensor([math.log(ratio)], dtype=th.float64, requires_grad=True)
-    surrogate = F.clipped_surrogate(log_prob, th.tensor([advantage], dtype=th.float64), CLIP)
+    surrogate = F.clipped_surrogate(log_prob, th.tensor([advantage], dtype=th.float64), CLIP, clip_range_high, dual_clip)
     surrogate.loss.sum().backward()
     assert log_prob.grad is not None
-    return surrogate.loss.item(), log_prob.grad.item() / ratio, float(sum(F.clip_fractions(surrogate.ratio, CLIP)))
+    clipped = F.clip_fractions(surrogate.ratio, CLIP, clip_range_high)
+    return surrogate.loss.item(), log_prob.grad.item() / ratio, float(sum(clipped))
 
 
 @pytest.mark.parametrize(
@@ -743,10 +948,92 @@ def test_clipped_surrogate_and_its_slope_are_as_worked_out_by_hand(ratio, advant
     assert surrogate_of_ratio(ratio, advantage) == pytest.approx((loss, slope, clipped), abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        # -min(1.4 * 2, 1.4 * 2) = -2.8: 1.4 is above 1.2, but not above 1.5
+        pytest.param(1.4, 2.0, -2.8, -2.0, 0.0, id="good action, above the lower range: not clipped"),
+        # -min(1.6 * 2, 1.5 * 2) = -3.0, flat
+        pytest.param(1.6, 2.0, -3.0, 0.0, 1.0, id="good action, above: clipped"),
+        # -min(1.6 * -2, 1.5 * -2) = 3.2
+        pytest.param(1.6, -2.0, 3.2, 2.0, 1.0, id="bad action, above: pulled back"),
+        # -min(0.7 * -2, 0.8 * -2) = 1.6, flat: below, the range is the lower one
+        pytest.param(0.7, -2.0, 1.6, 0.0, 1.0, id="bad action, below: clipped"),
+        # -min(0.7 * 2, 0.8 * 2) = -1.4
+        pytest.param(0.7, 2.0, -1.4, -2.0, 1.0, id="good action, below: pulled back"),
+    ],
+)
+def test_clip_range_of_its_own_above_is_as_worked_out_by_hand(ratio, advantage, loss, slope, clipped):
+    outcome = surrogate_of_ratio(ratio, advantage, clip_range_high=0.5)
+    assert outcome == pytest.approx((loss, slope, clipped), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        # -max(min(2.9 * -2, 1.2 * -2), 3 * -2) = 5.8: above 1.2, and still pulled back with full slope
+        pytest.param(2.9, -2.0, 5.8, 2.0, id="bad action, above: pulled back"),
+        # -max(min(4 * -2, 1.2 * -2), 3 * -2) = 6.0, flat
+        pytest.param(4.0, -2.0, 6.0, 0.0, id="bad action, far above: given up"),
+        pytest.param(1.1, -2.0, 2.2, 2.0, id="bad action, inside"),
+        # -max(min(0.5 * -2, 0.8 * -2), 3 * -2) = 1.6, flat
+        pytest.param(0.5, -2.0, 1.6, 0.0, id="bad action, below: clipped"),
+        # as without: -min(4 * 2, 1.2 * 2) = -2.4 and -min(0.5 * 2, 0.8 * 2) = -1.0
+        pytest.param(4.0, 2.0, -2.4, 0.0, id="good action, far above: clipped"),
+        pytest.param(0.5, 2.0, -1.0, -2.0, id="good action, below: pulled back"),
+        pytest.param(1.1, 2.0, -2.2, -2.0, id="good action, inside"),
+        pytest.param(4.0, 0.0, 0.0, 0.0, id="indifferent action"),
+    ],
+)
+def test_dual_clip_is_as_worked_out_by_hand(ratio, advantage, loss, slope):
+    assert surrogate_of_ratio(ratio, advantage, dual_clip=3.0)[:2] == pytest.approx((loss, slope), abs=1e-12)
+
+
+def test_dual_clip_and_a_clip_range_of_its_own_above_act_on_different_signs():
+    # range 0.8 to 1.5, c_dual 2. Good: -min(1.9 * 2, 1.5 * 2) = -3.0. Bad: -max(min(1.9 * -2, 1.5 * -2), 2 * -2) = 3.8 and
+    # -max(min(2.1 * -2, 1.5 * -2), 2 * -2) = 4.0
+    assert surrogate_of_ratio(1.9, 2.0, 0.5, 2.0)[:2] == pytest.approx((-3.0, 0.0), abs=1e-12)
+    assert surrogate_of_ratio(1.9, -2.0, 0.5, 2.0)[:2] == pytest.approx((3.8, 2.0), abs=1e-12)
+    assert surrogate_of_ratio(2.1, -2.0, 0.5, 2.0)[:2] == pytest.approx((4.0, 0.0), abs=1e-12)
+    # c_dual inside the range is the tighter bound: -max(1.4 * -2, 1.25 * -2) = 2.5
+    assert surrogate_of_ratio(1.4, -2.0, 0.5, 1.25)[:2] == pytest.approx((2.5, 0.0), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"clip_range_high": None, "dual_clip": None}, id="None"),
+        pytest.param({"clip_range_high": CLIP}, id="the same range above"),
+        # exp(MAX_LOG_RATIO) = 4.9e8
+        pytest.param({"dual_clip": 1e9}, id="dual clip beyond any ratio"),
+    ],
+)
+def test_options_of_the_surrogate_that_bound_nothing_more_change_nothing_bit_for_bit(options):
+    spread = th.tensor([0.1, 1.0, 100.0]).repeat_interleave(1000)
+    log_ratio, advantages = (spread * th.randn(3000)).requires_grad_(), th.randn(3000)
+    advantages[::100] = 0.0
+    plain, optional = (F.clipped_surrogate(log_ratio, advantages, CLIP, **given) for given in ({}, options))
+    assert th.equal(plain.loss, optional.loss) and th.equal(plain.ratio, optional.ratio)
+    assert th.equal(*(th.autograd.grad(surrogate.loss.sum(), log_ratio)[0] for surrogate in (plain, optional)))
+
+
+def test_dual_clip_bounds_the_loss_of_bad_actions_where_the_ratio_overflows():
+    log_ratio, advantages = th.tensor([1000.0, 15.0, 1000.0], requires_grad=True), th.tensor([-2.0, -0.5, 2.0])
+    loss = F.clipped_surrogate(log_ratio, advantages, CLIP, dual_clip=3.0).loss
+    # 3 * 2, 3 * 0.5 and -1.2 * 2
+    th.testing.assert_close(loss, th.tensor([6.0, 1.5, -2.4]))
+    assert th.autograd.grad(loss.sum(), log_ratio)[0].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="plain"), pytest.param({"clip_range_high": 0.5, "dual_clip": 3.0}, id="clip higher and dual clip")],
+)
 @pytest.mark.parametrize("advantage", [2.5, -2.5, 0.0])
-def test_clipped_surrogate_of_an_unchanged_policy_is_the_plain_policy_gradient(advantage):
+def test_clipped_surrogate_of_an_unchanged_policy_is_the_plain_policy_gradient(advantage, options):
     log_prob = th.tensor([-1.7], dtype=th.float64, requires_grad=True)
-    surrogate = F.clipped_surrogate(log_prob - log_prob.detach(), th.tensor([advantage], dtype=th.float64), CLIP)
+    advantages = th.tensor([advantage], dtype=th.float64)
+    surrogate = F.clipped_surrogate(log_prob - log_prob.detach(), advantages, CLIP, **options)
     surrogate.loss.sum().backward()
     assert surrogate.loss.item() == -advantage
     assert log_prob.grad is not None and log_prob.grad.item() == -advantage
@@ -780,6 +1067,163 @@ def test_clipped_surrogate_is_finite_where_the_ratio_overflows(log_ratio, advant
     assert log_prob.grad is not None
     assert surrogate.loss.isfinite() and log_prob.grad.isfinite()
     assert float(sum(F.clip_fractions(surrogate.ratio, CLIP))) == 1.0
+
+
+# --- the mean over transitions ----------------------------------------------------------------------------------------
+
+
+def test_weights_of_trajectories_are_as_worked_out_by_hand():
+    # mean length (1 + 2 + 6) / 3 = 3: 3 / 1, 3 / 2, 3 / 6, and 3 / 12 where trajectories may have 12 steps
+    lengths = np.array([1, 2, 6])
+    np.testing.assert_array_equal(F.trajectory_loss_weights(lengths, 12), [3.0, 1.5, 0.5])
+    np.testing.assert_array_equal(F.constant_loss_weights(lengths, 12), [0.25, 0.25, 0.25])
+    assert F.LOSS_WEIGHTS["step"] is None
+
+
+def test_weighted_mean_is_as_worked_out_by_hand_and_not_divided_by_the_sum_of_weights():
+    # (1 * 4 + 2 * 10 + 0 * 100) / 3 = 8; (2 * 1 + 2 * 3) / 2 = 4; (4 + 10 + 100) / 3 = 38
+    values = th.tensor([4.0, 10.0, 100.0], requires_grad=True)
+    weighted = F.weighted_mean(values, th.tensor([1.0, 2.0, 0.0]))
+    assert weighted.item() == pytest.approx(8.0)
+    th.testing.assert_close(th.autograd.grad(weighted, values)[0], th.tensor([1 / 3, 2 / 3, 0.0]))
+    assert F.weighted_mean(th.tensor([1.0, 3.0]), th.tensor([2.0, 2.0])).item() == pytest.approx(4.0)
+    assert F.weighted_mean(values, None).item() == pytest.approx(38.0)
+    assert F.weighted_mean(th.tensor([7.0]), th.tensor([0.5])).item() == 3.5
+
+
+BUDGET = 10
+
+
+def loop_mean_over_steps(trajectories: list[th.Tensor]) -> th.Tensor:
+    return sum((x.sum() for x in trajectories), th.zeros(())) / sum(map(len, trajectories))
+
+
+def loop_mean_over_trajectories(trajectories: list[th.Tensor]) -> th.Tensor:
+    return sum((1 / len(x) * x.sum() for x in trajectories), th.zeros(())) / len(trajectories)
+
+
+def loop_mean_over_budgets(trajectories: list[th.Tensor]) -> th.Tensor:
+    return sum((1 / BUDGET * x.sum() for x in trajectories), th.zeros(())) / len(trajectories)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("aggregation", "loop"),
+    [
+        pytest.param("step", loop_mean_over_steps, id="step"),
+        pytest.param("trajectory", loop_mean_over_trajectories, id="trajectory"),
+        pytest.param("constant", loop_mean_over_budgets, id="constant"),
+    ],
+)
+def test_weighted_mean_and_its_gradient_equal_a_double_loop(aggregation, loop, seed):
+    lengths, trajectories = draw_trajectories(seed)
+    values = th.randn(len(trajectories), dtype=th.float64, requires_grad=True)
+    weigh = F.LOSS_WEIGHTS[aggregation]
+    weights = None if weigh is None else th.as_tensor(weigh(lengths, BUDGET))[trajectories]
+    means = F.weighted_mean(values, weights), loop([values[trajectories == i] for i in range(len(lengths))])
+    assert means[0].shape == ()
+    th.testing.assert_close(*means, rtol=1e-12, atol=1e-12)
+    th.testing.assert_close(*(th.autograd.grad(mean, values)[0] for mean in means), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", ["trajectory", "constant"])
+@pytest.mark.parametrize("m", [1, 3, 7, 49])
+def test_weights_of_trajectories_of_equal_lengths_are_exactly_one_and_change_nothing(m, aggregation):
+    weigh = F.LOSS_WEIGHTS[aggregation]
+    assert weigh is not None
+    for length in range(1, 101):
+        # ... where all have used up their budget
+        weights = weigh(np.full(m, length), length)
+        np.testing.assert_array_equal(weights, np.ones(m))
+        values = th.randn(m * length, requires_grad=True)
+        means = values.mean(), F.weighted_mean(values, th.as_tensor(np.repeat(weights, length).astype(np.float32)))
+        assert th.equal(*means)
+        assert th.equal(*(th.autograd.grad(mean, values)[0] for mean in means))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_weights_of_trajectories_are_one_on_average_whatever_their_lengths(seed):
+    lengths, _ = draw_trajectories(seed)
+    assert np.repeat(F.trajectory_loss_weights(lengths, 0), lengths).mean() == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("budget", [1, BUDGET, 1000])
+def test_mean_over_budgets_is_the_mean_over_steps_times_mean_length_over_budget(seed, budget):
+    lengths, trajectories = draw_trajectories(seed)
+    values = th.randn(len(trajectories), dtype=th.float64)
+    constant = F.weighted_mean(values, th.as_tensor(F.constant_loss_weights(lengths, budget))[trajectories])
+    assert constant.item() == pytest.approx(values.mean().item() * lengths.mean() / budget, rel=1e-12)
+
+
+# --- diagnostics of ratios --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("clip_range_high", "low", "high"),
+    [
+        # below 0.8: 0.5 and 0.7; above 1.2: 1.3, 1.6 and 2
+        pytest.param(None, 2 / 8, 3 / 8, id="symmetric"),
+        # above 1.5: 1.6 and 2
+        pytest.param(0.5, 2 / 8, 2 / 8, id="clip higher"),
+        # above 1.05: 1.1, 1.3, 1.6 and 2
+        pytest.param(0.05, 2 / 8, 4 / 8, id="clip lower"),
+        pytest.param(0.0, 2 / 8, 4 / 8, id="none above"),
+    ],
+)
+def test_clip_fractions_are_as_worked_out_by_hand(clip_range_high, low, high):
+    ratio = th.tensor([0.5, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 0.7])
+    fractions = F.clip_fractions(ratio, CLIP, clip_range_high)
+    assert (fractions.low.item(), fractions.high.item()) == (low, high)
+
+
+def test_ratios_at_the_edge_of_the_clip_range_do_not_count_as_clipped():
+    # Differences of 1 and these are exact
+    assert [float(f) for f in F.clip_fractions(th.tensor([0.75, 1.0, 1.25, 1.5]), 0.25, 0.5)] == [0.0, 0.0]
+    assert [float(f) for f in F.clip_fractions(th.tensor([1.0]), 0.0)] == [0.0, 0.0]
+    assert [float(f) for f in F.clip_fractions(th.tensor([0.7499]), 0.25)] == [1.0, 0.0]
+    assert [float(f) for f in F.clip_fractions(th.tensor([1.2501]), 0.25)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("clip_range", [0.0, 0.1, CLIP, 0.9])
+def test_clip_fractions_add_up_to_that_of_ppo(clip_range):
+    # A count over 1024 is exact
+    ratio = th.exp(0.3 * th.randn(1024))
+    low, high = F.clip_fractions(ratio, clip_range)
+    assert (low + high).item() == th.mean((th.abs(ratio - 1) > clip_range).float()).item()
+    assert high > 0
+
+
+def test_effective_sample_size_is_as_worked_out_by_hand():
+    # (1 + 3)^2 / (2 * (1 + 9)) = 0.8; (1 + 1 + 2)^2 / (3 * (1 + 1 + 4)) = 16 / 18 = 0.888889
+    assert F.effective_sample_size(th.tensor([1.0, 3.0])).item() == pytest.approx(0.8, rel=1e-12)
+    assert F.effective_sample_size(th.tensor([1.0, 1.0, 2.0])).item() == pytest.approx(0.888889, abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2, 10, 1000])
+@pytest.mark.parametrize("log_ratio", [-F.MAX_LOG_RATIO, 0.0, 0.1, F.MAX_LOG_RATIO])
+def test_effective_sample_size_of_ratios_that_are_all_alike_is_one(n, log_ratio):
+    assert F.effective_sample_size(th.full((n,), math.exp(log_ratio))).item() == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 10, 1000])
+def test_effective_sample_size_where_one_ratio_has_all_the_weight_is_one_of_n(n):
+    log_ratio = th.full((n,), -F.MAX_LOG_RATIO)
+    log_ratio[n // 2] = F.MAX_LOG_RATIO
+    assert F.effective_sample_size(log_ratio.exp()).item() == pytest.approx(1 / n, rel=1e-9)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
+def test_effective_sample_size_follows_from_the_coefficient_of_variation_and_knows_no_unit(spread):
+    ratio = th.exp(spread * th.randn(1000))
+    size = F.effective_sample_size(ratio)
+    # E[x]^2 / E[x^2] = 1 / (1 + Var[x] / E[x]^2), in double precision whatever that of the ratios
+    exact = ratio.double().numpy()
+    assert size.item() == pytest.approx(1 / (1 + exact.var() / exact.mean() ** 2), rel=1e-12)
+    # Powers of two scale without rounding
+    assert F.effective_sample_size(2.0**20 * ratio).item() == size.item()
+    assert F.effective_sample_size(2.0**-20 * ratio).item() == size.item()
+    assert 1 / 1000 < size < 1.0
 
 
 # --- estimates of the divergence --------------------------------------------------------------------------------------
@@ -907,6 +1351,38 @@ def test_k3_far_above_the_reference_is_exact():
     estimate.sum().backward()
     assert estimate.item() == pytest.approx(29.0, abs=1e-12)
     assert log_prob.grad is not None and log_prob.grad.item() == pytest.approx(1.0, abs=1e-12)
+
+
+def test_approximate_divergence_is_as_worked_out_by_hand():
+    # ratio 2: 2 - 1 - log 2 = 0.306853; ratio 1/2: -1/2 + log 2 = 0.193147; ratio 1: 0; (0.306853 + 0.193147 + 0) / 3
+    assert F.approximate_kl(th.tensor([LN2, -LN2, 0.0])).item() == pytest.approx(0.166667, abs=1e-6)
+    assert F.approximate_kl(th.tensor([LN2])).item() == pytest.approx(0.306853, abs=1e-6)
+    assert F.approximate_kl(th.zeros(5)).item() == 0.0
+
+
+@pytest.mark.parametrize("spread", [1e-3, 0.1, 1.0])
+def test_approximate_divergence_is_k3_of_the_old_policy_from_the_new_and_that_of_ppo(spread):
+    old_log_prob = th.randn(1000, dtype=th.float64)
+    log_prob = old_log_prob + spread * th.randn(1000, dtype=th.float64)
+    log_ratio = log_prob - old_log_prob
+    divergence = F.approximate_kl(log_ratio).item()
+    assert divergence == pytest.approx(F.k3(old_log_prob, log_prob).mean().item(), rel=1e-12)
+    assert divergence == pytest.approx(th.mean((th.exp(log_ratio) - 1) - log_ratio).item(), rel=1e-9)
+    assert divergence != pytest.approx(F.k3(log_prob, old_log_prob).mean().item(), rel=1e-5)
+
+
+def test_approximate_divergence_of_samples_from_the_old_policy_is_that_of_the_old_policy_from_the_new():
+    # the old policy is the wide one: KL(old || new) = 1.306853, not 0.443147
+    def approximate(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
+        return F.approximate_kl(reference_log_prob - log_prob)
+
+    assert sampled_estimate(approximate, WIDE, NARROW) == pytest.approx(1.306853, abs=0.03)
+
+
+@pytest.mark.parametrize("log_ratio", [1000.0, 25.0, -1000.0])
+def test_approximate_divergence_is_finite_and_positive_where_the_ratio_overflows(log_ratio):
+    divergence = F.approximate_kl(th.tensor([log_ratio, 0.0]))
+    assert divergence.isfinite() and divergence > 1.0
 
 
 # --- the divergence in closed form ------------------------------------------------------------------------------------
@@ -1040,3 +1516,37 @@ def test_exact_divergence_from_itself_is_zero_and_flat(make, n_logits):
     gradient = th.autograd.grad(divergence.sum(), logits)[0]
     th.testing.assert_close(divergence, th.zeros(3, dtype=th.float64), rtol=0.0, atol=1e-12)
     th.testing.assert_close(gradient, th.zeros_like(logits), rtol=0.0, atol=1e-12)
+
+
+# --- the adaptive coefficient -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kl", "target", "expected"),
+    [
+        # 1.5 * 0.5 = 0.75 and 0.75 / 1.5 = 0.5 are exact
+        pytest.param(0.75, 0.5, 0.3, id="kept at the upper edge"),
+        pytest.param(math.nextafter(0.75, 1.0), 0.5, 0.6, id="doubled just above the upper edge"),
+        pytest.param(0.5, 0.75, 0.3, id="kept at the lower edge"),
+        pytest.param(math.nextafter(0.5, 0.0), 0.75, 0.15, id="halved just below the lower edge"),
+        pytest.param(0.02, 0.02, 0.3, id="kept on target"),
+        pytest.param(0.0, 0.02, 0.15, id="halved without divergence"),
+        pytest.param(-0.001, 0.02, 0.15, id="halved where an estimate is negative"),
+        pytest.param(math.inf, 0.02, 0.6, id="doubled where the policies have nothing in common"),
+    ],
+)
+def test_adapted_coefficient_is_as_worked_out_by_hand(kl, target, expected):
+    assert F.adapted_kl_coef(0.3, kl, target) == expected
+
+
+def test_adapted_coefficient_stays_within_its_bounds_and_finds_its_way_back():
+    low, high = F.KL_COEF_BOUNDS
+    # the last step is shortened: 2 * 6e5 = 1.2e6, 1.5e-6 / 2 = 7.5e-7
+    assert F.adapted_kl_coef(6e5, 1.0, 0.01) == high
+    assert F.adapted_kl_coef(1.5e-6, 0.0, 0.01) == low
+    coefs = [0.3]
+    for kl in [1.0] * 100 + [0.0] * 100 + [1.0]:
+        coefs.append(F.adapted_kl_coef(coefs[-1], kl, 0.01))
+    assert (coefs[100], coefs[101]) == (high, 0.5 * high)
+    assert (coefs[200], coefs[201]) == (low, 2.0 * low)
+    assert low <= min(coefs) and max(coefs) <= high
