@@ -109,9 +109,10 @@ def waiting(checkup: Checkup) -> float:
     return checkup.metrics["rollout/transitions_waiting"]
 
 
-def entropy_floor(action_space: spaces.Space) -> float:
+def entropy_floor(action_space: spaces.Space, squash_output: bool = False) -> float:
     """
     :param action_space: one of those that GRPO takes
+    :param squash_output: whether the policy acts between -1 and 1, from where its actions are scaled to the space
     :return: the entropy below which a policy counts as collapsed, in nats
     """
     if isinstance(action_space, spaces.Discrete):
@@ -122,7 +123,9 @@ def entropy_floor(action_space: spaces.Space) -> float:
         return COLLAPSED * float(np.prod(action_space.shape) * np.log(2.0))
     assert isinstance(action_space, spaces.Box)
     # A Gaussian has the entropy log(std) + log(2 pi e) / 2 in each dimension
-    std = COLLAPSED * (action_space.high - action_space.low).astype(np.float64) / 2.0
+    half_range = (action_space.high.astype(np.float64) - action_space.low) / 2.0
+    half_range = half_range[half_range > 0.0]  # where there is no choice there is nothing to collapse
+    std = COLLAPSED * (np.ones_like(half_range) if squash_output else half_range)
     return float(np.sum(np.log(std) + 0.5 * np.log(2.0 * np.pi * np.e)))
 
 
@@ -191,7 +194,7 @@ class Doctor(BaseCallback):
             self._return_to_rise_above = mean_return + deviation
         return Checkup(
             metrics=metrics,
-            entropy_floor=entropy_floor(model.action_space),
+            entropy_floor=entropy_floor(model.action_space, model.policy.squash_output),
             max_waiting=getattr(model.rollout_buffer, "max_waiting", np.inf),
             risen=mean_return > self._return_to_rise_above,
         )

@@ -4,10 +4,15 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from stable_baselines3.common.callbacks import BaseCallback
 
 import sb3_grpo
+from sb3_grpo import GRPO
+from sb3_grpo.buffers import BUFFERS
+from sb3_grpo.doctor import SYMPTOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sb3_grpo"
@@ -142,3 +147,42 @@ def test_the_readme_and_the_docs_have_examples():
 def test_an_example_runs_as_written(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "example", "exec"), {"__name__": "__main__"})
+
+
+class LoggedKeys(BaseCallback):
+    """All that GRPO itself has logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: set[str] = set()
+
+    def _on_step(self) -> bool:
+        self.keys |= {key for key in self.logger.name_to_value if not key.startswith("time/")}
+        return True
+
+    def _on_rollout_end(self) -> None:
+        self._on_step()
+
+
+def logged_keys() -> set[str]:
+    """:return: whatever any buffer and any option logs"""
+    watcher = LoggedKeys()
+    for buffer in BUFFERS:
+        options: dict[str, Any] = dict(kl_coef=0.1, adaptive_kl_target=0.1, clip_range_high=0.3, rollout_buffer_class=buffer)
+        for env in ("CartPole-v1", "Pendulum-v1"):
+            GRPO("MlpPolicy", env, n_steps=420, n_epochs=1, **options).learn(840, callback=watcher, log_interval=100)
+    # Recorded when the log is written, after a callback's last chance to see it
+    return watcher.keys | {"rollout/ep_rew_mean", "rollout/ep_len_mean"}
+
+
+def test_the_glossary_explains_each_logged_key_and_no_other():
+    page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
+    first_cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    explained = re.findall(r"`([a-z]+/\w+)`", " ".join(first_cells))
+    assert len(explained) == len(set(explained))
+    assert set(explained) == logged_keys()
+
+
+def test_the_docs_name_each_pattern_that_the_doctor_knows():
+    page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8").split("## The doctor")[1]
+    assert re.findall(r"^\| (\w[\w ]+) \| ", page, re.MULTILINE)[1:] == [symptom.name for symptom in SYMPTOMS]
