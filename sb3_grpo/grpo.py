@@ -554,7 +554,9 @@ class GRPO(OnPolicyAlgorithm):
         )
         weights = rollout_data.weights
         policy_gradient_loss = F.weighted_mean(surrogate.loss, weights)
-        loss = policy_gradient_loss - self.ent_coef * F.weighted_mean(entropy, weights)
+        loss = policy_gradient_loss
+        if self.ent_coef != 0:
+            loss = loss - self.ent_coef * F.weighted_mean(entropy, weights)
         kl = entropy.new_empty(0)
         if self.kl_coef > 0:
             kl = self._kl_to_reference(rollout_data, log_prob)
@@ -657,6 +659,7 @@ class GRPO(OnPolicyAlgorithm):
         }
         if gradient_norms:
             figures["train/grad_norm"] = th.stack(gradient_norms).mean()
+            _check_gradient(figures["train/grad_norm"].item())
         if self.kl_coef > 0:
             figures["train/kl_loss"] = all_epochs.kl.mean()
         self.update_metrics = {name: figure.item() for name, figure in figures.items()}
@@ -762,6 +765,18 @@ def _check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -
             )
         if part.shape is not None and 0 in part.shape:
             raise ValueError(f"The observation space {part}{where} is empty: there is nothing to learn from.")
+
+
+def _check_gradient(norm: float) -> None:
+    """
+    :param norm: mean norm of an update's gradients
+    :raises ValueError: if it is NaN or infinite
+    """
+    if not np.isfinite(norm):
+        raise ValueError(
+            f"The gradient of an update is not finite (mean norm {norm}) and has spoilt the policy: load the last checkpoint. "
+            "Lower `learning_rate`, or bound observations and advantages: `VecNormalize`, `normalize_advantage`, `scale`."
+        )
 
 
 def _check_final_observations(dones: np.ndarray, infos: list[dict[str, Any]], num_timesteps: int) -> None:

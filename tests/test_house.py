@@ -25,12 +25,13 @@ EXAMPLES = [
 ]
 
 # What each module may import from the package; ``__init__`` is the package itself, ``sb3_grpo``.
-CORE = {"functional", "baselines", "buffers", "policies", "seeding", "doctor", "grpo"}
+CORE = {"functional", "baselines", "buffers", "distributions", "policies", "seeding", "doctor", "grpo"}
 MAY_IMPORT: dict[str, set[str]] = {
     "functional": set(),
     "baselines": {"functional"},
     "buffers": {"functional", "baselines"},
-    "policies": set(),
+    "distributions": set(),
+    "policies": {"distributions"},
     "seeding": set(),
     "doctor": set(),
     "grpo": {"functional", "baselines", "buffers", "policies", "seeding", "doctor"},
