@@ -188,6 +188,9 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     :param n_envs: number of environments
     :param group_size: trajectories per group
     :param horizon: time limit of the environment in steps, ``None`` where it is not known
+    :param reward_weights: train on ``info["reward_components"]`` instead of the reward: on the sum of the components named
+        here, each with its weight
+    :raises ValueError: if an argument is out of range; from :meth:`add`, if an environment does not report the components
     """
 
     #: Whether :class:`~sb3_grpo.grpo.GRPO` may whiten the advantages (``normalize_advantage``). False for those that compare
@@ -205,6 +208,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         n_envs: int = 1,
         group_size: int = 2,
         horizon: int | None = None,
+        reward_weights: Mapping[str, float] | None = None,
     ):
         super().__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         if horizon is not None:
@@ -213,6 +217,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.gamma = gamma
         self.group_size = group_size
         self.horizon = horizon
+        self.reward_weights = _checked_reward_weights(reward_weights)
         #: Figures on the last rollout, recorded by GRPO under these names.
         self.metrics: dict[str, float] = {}
         self._rollout = 0
@@ -241,12 +246,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.starts = np.zeros(shape, dtype=np.int64)
         self.steps = np.zeros(shape, dtype=np.int64)
         self.dones = np.zeros(shape, dtype=bool)
-        self.components = np.zeros((*shape, self.n_components), dtype=np.float32)
-
-    @property
-    def n_components(self) -> int:
-        """Number of reward components; zero where the environment's own reward is used."""
-        return 0
+        self.components = np.zeros((*shape, len(self.reward_weights)), dtype=np.float32)
 
     @property
     def n_samples(self) -> int:
@@ -290,6 +290,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         def store(storage: np.ndarray, batch: np.ndarray) -> None:
             storage[:, self.pos] = np.reshape(batch, (self.n_envs, *storage.shape[2:]))
 
+        if self.reward_weights:
+            self.components[:, self.pos], reward = self._components_and_their_sum(infos)
         map_observations(store, self.observations, obs)
         store(self.actions, action)
         self.rewards[:, self.pos] = reward
@@ -305,6 +307,17 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
                 self._final_observations.append((int(env), self.pos, infos[env]["terminal_observation"]))
         self.pos += 1
         self.full = self.pos == self.buffer_size
+
+    def _components_and_their_sum(self, infos: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+        names, weights = list(self.reward_weights), np.array(list(self.reward_weights.values()))
+        components = np.array([reward_components(info, names, env) for env, info in enumerate(infos)])
+        sums = components @ weights
+        if not (np.abs(sums) <= LARGEST_REWARD).all():
+            raise ValueError(
+                f"The weighted sums of the reward components are {sums}: choose smaller `reward_weights` than "
+                f"{self.reward_weights}, or scale the components down."
+            )
+        return components, sums
 
     def finish_rollout(self, last_obs: Observations, actor_features: ActorFeatures) -> None:
         """
@@ -476,6 +489,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param forgetting: weight that the statistics of earlier rollouts keep
     :param n_folds: number of folds
     :param time_feature: whether the baseline depends on the step within the episode
+    :param reward_weights: see :class:`GroupRolloutBuffer`
     """
 
     whitens = True
@@ -497,8 +511,20 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         forgetting: float = 0.8,
         n_folds: int = 4,
         time_feature: bool = True,
+        reward_weights: Mapping[str, float] | None = None,
     ):
-        super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs, group_size, horizon)
+        super().__init__(
+            buffer_size,
+            observation_space,
+            action_space,
+            device,
+            gae_lambda,
+            gamma,
+            n_envs,
+            group_size,
+            horizon,
+            reward_weights,
+        )
         require_at_least("n_features", n_features, 1)
         require_positive("bandwidth", bandwidth)
         require_positive("ridge", ridge)
@@ -610,12 +636,11 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     :param tied_groups: groups whose members all did equally well, so that nothing is learned from them: ``"keep"`` their
         transitions, which count in the means of the loss, or ``"skip"`` them as if they had not been sampled. That is the
         filter of DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476, equation 11); no others are sampled in their place
-    :param reward_weights: train on ``info["reward_components"]`` instead of the reward: on the sum of the components named
-        here, each with its weight
-    :param component_aggregation: ``"sum_then_normalize"`` forms the sum and judges it, ``"normalize_then_sum"`` judges each
-        component on its own, as if it were the reward, and adds the weighted advantages up: a component counts by its weight
-        then, whatever its scale (GDPO, https://arxiv.org/abs/2601.05242, without its normalisation over the batch)
-    :raises ValueError: if an argument is out of range; from :meth:`add`, if an environment does not report the components
+    :param reward_weights: see :class:`GroupRolloutBuffer`
+    :param component_aggregation: with ``reward_weights``, ``"sum_then_normalize"`` forms the sum and judges it,
+        ``"normalize_then_sum"`` judges each component on its own, as if it were the reward, and adds the weighted advantages
+        up: a component counts by its weight then, whatever its scale (GDPO, https://arxiv.org/abs/2601.05242, without its
+        normalisation over the batch)
     """
 
     default_scale: ClassVar[F.Scale] = "group"
@@ -637,8 +662,18 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         reward_weights: Mapping[str, float] | None = None,
         component_aggregation: ComponentAggregation = "sum_then_normalize",
     ):
-        self.reward_weights = _checked_reward_weights(reward_weights)
-        super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs, group_size, horizon)
+        super().__init__(
+            buffer_size,
+            observation_space,
+            action_space,
+            device,
+            gae_lambda,
+            gamma,
+            n_envs,
+            group_size,
+            horizon,
+            reward_weights,
+        )
         if scale is not None:
             require_one_of("scale", scale, ("group", "batch", "none"))
         require_one_of("tied_groups", tied_groups, ("keep", "skip"))
@@ -654,31 +689,6 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         self._waiting: Transitions | None = None
         self._first_live_group = 0
         self._warned_of_dropping = False
-
-    @property
-    def n_components(self) -> int:
-        return len(self.reward_weights)
-
-    def add(
-        self,
-        obs: Observations,
-        action: np.ndarray,
-        reward: np.ndarray,
-        done: np.ndarray,
-        log_prob: th.Tensor,
-        start: np.ndarray,
-        infos: list[dict[str, Any]],
-    ) -> None:
-        if self.reward_weights:
-            components = np.array([reward_components(info, list(self.reward_weights), env) for env, info in enumerate(infos)])
-            reward = components @ np.array(list(self.reward_weights.values()))
-            if not (np.abs(reward) <= LARGEST_REWARD).all():
-                raise ValueError(
-                    f"The weighted sums of the reward components are {reward}: choose smaller `reward_weights` than "
-                    f"{self.reward_weights}, or scale the components down."
-                )
-            self.components[:, self.pos] = components
-        super().add(obs, action, reward, done, log_prob, start, infos)
 
     def reset(self) -> None:
         if self.pos > 0:

@@ -1567,7 +1567,7 @@ def both(id: Id) -> dict[str, Any]:
     return {"progress": progress(id), "energy": energy(id), "style": "none", "more": float("nan")}
 
 
-@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
+@pytest.mark.parametrize("buffer", BUFFERS)
 @pytest.mark.parametrize("n_steps", ROLLOUT_LENGTHS)
 def test_the_sum_of_components_is_trained_on_as_if_it_were_the_reward(buffer: str, n_steps: int):
     # What the environment reports beyond the components named, and its reward, are not looked at
