@@ -23,7 +23,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecFrameStack, VecMonitor, VecNormalize
 
-from sb3_grpo import GRPO, GroupRolloutBuffer, load_actor
+from sb3_grpo import GRPO, Doctor, GroupRolloutBuffer, load_actor
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.functional import exact_kl
 from sb3_grpo.seeding import find_seeded_vec_env
@@ -1170,7 +1170,9 @@ def test_cartpole_is_solved_by_default_settings_and_not_without_training():
     cartpole = gym.make("CartPole-v1")
     assert mean_return(model, cartpole) < 100
     assert mean_return(model, cartpole, deterministic=False) < 100  # as good as random
-    assert mean_return(model.learn(50_000), cartpole) >= 475
+    doctor = Doctor()
+    assert mean_return(model.learn(50_000, callback=doctor), cartpole) >= 475
+    assert doctor.reported == []
 
 
 def learned_in_context(buffer: str, n_steps: int) -> float:
@@ -1178,7 +1180,10 @@ def learned_in_context(buffer: str, n_steps: int) -> float:
     model = make_model(
         env, rollout_buffer_class=buffer, n_steps=32, batch_size=64, n_epochs=4, gamma=0.5, group_size=4, policy_kwargs={}
     )
-    return mean_return(model.learn(n_steps), ContextEnv(), n_episodes=100)
+    doctor = Doctor()
+    score = mean_return(model.learn(n_steps, callback=doctor), ContextEnv(), n_episodes=100)
+    assert doctor.reported == []
+    return score
 
 
 @pytest.mark.slow
@@ -1199,9 +1204,10 @@ def test_from_a_constant_reward_normalised_rewards_teach_nothing_where_returns_d
         n_epochs=10,
         learning_rate=1e-3,
     )
-    before = weights(model)
-    model.learn(1024 * 15)
+    before, doctor = weights(model), Doctor()
+    model.learn(1024 * 15, callback=doctor)
     assert same(before, weights(model)) != learns
+    assert doctor.reported == ([] if learns else ["tied groups"])
     score = mean_return(model, gym.make("CartPole-v1"), deterministic=False)
     assert (score > 100) == learns
     assert (score < 60) != learns
