@@ -10,7 +10,7 @@ GRPO, PPO and the *bound* take turns in one process, with the same environment, 
 one torch thread; a turn is a few rollouts and updates. Printed are medians over turns, and of the ratios within each round of
 turns their median and an interval for it. The bound is the work itself: the bare vectorised environment, one pass of the
 actor's network to act, and its minibatches of forward, backward and optimiser step, without policy classes, buffers, callbacks
-or logs.
+or logs. PPO is SB3's as it comes, whose Adam is not fused; ``--fused-ppo`` gives it the one that GRPO has.
 
 The breakdown comes from further turns with a stopwatch around each part, whose overhead is in the figures.
 """
@@ -44,7 +44,7 @@ from sb3_grpo.buffers import BUFFERS
 
 CSV = pathlib.Path(__file__).with_name("throughput.csv")
 FIELDS = [
-    "env", "n_envs", "n_steps", "batch_size", "n_epochs", "buffer", "pairs", "grpo", "ppo", "bound", "over_ppo",
+    "env", "n_envs", "n_steps", "batch_size", "n_epochs", "buffer", "fused_ppo", "pairs", "grpo", "ppo", "bound", "over_ppo",
     "over_ppo_low", "over_ppo_high", "over_bound", "over_bound_low", "over_bound_high", "fit_share", "commit", "versions",
 ]  # fmt: skip
 
@@ -60,6 +60,7 @@ class Setting(NamedTuple):
     :param batch_size: minibatch size
     :param n_epochs: passes over a rollout
     :param buffer: GRPO's rollout buffer
+    :param fused_ppo: whether PPO gets the fused Adam that GRPO and the bound have, instead of SB3's default
     """
 
     env: str = "CartPole-v1"
@@ -69,6 +70,7 @@ class Setting(NamedTuple):
     batch_size: int = 256
     n_epochs: int = 10
     buffer: str = "kernel"
+    fused_ppo: bool = False
 
     def make_env(self) -> VecEnv:
         """:return: the environments, seeded"""
@@ -91,7 +93,11 @@ def make_model(algorithm: type[GRPO] | type[PPO], setting: Setting) -> OnPolicyA
     :param setting: of the comparison
     :return: a model
     """
-    kwargs: dict[str, Any] = dict(rollout_buffer_class=setting.buffer) if algorithm is GRPO else {}
+    kwargs: dict[str, Any] = {}
+    if algorithm is GRPO:
+        kwargs = dict(rollout_buffer_class=setting.buffer)
+    elif setting.fused_ppo:
+        kwargs = dict(policy_kwargs=dict(optimizer_kwargs=dict(eps=1e-5, fused=True)))
     return algorithm(
         setting.policy,
         setting.make_env(),
@@ -336,7 +342,7 @@ def report(row: dict[str, Any]) -> str:
 
     lines = [
         f"{row['env']}, {row['n_envs']} envs x {row['n_steps']} steps, batch {row['batch_size']}, {row['n_epochs']} epochs, "
-        f"{row['buffer']} buffer, medians of {row['pairs']}",
+        f"{row['buffer']} buffer, medians of {row['pairs']}" + (", PPO with fused Adam" if row["fused_ppo"] else ""),
         f"  GRPO  {row['grpo']:>8,} steps/s",
         f"  PPO   {row['ppo']:>8,} steps/s   {against('ppo')}",
         f"  bound {row['bound']:>8,} steps/s   {against('bound')}",
@@ -348,8 +354,11 @@ def report(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in Setting()._asdict().items():
-        choices = list(BUFFERS) if name == "buffer" else None
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, choices=choices)
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=type(default), default=default, choices=list(BUFFERS) if name == "buffer" else None)
     parser.add_argument("--pairs", type=int, default=11, help="turns of each contestant")
     parser.add_argument("--rollouts", type=int, default=2, help="rollouts per turn")
     parser.add_argument("--csv", type=pathlib.Path, default=CSV, help="file to which a row is appended")

@@ -8,6 +8,7 @@ the transitions to train on in minibatches. Every variant overrides one hook:
 - :meth:`CompleteGroupRolloutBuffer._group_advantages` for whole groups of whole trajectories (the four others).
 """
 
+import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -345,9 +346,6 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         """
         metrics = {"rollout/groups_completed": float(len(returns))}
         if len(returns) > 0:
-            labels = np.arange(len(returns)).repeat(returns.shape[1])
-            differences = F.centre_within(returns.ravel(), labels).reshape(returns.shape)
-            metrics["rollout/groups_tied"] = float((differences == 0.0).all(axis=1).mean())
             metrics["rollout/group_return_mean"] = float(returns.mean())
             metrics["rollout/group_return_spread"] = float(np.ptp(returns, axis=1).mean())
         return metrics
@@ -633,9 +631,10 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     :param scale: by what the differences within a group are divided, see :func:`~sb3_grpo.functional.rescale`
     :param max_waiting: transitions that may wait before the oldest groups are dropped; ``None`` for 16 rollouts, but at least
         20,000 and enough for the episodes of a known ``horizon``
-    :param tied_groups: groups whose members all did equally well, so that nothing is learned from them: ``"keep"`` their
-        transitions, which count in the means of the loss, or ``"skip"`` them as if they had not been sampled. That is the
-        filter of DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476, equation 11); no others are sampled in their place
+    :param tied_groups: groups whose members nothing tells apart, as this buffer compares them, so that all their advantages
+        are zero: ``"keep"`` their transitions, which count in the means of the loss, or ``"skip"`` them as if they had not
+        been sampled. That is the filter of DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476, equation 11); no others
+        are sampled in their place
     :param reward_weights: see :class:`GroupRolloutBuffer`
     :param component_aggregation: with ``reward_weights``, ``"sum_then_normalize"`` forms the sum and judges it,
         ``"normalize_then_sum"`` judges each component on its own, as if it were the reward, and adds the weighted advantages
@@ -678,6 +677,11 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
             require_one_of("scale", scale, ("group", "batch", "none"))
         require_one_of("tied_groups", tied_groups, ("keep", "skip"))
         require_one_of("component_aggregation", component_aggregation, ("sum_then_normalize", "normalize_then_sum"))
+        if component_aggregation == "normalize_then_sum" and not self.reward_weights:
+            raise ValueError(
+                "component_aggregation='normalize_then_sum' concerns several rewards: name them and their weights in "
+                f"`reward_weights`, which is {reward_weights!r}."
+            )
         self.tied_groups = tied_groups
         self.component_aggregation = component_aggregation
         if max_waiting is not None:
@@ -941,6 +945,27 @@ def require_one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {value!r}.")
 
 
+def check_buffer_arguments(buffer_class: type[GroupRolloutBuffer], kwargs: Mapping[str, Any]) -> None:
+    """
+    :param buffer_class: of the rollout buffer
+    :param kwargs: what it is to be constructed with
+    :raises ValueError: if its constructor does not take one of these
+    """
+    accepted: set[str] = set()
+    for each in buffer_class.__mro__:
+        parameters = inspect.signature(each).parameters
+        accepted |= {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    accepted -= {"args", "buffer_size", "observation_space", "action_space", "device", "gae_lambda", "gamma", "n_envs"}
+    unknown = sorted(set(kwargs) - accepted)
+    if unknown:
+        raise ValueError(
+            f"{buffer_class.__name__} does not take {unknown} of `rollout_buffer_kwargs`: it takes "
+            f"{sorted(accepted - {'group_size'})}. Another `rollout_buffer_class` may."
+        )
+
+
 def require_at_least(name: str, value: Any, smallest: int) -> None:
     """
     :param name: of the argument
@@ -962,7 +987,8 @@ def require_between(name: str, value: Any, smallest: float, largest: float) -> N
     """
     is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     if not is_number or not np.isfinite(value) or not smallest <= value <= largest:
-        raise ValueError(f"`{name}` must be a finite number from {smallest:g} to {largest:g}, not {value!r}.")
+        limits = "" if smallest == -np.inf and largest == np.inf else f" from {smallest:g} to {largest:g}"
+        raise ValueError(f"`{name}` must be a finite number{limits}, not {value!r}.")
 
 
 def require_positive(name: str, value: Any) -> None:

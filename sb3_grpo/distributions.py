@@ -3,7 +3,8 @@ What a policy needs of its action distribution, and no more.
 
 Stable-Baselines3 wraps one of torch's distribution objects, which validates its arguments and offers much that neither acting
 nor learning asks for; on networks as small as those of control, that takes longer than the network. The functions here draw
-the same actions from the same random numbers, and give the same log-probabilities and entropies, up to rounding.
+the same actions from the same random numbers, and give the same log-probabilities and entropies, up to rounding. What they
+leave out is validation: parameters that are NaN give NaN, which GRPO looks for in what the policy returns.
 """
 
 import math

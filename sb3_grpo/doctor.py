@@ -7,7 +7,7 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
 
-#: Consecutive updates in which a symptom has to show before it is reported.
+#: How many times in a row a symptom has to show before it is reported; rollouts that say nothing about it do not count.
 PATIENCE = 5
 #: A policy whose entropy is below this fraction of the uniform one's has collapsed. For continuous actions: one whose standard
 #: deviation is below this fraction of half the range.
@@ -39,7 +39,7 @@ class Symptom(NamedTuple):
     :param shows: whether it shows in a checkup
     :param needs: metric without which a checkup says nothing about it
     :param sentence: what is wrong and which setting usually helps
-    :param patience: consecutive checkups in which it has to show
+    :param patience: how many times in a row it has to show
     """
 
     name: str
@@ -54,9 +54,9 @@ SYMPTOMS = (
         "tied groups",
         lambda it: it.metrics["rollout/groups_tied"] == 1.0 and not it.risen,
         "rollout/groups_tied",
-        "The members of every group did equally well, so that comparing them teaches nothing. Unless the task is solved, give "
-        "them a chance to differ: a larger `group_size`, more exploration (`ent_coef`), a reward that is less sparse; under a "
-        "constant reward per step, `rollout_buffer_class='return_to_go'` in the place of 'process'.",
+        "Nothing tells the members of any group apart, so that comparing them teaches nothing. Unless the task is solved, "
+        "give them a chance to differ: a larger `group_size`, more exploration (`ent_coef`), a reward that is less sparse; "
+        "under a constant reward per step, `rollout_buffer_class='return_to_go'` in the place of 'process'.",
     ),
     Symptom(
         "clip fraction",
@@ -161,6 +161,17 @@ class Doctor(BaseCallback):
         self._return_to_rise_above = np.nan
         self._is_due = False
 
+    def _init_callback(self) -> None:
+        if not hasattr(self.model, "update_metrics"):
+            raise ValueError(
+                f"The doctor knows GRPO's runs, not those of {type(self.model).__name__}: take it off the callbacks."
+            )
+
+    def _on_training_start(self) -> None:
+        if self.model.num_timesteps == 0:  # another run, perhaps of another task
+            self._streaks = dict.fromkeys(self._streaks, 0)
+            self._return_to_rise_above = np.nan
+
     def _on_step(self) -> bool:
         return True
 
@@ -184,7 +195,7 @@ class Doctor(BaseCallback):
             self._streaks[symptom.name] = self._streaks[symptom.name] + 1 if symptom.shows(checkup) else 0
             if self._streaks[symptom.name] == symptom.patience:
                 self.reported.append(symptom.name)
-                self.report(f"Doctor ({symptom.name}, {symptom.patience} updates in a row): {symptom.sentence}")
+                self.report(f"Doctor ({symptom.name}, {symptom.patience} times in a row): {symptom.sentence}")
 
     def _checkup(self) -> Checkup:
         model: Any = self.model

@@ -584,7 +584,8 @@ def exact_kl(policy: Distribution, reference: Distribution) -> th.Tensor:
 def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
     """
     Twice the coefficient where the divergence came out above ``1.5 target``, half of it below ``target / 1.5``: the adaptive
-    penalty of PPO (https://arxiv.org/abs/1707.06347), section 4. Departure: it stays within ``KL_COEF_BOUNDS``.
+    penalty of PPO (https://arxiv.org/abs/1707.06347), section 4. Departures: it stays within ``KL_COEF_BOUNDS``, and the
+    divergence is that of the penalty, KL(pi || reference), where the paper has KL(pi_old || pi).
 
     :param kl_coef: coefficient of the last update
     :param kl: divergence at its end

@@ -22,6 +22,7 @@ from sb3_grpo.buffers import (
     GroupRolloutBuffer,
     GroupRolloutBufferSamples,
     Observations,
+    check_buffer_arguments,
     map_observations,
     require_at_least,
     require_between,
@@ -310,6 +311,7 @@ class GRPO(OnPolicyAlgorithm):
         require_between("gamma", self.gamma, 0.0, 1.0)
         require_between("gae_lambda", self.gae_lambda, 0.0, 1.0)
         require_between("ent_coef", self.ent_coef, -np.inf, np.inf)
+        check_buffer_arguments(self.rollout_buffer_class, self.rollout_buffer_kwargs)  # type: ignore[arg-type]
         if "group_size" in self.rollout_buffer_kwargs:
             raise ValueError(
                 f"`rollout_buffer_kwargs` has group_size={self.rollout_buffer_kwargs['group_size']!r}: pass `group_size` to "
@@ -330,10 +332,11 @@ class GRPO(OnPolicyAlgorithm):
         require_between("kl_reference_tau", self.kl_reference_tau, 0.0, 1.0)
         if self.adaptive_kl_target is not None:
             require_positive("adaptive_kl_target", self.adaptive_kl_target)
-            if self.kl_coef == 0:
+            smallest, largest = F.KL_COEF_BOUNDS
+            if not smallest <= self.kl_coef <= largest:
                 raise ValueError(
-                    f"adaptive_kl_target={self.adaptive_kl_target!r} adapts `kl_coef`, which is 0 and would stay so: pass the "
-                    "coefficient to begin with, such as `kl_coef=0.1`."
+                    f"adaptive_kl_target={self.adaptive_kl_target!r} adapts `kl_coef` between {smallest:g} and {largest:g}: "
+                    f"pass one of these to begin with, such as `kl_coef=0.1`, not {self.kl_coef!r}."
                 )
 
     def _time_limit(self) -> int | None:
@@ -426,6 +429,7 @@ class GRPO(OnPolicyAlgorithm):
             with th.no_grad():
                 obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
                 actions, log_probs = self.policy(obs_tensor)
+            _check_policy(log_probs, self.num_timesteps)
             actions = actions.cpu().numpy()
             clipped_actions = self._within_bounds(actions)
 
@@ -503,7 +507,8 @@ class GRPO(OnPolicyAlgorithm):
             return
         self.policy.set_training_mode(True)
         clip_range = self._current_clip_range()
-        whole_trajectories = self.importance_sampling_level == "trajectory"
+        # Not passed on where it makes no difference, so that a buffer of the user's need not know of it
+        dealt = {"whole_trajectories": True} if self.importance_sampling_level == "trajectory" else {}
         self._renew_kl_reference()
 
         minibatches: list[MinibatchLoss] = []
@@ -511,7 +516,7 @@ class GRPO(OnPolicyAlgorithm):
         for epoch in range(self.n_epochs):
             first_of_epoch = len(minibatches)
             stopped_early = False
-            for rollout_data in self.rollout_buffer.get(self.batch_size, whole_trajectories):
+            for rollout_data in self.rollout_buffer.get(self.batch_size, **dealt):
                 losses = self._minibatch_loss(rollout_data, clip_range)
                 minibatches.append(losses._replace(loss=losses.loss.detach()))
                 stopped_early = self._is_too_far(losses.log_ratio, epoch)
@@ -527,8 +532,7 @@ class GRPO(OnPolicyAlgorithm):
 
         self._log_update(minibatches, first_of_epoch, gradient_norms, clip_range)
         if self.adaptive_kl_target is not None:
-            kl = th.cat([losses.kl for losses in minibatches[first_of_epoch:]]).mean().item()
-            self.kl_coef = F.adapted_kl_coef(self.kl_coef, kl, self.adaptive_kl_target)
+            self._adapt_kl_coef(self.adaptive_kl_target)
 
     def _current_clip_range(self) -> ClipRange:
         low = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
@@ -574,11 +578,10 @@ class GRPO(OnPolicyAlgorithm):
         if self.target_kl is None:
             return False
         approx_kl = F.approximate_kl(log_ratio).item()
-        if approx_kl <= 1.5 * self.target_kl:
-            return False
-        if self.verbose >= 1:
+        is_too_far = approx_kl > 1.5 * self.target_kl
+        if is_too_far and self.verbose >= 1:
             print(f"Update stopped in epoch {epoch}: approximate KL {approx_kl:.3f} > 1.5 target_kl")
-        return True
+        return is_too_far
 
     def _kl_to_reference(self, rollout_data: GroupRolloutBufferSamples, log_prob: th.Tensor) -> th.Tensor:
         """
@@ -601,10 +604,26 @@ class GRPO(OnPolicyAlgorithm):
             return F.importance_weighted(estimate, log_prob, rollout_data.old_log_prob)
         return estimate
 
+    def _adapt_kl_coef(self, target: float) -> None:
+        """
+        :param target: divergence from the reference that the update should have brought about
+        """
+        with th.no_grad():
+            divergences = [
+                self._kl_to_reference(batch, self.policy.evaluate_actions(batch.observations, batch.actions)[0])
+                for batch in self.rollout_buffer.get(ENCODING_BATCH)
+            ]
+        kl = th.cat(divergences).mean().item()
+        self.update_metrics["train/kl_to_reference"] = kl
+        self.logger.record("train/kl_to_reference", kl)
+        self.kl_coef = F.adapted_kl_coef(self.kl_coef, kl, target)
+
     def _renew_kl_reference(self) -> None:
         """Take the current policy as the KL reference where it is due."""
         if self.kl_coef == 0:
             return
+        if self.kl_reference == "old" and self.kl_estimator != "exact":
+            return  # the transitions tell its log-probabilities
         lifetimes = {"old": 1, "initial": np.inf, "polyak": np.inf}
         lifetime = lifetimes[self.kl_reference] if isinstance(self.kl_reference, str) else self.kl_reference
         if self.kl_reference_policy is None or self._kl_reference_age is None:
@@ -612,8 +631,9 @@ class GRPO(OnPolicyAlgorithm):
             self._kl_reference_age = 0
         elif self.kl_reference == "polyak":
             polyak_update(self.policy.parameters(), self.kl_reference_policy.parameters(), self.kl_reference_tau)
-            # Running statistics of a features extractor are averages already
-            polyak_update(self.policy.buffers(), self.kl_reference_policy.buffers(), 1.0)
+            # Running statistics of a features extractor are averages already, and some of them integers
+            for ours, theirs in zip(self.policy.buffers(), self.kl_reference_policy.buffers(), strict=True):
+                theirs.copy_(ours)
         elif self._kl_reference_age >= lifetime:
             self.kl_reference_policy.load_state_dict(self.policy.state_dict())
             self._kl_reference_age = 0
@@ -677,6 +697,8 @@ class GRPO(OnPolicyAlgorithm):
     def _init_callback(self, callback: MaybeCallback, progress_bar: bool = False) -> BaseCallback:
         if self.doctor and self.verbose >= 1:
             callbacks = callback if isinstance(callback, list) else [callback]
+            if any(isinstance(each, Doctor) for each in callbacks):  # one is enough
+                return super()._init_callback(callback, progress_bar)
             callback = [each if isinstance(each, BaseCallback) else ConvertCallback(each) for each in callbacks]
             callback = CallbackList([*callback, self._doctor])
         return super()._init_callback(callback, progress_bar)
@@ -765,6 +787,19 @@ def _check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -
             )
         if part.shape is not None and 0 in part.shape:
             raise ValueError(f"The observation space {part}{where} is empty: there is nothing to learn from.")
+
+
+def _check_policy(log_probs: th.Tensor, num_timesteps: int) -> None:
+    """
+    :param log_probs: of the actions that the policy has chosen, shape ``(n_envs,)``
+    :param num_timesteps: steps taken before
+    :raises ValueError: if one is NaN or infinite: torch's distributions would have refused such parameters
+    """
+    if not np.isfinite(log_probs.cpu().numpy()).all():
+        raise ValueError(
+            f"The output of the policy is not finite after {num_timesteps} timesteps: its actions have log-probabilities "
+            f"{log_probs.tolist()}. Its weights or its features extractor give NaN or infinities for the present observations."
+        )
 
 
 def _check_gradient(norm: float) -> None:

@@ -209,8 +209,8 @@ class ActorPolicy(BasePolicy):
 
     def _lean_distribution(self) -> LeanDistribution | None:
         """:return: what gives the same numbers as :meth:`get_distribution` in less time, if there is such a thing"""
-        if type(self).get_distribution is not ActorPolicy.get_distribution:  # a subclass has its own idea
-            return None
+        if getattr(self.get_distribution, "__func__", None) is not ActorPolicy.get_distribution:
+            return None  # a subclass, or whoever has replaced it, has another idea
         return LEAN_DISTRIBUTIONS.get(type(self.action_dist))
 
     def _latent(self, obs: PyTorchObs) -> th.Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
@@ -145,7 +146,7 @@ def test_a_fault_is_reported_once_with_a_remedy(make_faulty: Any, name: str, adv
     assert [name_of(report) for report in reports].count(name) == 1, reports
     (report,) = [report for report in reports if name_of(report) == name]
     (symptom,) = [symptom for symptom in SYMPTOMS if symptom.name == name]
-    assert report == f"Doctor ({name}, {symptom.patience} updates in a row): {symptom.sentence}"
+    assert report == f"Doctor ({name}, {symptom.patience} times in a row): {symptom.sentence}"
     assert all(word in report for word in advice)
 
 
@@ -246,7 +247,7 @@ def rewardless_model(**kwargs: Any) -> Any:
 def test_a_verbose_run_prints_what_the_doctor_says(capsys: pytest.CaptureFixture[str]):
     rewardless_model(verbose=1).learn(32 * 8)
     (line,) = doctors_lines(capsys)
-    assert line == f"Doctor (tied groups, 5 updates in a row): {SYMPTOMS[0].sentence}"
+    assert line == f"Doctor (tied groups, 5 times in a row): {SYMPTOMS[0].sentence}"
 
 
 @pytest.mark.parametrize(
@@ -443,3 +444,37 @@ def test_a_squashed_policy_with_an_ordinary_deviation_has_not_collapsed():
     model = GRPO("MlpPolicy", env, n_steps=32, seed=0, device="cpu", **kwargs)
     model.learn(32 * 2 * PATIENCE, callback=Doctor(report=heard.append))
     assert not [sentence for sentence in heard if "entropy" in sentence]
+
+
+# --- What it is no doctor for ---------------------------------------------------------------------------------------------
+
+
+def test_episodes_of_equal_return_are_no_fault_where_groups_are_not_compared():
+    # The reward is the action: learned from by comparison with a baseline, although all members of a group could tie
+    said: list[str] = []
+    env = make_envs(action_space=spaces.Discrete(1))
+    make_model(env, n_steps=64, rollout_buffer_class="kernel").learn(64 * 4 * 3 * PATIENCE, callback=Doctor(said.append))
+    assert not [sentence for sentence in said if "tied groups" in sentence]
+
+
+def test_a_run_with_a_doctor_of_its_own_is_not_seen_by_two(capsys: pytest.CaptureFixture[str]):
+    said: list[str] = []
+    rewardless_model(verbose=1).learn(16 * 2 * PATIENCE, callback=[Doctor(said.append)])
+    assert len(said) == 1
+    assert "Doctor" not in capsys.readouterr().out
+
+
+def test_a_doctor_refuses_the_runs_of_other_algorithms():
+    with pytest.raises(ValueError, match="GRPO's runs, not those of PPO"):
+        PPO("MlpPolicy", AnyEnv(), n_steps=16, batch_size=16).learn(16, callback=Doctor())
+
+
+def test_another_run_of_the_model_is_judged_by_its_own_first_episodes():
+    said: list[str] = []
+    doctor = Doctor(said.append)
+    model = make_model(Monitor(AnyEnv()), n_steps=32).learn(64, callback=doctor)
+    first = doctor._return_to_rise_above
+    model.learn(64, callback=doctor, reset_num_timesteps=False)
+    assert doctor._return_to_rise_above == first
+    model.learn(64, callback=doctor)
+    assert np.isfinite(first) and doctor._return_to_rise_above != first

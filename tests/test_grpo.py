@@ -21,6 +21,7 @@ from stable_baselines3.common.callbacks import BaseCallback, CheckpointCallback,
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecFrameStack, VecMonitor, VecNormalize
 
 from sb3_grpo import GRPO, Doctor, GroupRolloutBuffer, load_actor
@@ -917,6 +918,61 @@ def test_a_step_on_a_full_batch_is_ppos_step_on_the_same_data(noise: float, acti
         th.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
 
 
+class Dividing(BaseFeaturesExtractor):
+    """Not finite where the first observation is zero."""
+
+    def __init__(self, observation_space: spaces.Box):
+        super().__init__(observation_space, features_dim=3)
+
+    def forward(self, observations: th.Tensor) -> th.Tensor:
+        return observations / observations[:, :1]
+
+
+@pytest.mark.parametrize("action_space", ACTION_SPACES[:2])
+def test_a_policy_whose_output_is_not_finite_is_told_from_an_environment_that_is_broken(action_space: spaces.Space):
+    env = AnyEnv(spaces.Box(0.0, 0.0, (3,), np.float32), action_space)
+    model = make_model(env, policy_kwargs=dict(net_arch=[8], features_extractor_class=Dividing))
+    with pytest.raises(ValueError, match=r"output of the policy is not finite after 0 timesteps: .*nan.*features extractor"):
+        model.learn(64)
+
+
+@pytest.mark.parametrize("target_kl", [None, 0.02])
+def test_an_update_that_spoils_the_policy_is_not_taken_for_one_that_went_too_far(target_kl: float | None):
+    model = make_model(learning_rate=1e38, max_grad_norm=np.inf, target_kl=target_kl, n_epochs=2)
+    with pytest.raises(ValueError, match="not finite"):
+        model.learn(256)
+
+
+class Normalising(BaseFeaturesExtractor):
+    """With running statistics, one of them an integer."""
+
+    def __init__(self, observation_space: spaces.Box):
+        super().__init__(observation_space, features_dim=3)
+        self.norm = th.nn.BatchNorm1d(3)
+
+    def forward(self, observations: th.Tensor) -> th.Tensor:
+        return self.norm(observations)
+
+
+def test_a_moving_reference_takes_running_statistics_as_they_are():
+    extractor = dict(net_arch=[8], features_extractor_class=Normalising)
+    model = make_model(kl_coef=0.1, kl_reference="polyak", policy_kwargs=extractor).learn(96)
+    reference = model.kl_reference_policy
+    assert 0 < reference.features_extractor.norm.num_batches_tracked < model.policy.features_extractor.norm.num_batches_tracked
+
+
+class OldStyleBuffer(RewardIsAdvantage):
+    """Knows nothing of whole trajectories."""
+
+    def get(self, batch_size=None):
+        yield from super().get(batch_size)
+
+
+def test_a_users_buffer_need_not_know_of_whole_trajectories():
+    before = weights(make_model(rollout_buffer_class=OldStyleBuffer))
+    assert_trained(make_model(rollout_buffer_class=OldStyleBuffer).learn(64), before)
+
+
 # --- gSDE -------------------------------------------------------------------------------------------------------------
 
 
@@ -961,7 +1017,6 @@ def test_gsde_draws_its_noise_as_often_as_asked(sample_freq: int, n_matrices: in
 OURS_ALONE = {
     "rollout/start_mismatches",
     "rollout/groups_completed",
-    "rollout/groups_tied",
     "rollout/group_return_mean",
     "rollout/group_return_spread",
     "train/advantage_mean",
@@ -1052,10 +1107,23 @@ def test_tensorboard_gets_the_curves(tmp_path: pathlib.Path):
         pytest.param(dict(gamma=1.01), r"`gamma` must be a finite number from 0 to 1, not 1\.01", id="gamma"),
         pytest.param(dict(gamma="0.9"), "`gamma` .* not '0.9'", id="gamma-text"),
         pytest.param(dict(gae_lambda=-0.1), r"`gae_lambda` must be a finite number from 0 to 1, not -0\.1", id="gae_lambda"),
-        pytest.param(dict(ent_coef=np.nan), "`ent_coef` must be a finite number .* not nan", id="ent_coef-NaN"),
+        pytest.param(dict(ent_coef=np.nan), "`ent_coef` must be a finite number, not nan", id="ent_coef-NaN"),
         pytest.param(dict(ent_coef=None), "`ent_coef` .* not None", id="ent_coef-None"),
         pytest.param(
             dict(rollout_buffer_kwargs=dict(group_size=3)), "group_size=3: pass `group_size` to GRPO", id="two-sizes"
+        ),
+        pytest.param(
+            dict(rollout_buffer_kwargs=dict(tied_groups="skip", ridge=0.1)),
+            r"KernelRolloutBuffer does not take \['tied_groups'\] .*takes \['bandwidth', .*'ridge'.*Another `rollout_buffer",
+            id="option-of-another-buffer",
+        ),
+        pytest.param(
+            dict(rollout_buffer_class="outcome", rollout_buffer_kwargs=dict(leave_one=True, leave_one_out=True, scale="none")),
+            r"OutcomeRolloutBuffer does not take \['leave_one'\] .*'leave_one_out', 'max_waiting'.*'scale'",
+            id="option-of-no-buffer",
+        ),
+        pytest.param(
+            dict(rollout_buffer_kwargs=dict(gamma=0.9)), r"does not take \['gamma'\]", id="argument-that-grpo-passes"
         ),
         pytest.param(dict(rollout_buffer_kwargs=dict(horizon=0)), "`horizon` must be .* at least 1, not 0", id="horizon-0"),
     ],
