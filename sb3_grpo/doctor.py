@@ -83,7 +83,8 @@ SYMPTOMS = (
     ),
     Symptom(
         "incomplete groups",
-        lambda it: it.metrics["rollout/groups_completed"] == 0 and waiting(it) > it.max_waiting / 2,
+        lambda it: it.metrics["rollout/groups_completed"] == 0
+        and it.metrics["rollout/transitions_waiting"] > it.max_waiting / 2,
         "rollout/transitions_waiting",
         "No group has been completed for long, so that nothing is learned: episodes end too seldom for a buffer that judges "
         "them whole. Use `rollout_buffer_class='kernel'`, which needs no ends, give the environment a time limit, or lower "
@@ -99,14 +100,6 @@ SYMPTOMS = (
         patience=2 * PATIENCE,
     ),
 )
-
-
-def waiting(checkup: Checkup) -> float:
-    """
-    :param checkup: of a run
-    :return: transitions that wait for their group
-    """
-    return checkup.metrics["rollout/transitions_waiting"]
 
 
 def entropy_floor(action_space: spaces.Space, squash_output: bool = False) -> float:

@@ -4,12 +4,14 @@ import ast
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import learning
 from benchmarks.curves import TrainingCurve
 from benchmarks.learning import Case, append_row, defaults, passed, read_rows, table
+from sb3_grpo import GRPO
 
 ROOT = Path(__file__).parents[1]
 CASE = Case("CartPole-v1", 1, 1000, threshold=100.0, required=2, seeds=(0, 1, 2))
@@ -120,7 +122,39 @@ def test_the_docs_have_ablations():
     assert len(ABLATIONS) > 5
 
 
-@pytest.mark.parametrize("name", learning.CASES)
+CASES_AND_VARIANTS = {**learning.CASES, **learning.VARIANTS}
+
+
+@pytest.mark.parametrize("name", CASES_AND_VARIANTS)
 def test_every_case_names_seeds_enough_to_pass(name: str):
-    case = learning.CASES[name]
+    case = CASES_AND_VARIANTS[name]
     assert 0 < case.required <= len(set(case.seeds))
+
+
+VARIANTS_PAGE = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
+PAPERS = [eval(arguments) for arguments in re.findall(r"^\| .*? \| `(dict\(.*?\))` \| ", VARIANTS_PAGE, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("arguments", PAPERS, ids=str)
+def test_the_arguments_of_a_paper_are_accepted(arguments: dict[str, Any]):
+    model = GRPO("MlpPolicy", "CartPole-v1", **arguments)
+    for name, value in arguments.get("rollout_buffer_kwargs", {}).items():
+        assert getattr(model.rollout_buffer, name) == value
+    for name in ("clip_range", "clip_range_high"):
+        if name in arguments:
+            assert getattr(model, name)(1.0) == arguments[name]
+
+
+def test_the_docs_show_the_variants_that_were_run_and_what_came_of_them():
+    text, everything = table(learning.VARIANTS, read_rows(learning.CSV))
+    assert everything
+    assert text in VARIANTS_PAGE
+
+
+@pytest.mark.parametrize("name", [name for name in learning.VARIANTS if name != "polyak"])
+def test_a_variant_that_was_run_is_that_of_a_paper_in_the_docs(name: str):
+    settings = {**learning.VARIANTS[name].settings}
+    del settings["learning_rate"], settings["group_size"]
+    if settings["rollout_buffer_class"] == "kernel":  # the default
+        del settings["rollout_buffer_class"]
+    assert settings in PAPERS
