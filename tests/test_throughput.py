@@ -1,0 +1,121 @@
+"""The command that compares speeds: it must time what it says, in turns, and count right."""
+
+import numpy as np
+import pytest
+
+from benchmarks import throughput, update_time
+from benchmarks.throughput import (
+    FIELDS,
+    LeanActor,
+    Setting,
+    Stopwatch,
+    breakdown,
+    compare,
+    make_model,
+    ratio_columns,
+    take_turns,
+)
+from sb3_grpo import GRPO
+
+TINY = Setting(n_envs=2, n_steps=16, batch_size=16, n_epochs=2)
+
+
+class Clock:
+    """Goes on only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(throughput, "time", clock)
+    return clock
+
+
+def test_contestants_take_turns_and_the_first_round_does_not_count(clock: Clock):
+    order = []
+
+    def contestant(name: str, seconds: float) -> None:
+        order.append(name)
+        clock.advance(seconds if len(order) > 2 else 100.0)
+
+    seconds = take_turns({"a": lambda: contestant("a", 1.0), "b": lambda: contestant("b", 3.0)}, rounds=3)
+    # Whoever is first in one round is last in the next, so that a drift of the machine favours nobody
+    assert "".join(order) == "baabbaab"
+    assert seconds["a"].tolist() == [1.0] * 3
+    assert seconds["b"].tolist() == [3.0] * 3
+
+
+def test_a_ratio_is_reported_by_its_median_with_an_interval():
+    assert ratio_columns("x", np.array([2.0, 2.0, 2.0])) == {"x": "2.000", "x_low": "2.000", "x_high": "2.000"}
+    columns = ratio_columns("x", np.array([1.0, 2.0, 3.0, 4.0, 100.0]))
+    assert float(columns["x"]) == 3.0
+    assert 1.0 <= float(columns["x_low"]) < 3.0 < float(columns["x_high"]) <= 100.0
+
+
+def test_a_stopwatch_counts_what_a_part_takes_and_leaves_no_trace(clock: Clock):
+    class Owner:
+        def work(self, seconds: float) -> str:
+            clock.advance(seconds)
+            return "done"
+
+    owner, watch = Owner(), Stopwatch()
+    with watch.around("part", owner, "work"):
+        assert owner.work(2.0) == owner.work(0.5) == "done"
+    owner.work(10.0)
+    assert watch.seconds == {"part": 2.5}
+    assert vars(owner) == {}
+
+
+def test_the_shares_of_the_parts_add_up():
+    model = make_model(GRPO, TINY)
+    assert isinstance(model, GRPO)
+    shares = breakdown(model, 64)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert set(shares) == {"environment", "inference", "buffer", "advantages", "update", "callbacks, logs, rest"}
+    assert min(shares.values()) > 0
+    assert "train" not in vars(model)
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_a_comparison_fills_a_row_and_a_report(env: str):
+    row = compare(TINY._replace(env=env), pairs=3, rollouts=1)
+    assert set(FIELDS) <= set(row)
+    assert (row["env"], row["n_envs"], row["pairs"]) == (env, 2, 3)
+    assert min(row["grpo"], row["ppo"], row["bound"]) > 0
+    text = throughput.report(row)
+    assert f"GRPO over ppo {row['over_ppo']}" in text and "update" in text
+
+
+def test_the_bound_does_the_work():
+    lean = LeanActor(TINY)
+    before = [parameter.detach().clone() for parameter in lean.parameters]
+    steps = []
+    step = lean.env.step
+    lean.env.step = lambda actions: steps.append(1) or step(actions)
+    lean.learn(2 * TINY.rollout)
+    assert len(steps) == 2 * TINY.n_steps
+    assert all((parameter != old).any() for parameter, old in zip(lean.parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ppo_is_given_the_fused_optimizer_on_demand_alone(fused: bool):
+    ppo = make_model(throughput.PPO, TINY._replace(fused_ppo=fused))
+    assert bool(ppo.policy.optimizer.defaults["fused"]) == fused
+    assert make_model(GRPO, TINY).policy.optimizer.defaults["fused"]
+
+
+@pytest.mark.slow
+def test_two_trees_are_timed_alternately():
+    root = str(update_time.ROOT)
+    times = update_time.paired_times([root, root], "CartPole-v1", n_envs=1, updates=1, pairs=2)
+    assert times.shape == (2, 2)
+    assert (times > 0).all()
