@@ -153,10 +153,16 @@ CASES: dict[str, Case] = {
         100_000,
         400.0,
         4,
-        # At the default learning rate 3 of the seeds 0-4 got there in time. The rate was then chosen on other seeds, and is
-        # reported on those that nobody had looked at.
+        # As published, with PPO's clip range, about half of all seeds get there in time. DAPO's two changes were then chosen
+        # on other seeds, and are reported on those that nobody had looked at with them.
         seeds=tuple(range(5, 10)),
-        settings=dict(rollout_buffer_class="outcome", group_size=8, learning_rate=1e-3),
+        settings=dict(
+            rollout_buffer_class="outcome",
+            group_size=8,
+            learning_rate=1e-3,
+            clip_range_high=0.28,
+            rollout_buffer_kwargs=dict(tied_groups="skip"),
+        ),
     ),
     "return_to_go": Case(
         "CartPole-v1", 8, 100_000, 400.0, 4, settings=dict(rollout_buffer_class="return_to_go", group_size=8)
