@@ -1032,6 +1032,7 @@ OURS_ALONE = {
 def logged_keys(model: Any, folder: pathlib.Path) -> set[str]:
     model.set_logger(logger.configure(str(folder), ["csv"]))
     model.learn(64)
+    model.logger.close()
     with open(folder / "progress.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2
