@@ -1,9 +1,11 @@
 """The command that compares speeds: it must time what it says, in turns, and count right."""
 
+import pathlib
+
 import numpy as np
 import pytest
 
-from benchmarks import throughput, update_time
+from benchmarks import scaling, throughput, update_time
 from benchmarks.throughput import (
     FIELDS,
     LeanActor,
@@ -16,6 +18,7 @@ from benchmarks.throughput import (
     take_turns,
 )
 from sb3_grpo import GRPO
+from sb3_grpo.buffers import BUFFERS
 
 TINY = Setting(n_envs=2, n_steps=16, batch_size=16, n_epochs=2)
 
@@ -111,6 +114,22 @@ def test_ppo_is_given_the_fused_optimizer_on_demand_alone(fused: bool):
     ppo = make_model(throughput.PPO, TINY._replace(fused_ppo=fused))
     assert bool(ppo.policy.optimizer.defaults["fused"]) == fused
     assert make_model(GRPO, TINY).policy.optimizer.defaults["fused"]
+
+
+def test_each_buffer_is_timed_on_a_whole_rollout_of_each_size(tmp_path: pathlib.Path):
+    points = list(scaling.seconds_per_rollout(largest=4096, repetitions=1))
+    assert [(point.what, point.x) for point in points] == [(name, n) for n in (1024, 4096) for name in BUFFERS]
+    assert all(point.y > 0 for point in points)
+    scaling.draw([*points, scaling.Point("steps per second", "GRPO", 8, 1e4)], tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_the_rollouts_that_are_timed_make_an_update_of_all_their_complete_groups(name: str):
+    buffer = scaling.filled_buffer(name, 8 * 500)  # two episodes of 200 steps in each environment, and half of a third
+    buffer.finish_rollout(np.zeros((8, scaling.OBSERVATION_DIM), np.float32), lambda observations: np.empty(0))
+    assert buffer.n_samples == (4000 if name == "kernel" else 3200)
+    assert buffer.metrics["rollout/groups_completed"] == 2
 
 
 @pytest.mark.slow
