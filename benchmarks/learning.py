@@ -290,15 +290,16 @@ def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def append_row(path: pathlib.Path, row: dict[str, Any]) -> None:
+def append_row(path: pathlib.Path, row: dict[str, Any], fields: list[str]) -> None:
     """
     :param path: of the CSV
     :param row: to append
+    :param fields: of the CSV, in order
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
         if is_new:
             writer.writeheader()
         writer.writerow(row)
@@ -422,7 +423,7 @@ def main() -> int:
                 name, _, seed = futures[future]
                 progress.update()
                 try:
-                    append_row(args.csv, future.result())
+                    append_row(args.csv, future.result(), FIELDS)
                 except Exception as error:
                     failures += 1
                     tqdm.write(f"FAILED: {name} seed {seed}: {error!r}", file=sys.stderr)

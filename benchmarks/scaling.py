@@ -26,7 +26,8 @@ from gymnasium import spaces
 from stable_baselines3 import PPO
 from tqdm import tqdm
 
-from benchmarks.throughput import Setting, make_model, take_turns
+from benchmarks.throughput import Setting, make_model
+from benchmarks.timing import take_turns
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import BUFFERS, GroupRolloutBuffer
 

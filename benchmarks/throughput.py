@@ -16,13 +16,8 @@ The breakdown comes from further turns with a stopwatch around each part, whose 
 """
 
 import argparse
-import csv
-import functools
 import pathlib
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +33,8 @@ from stable_baselines3.common.vec_env import VecEnv, VecTransposeImage
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from torch import nn
 
-from benchmarks.learning import commit, versions
+from benchmarks.learning import append_row, commit, versions
+from benchmarks.timing import Stopwatch, median_with_interval, take_turns
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import BUFFERS
 
@@ -157,19 +153,19 @@ class LeanActor:
         :return: actions and their log-probabilities
         """
         with th.inference_mode():
-            outputs = self.net(self.inputs(obs))
+            outputs = self.net(self.inputs(th.as_tensor(obs)))
             if isinstance(self.space, spaces.Discrete):
                 actions = (outputs - th.empty_like(outputs).exponential_().log_()).argmax(dim=1)
             else:
                 actions = outputs + th.exp(self.log_std) * th.randn_like(outputs)
             return actions, self.log_prob(outputs, actions)
 
-    def inputs(self, obs: np.ndarray) -> th.Tensor:
+    def inputs(self, obs: th.Tensor) -> th.Tensor:
         """
         :param obs: shape ``(n, ...)``
         :return: as the network takes them
         """
-        inputs = preprocess_obs(th.as_tensor(obs), self.env.observation_space)
+        inputs = preprocess_obs(obs, self.env.observation_space)
         assert isinstance(inputs, th.Tensor)
         return inputs
 
@@ -204,7 +200,7 @@ class LeanActor:
         observations = th.as_tensor(obs)
         for _ in range(self.setting.n_epochs):
             for batch in th.randperm(len(observations)).split(self.setting.batch_size):
-                outputs = self.net(preprocess_obs(observations[batch], self.env.observation_space))
+                outputs = self.net(self.inputs(observations[batch]))
                 ratio = th.exp(self.log_prob(outputs, actions[batch]) - old_log_probs[batch])
                 gain = advantages[batch]
                 loss = -th.min(ratio * gain, th.clamp(ratio, 0.8, 1.2) * gain).mean()
@@ -217,36 +213,6 @@ class LeanActor:
 def _array(observations: VecEnvObs) -> np.ndarray:
     assert isinstance(observations, np.ndarray), "no bound for Dict observations"
     return observations
-
-
-class Stopwatch:
-    """Seconds that parts of a run take."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def around(self, part: str, owner: Any, method: str) -> Iterator[None]:
-        """
-        :param part: name under which calls are counted
-        :param owner: object whose method is timed
-        :param method: its name
-        """
-        original = getattr(owner, method)
-
-        @functools.wraps(original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.seconds[part] += time.perf_counter() - began
-
-        setattr(owner, method, timed)
-        try:
-            yield
-        finally:
-            delattr(owner, method)
 
 
 def breakdown(model: GRPO, timesteps: int) -> dict[str, float]:
@@ -271,32 +237,14 @@ def breakdown(model: GRPO, timesteps: int) -> dict[str, float]:
     return {**shares, "callbacks, logs, rest": 1.0 - sum(shares.values())}
 
 
-def take_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
-    """
-    :param contestants: what to time, by name
-    :param rounds: turns of each
-    :return: seconds of each turn, shape ``(rounds,)``
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_ in range(-1, rounds):  # the first warms up
-        names = list(contestants)
-        for name in names if round_ % 2 == 0 else reversed(names):
-            began = time.perf_counter()
-            contestants[name]()
-            if round_ >= 0:
-                seconds[name].append(time.perf_counter() - began)
-    return {name: np.array(turns) for name, turns in seconds.items()}
-
-
 def ratio_columns(name: str, ratios: np.ndarray) -> dict[str, str]:
     """
     :param name: of the column
     :param ratios: one per round, shape ``(n,)``
     :return: their median, and the ends of a 95% bootstrap interval for it
     """
-    resampled = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-    low, high = np.quantile(np.median(resampled, axis=1), [0.025, 0.975])
-    return {name: f"{np.median(ratios):.3f}", f"{name}_low": f"{low:.3f}", f"{name}_high": f"{high:.3f}"}
+    estimate = median_with_interval(ratios)
+    return {name: f"{estimate.median:.3f}", f"{name}_low": f"{estimate.low:.3f}", f"{name}_high": f"{estimate.high:.3f}"}
 
 
 def compare(setting: Setting, pairs: int, rollouts: int) -> dict[str, Any]:
@@ -367,13 +315,7 @@ def main() -> None:
     path, pairs, rollouts = args.pop("csv"), args.pop("pairs"), args.pop("rollouts")
     row = compare(Setting(**args), pairs, rollouts)
     print(report(row))
-    is_new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n", extrasaction="ignore")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
+    append_row(path, {field: row[field] for field in FIELDS}, FIELDS)
 
 
 if __name__ == "__main__":

@@ -9,28 +9,30 @@ median of the paired ratios and an interval for it: below 1, this tree is faster
 """
 
 import argparse
+import functools
 import multiprocessing
 import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 from multiprocessing.connection import Connection
 
 import numpy as np
+
+from benchmarks.timing import median_with_interval, take_turns
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def serve(tree: str, env_id: str, n_envs: int, updates: int, connection: Connection) -> None:
     """
-    Time updates on request, until the request is False.
+    Make updates on request, until the request is False.
 
     :param tree: folder from which to import the package
     :param env_id: Gymnasium environment
     :param n_envs: environments side by side
     :param updates: updates per request
-    :param connection: requests come in and seconds go out here
+    :param connection: requests come in and are answered here
     """
     sys.path.insert(0, tree)
     import torch as th
@@ -43,12 +45,19 @@ def serve(tree: str, env_id: str, n_envs: int, updates: int, connection: Connect
     th.set_num_threads(1)
     model = GRPO("MlpPolicy", make_vec_env(env_id, n_envs, seed=0), seed=0, device="cpu")
     model.learn(1)  # a rollout and an update, to warm up
-    connection.send(0.0)
+    connection.send(True)
     while connection.recv():
-        began = time.perf_counter()
         for _ in range(updates):
             model.train()
-        connection.send(time.perf_counter() - began)
+        connection.send(True)
+
+
+def request(connection: Connection) -> None:
+    """
+    :param connection: to a process that makes updates
+    """
+    connection.send(True)
+    connection.recv()
 
 
 def paired_times(trees: list[str], env_id: str, n_envs: int, updates: int, pairs: int) -> np.ndarray:
@@ -69,16 +78,11 @@ def paired_times(trees: list[str], env_id: str, n_envs: int, updates: int, pairs
         connections.append(ours)
     for connection in connections:
         connection.recv()
-    times = np.empty((pairs, len(trees)))
-    for pair in range(pairs):
-        turns = range(len(trees))
-        for turn in turns if pair % 2 == 0 else reversed(turns):
-            connections[turn].send(True)
-            times[pair, turn] = connections[turn].recv()
+    times = take_turns({str(i): functools.partial(request, connection) for i, connection in enumerate(connections)}, pairs)
     for connection, process in zip(connections, processes, strict=True):
         connection.send(False)
         process.join()
-    return times
+    return np.column_stack(list(times.values()))
 
 
 def main() -> None:
@@ -97,12 +101,10 @@ def main() -> None:
             times = paired_times([str(ROOT), other], args.env, args.n_envs, args.updates, args.pairs)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", other], cwd=ROOT, check=True)
-    ratios = times[:, 0] / times[:, 1]
-    resampled = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-    low, high = np.quantile(np.median(resampled, axis=1), [0.025, 0.975])
+    ratio = median_with_interval(times[:, 0] / times[:, 1])
     here, there = np.median(times, axis=0) / args.updates
     print(f"update here {1e3 * here:.1f} ms, at {args.commit} {1e3 * there:.1f} ms (medians of {args.pairs})")
-    print(f"ratio {np.median(ratios):.3f}, 95% interval {low:.3f} to {high:.3f}")
+    print(f"ratio {ratio.median:.3f}, 95% interval {ratio.low:.3f} to {ratio.high:.3f}")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def test_rows_come_back_from_the_file_as_they_went_in(tmp_path: Path):
     assert read_rows(path) == []
     rows = [{field: f"{field} {i}, with a comma" for field in learning.FIELDS} for i in range(2)]
     for each in rows:
-        append_row(path, each)
+        append_row(path, each, learning.FIELDS)
     assert read_rows(path) == rows
 
 

@@ -5,18 +5,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from benchmarks import scaling, throughput, update_time
-from benchmarks.throughput import (
-    FIELDS,
-    LeanActor,
-    Setting,
-    Stopwatch,
-    breakdown,
-    compare,
-    make_model,
-    ratio_columns,
-    take_turns,
-)
+from benchmarks import scaling, throughput, timing, update_time
+from benchmarks.throughput import FIELDS, LeanActor, Setting, breakdown, compare, make_model, ratio_columns
+from benchmarks.timing import Stopwatch, take_turns
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import BUFFERS
 
@@ -39,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(throughput, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     return clock
 
 
