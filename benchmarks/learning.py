@@ -153,8 +153,8 @@ CASES: dict[str, Case] = {
         100_000,
         400.0,
         4,
-        # As published, with PPO's clip range, about half of all seeds get there in time. DAPO's two changes were then chosen
-        # on other seeds, and are reported on those that nobody had looked at with them.
+        # As published, with PPO's clip range, 2 of these seeds get there in time. DAPO's two changes were then chosen on other
+        # seeds, and are reported on those that nobody had looked at with them.
         seeds=tuple(range(5, 10)),
         settings=dict(
             rollout_buffer_class="outcome",
