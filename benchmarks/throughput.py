@@ -225,7 +225,7 @@ def breakdown(model: GRPO, timesteps: int) -> dict[str, float]:
     assert model.env is not None
     with (
         watch.around("environment", model.env, "step"),
-        watch.around("inference", model.policy, "forward"),
+        watch.around("inference", model, "_choose_actions"),
         watch.around("buffer", model.rollout_buffer, "add"),
         watch.around("advantages", model.rollout_buffer, "finish_rollout"),
         watch.around("update", model, "train"),

@@ -79,7 +79,7 @@ class GroupRolloutBufferSamples(NamedTuple):
     weights: th.Tensor | None = None
     trajectories: th.Tensor | None = None
 
-    def take(self, index: th.Tensor) -> "GroupRolloutBufferSamples":
+    def take(self, index: th.Tensor | slice) -> "GroupRolloutBufferSamples":
         """
         :param index: of transitions
         :return: the transitions chosen
@@ -87,6 +87,14 @@ class GroupRolloutBufferSamples(NamedTuple):
         return GroupRolloutBufferSamples(
             *(None if field is None else take_observations(field, index) for field in self)  # type: ignore[arg-type]
         )
+
+    def split(self, size: int) -> Iterator["GroupRolloutBufferSamples"]:
+        """
+        :param size: transitions of each part, the last may have fewer
+        :return: the parts, at least one, which share the memory of the whole
+        """
+        for first in range(0, max(len(self.advantages), 1), size):
+            yield self.take(slice(first, first + size))
 
 
 @dataclass(frozen=True)
@@ -226,6 +234,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._group_returns = GroupReturns(n_envs, group_size)
         self._update: GroupRolloutBufferSamples | None = None
         self._update_starts = np.empty(0, dtype=np.int64)
+        parts = observation_space.spaces.values() if isinstance(observation_space, spaces.Dict) else [observation_space]
+        self._has_images = any(is_image_space(part) for part in parts)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -308,6 +318,14 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
                 self._final_observations.append((int(env), self.pos, infos[env]["terminal_observation"]))
         self.pos += 1
         self.full = self.pos == self.buffer_size
+
+    def keep_features(self, features: th.Tensor) -> None:
+        """
+        What the actor's features extractor has made of the observations of the step about to be added. A buffer that would
+        ask for them again can keep them.
+
+        :param features: shape ``(n_envs, features_dim)``
+        """
 
     def _components_and_their_sum(self, infos: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
         names, weights = list(self.reward_weights), np.array(list(self.reward_weights.values()))
@@ -432,8 +450,11 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             yield from self._whole_trajectories(self._update, batch_size or max(self.n_samples, 1))
             return
         permutation = th.as_tensor(np.random.permutation(self.n_samples), device=self.device)
-        for batch in permutation.split(batch_size or max(self.n_samples, 1)):
-            yield self._update.take(batch)
+        size = batch_size or max(self.n_samples, 1)
+        if self._has_images:  # which are not to be held twice
+            yield from map(self._update.take, permutation.split(size))
+        else:
+            yield from self._update.take(permutation).split(size)
 
     def _whole_trajectories(self, update: GroupRolloutBufferSamples, batch_size: int) -> Iterator[GroupRolloutBufferSamples]:
         trajectories = F.label_by_appearance(self._update_starts)
@@ -534,15 +555,32 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             n_features, bandwidth, ridge, forgetting, time_feature, seed=np.random.randint(np.iinfo(np.int32).max)
         )
         self._longest = 1
-        parts = observation_space.spaces.values() if isinstance(observation_space, spaces.Dict) else [observation_space]
-        self._has_images = any(is_image_space(part) for part in parts)
+        # Of images, which are costly to encode a second time; shape (n_envs, buffer_size, features_dim)
+        self._features = th.empty(0, 0, 0)
+        self._n_features_kept = 0
+
+    def keep_features(self, features: th.Tensor) -> None:
+        if not self._has_images:
+            return
+        shape = (self.n_envs, self.buffer_size, features.shape[1])
+        if self._features.shape != shape:
+            self._features = th.zeros(shape, dtype=features.dtype, device=features.device)
+        self._features[:, self.pos] = features
+        self._n_features_kept += 1
+
+    def reset(self) -> None:
+        super().reset()
+        self._n_features_kept = 0
 
     def _form_update(
         self, rollout: Transitions, last_obs: Observations, actor_features: ActorFeatures
     ) -> tuple[Transitions, np.ndarray]:
         encode = actor_features if self._has_images else self._encode
         time_unit = self._time_unit(rollout.steps)
-        inputs = encode(rollout.observations)
+        if self._n_features_kept == self.buffer_size:
+            inputs = self._features.flatten(end_dim=1).double().cpu().numpy()
+        else:
+            inputs = encode(rollout.observations)
         self.baseline.observe(inputs)
         features = self.baseline.features(inputs, rollout.steps / time_unit)
 

@@ -55,6 +55,25 @@ class LeanDistribution(Protocol):
         :return: log-probabilities and entropies
         """
 
+    def backward(
+        self,
+        params: th.Tensor,
+        log_std: th.Tensor | None,
+        actions: th.Tensor,
+        of_log_prob: th.Tensor,
+        of_entropy: th.Tensor | None,
+    ) -> tuple[th.Tensor, th.Tensor | None]:
+        """
+        The chain rule through :meth:`evaluate`, written out.
+
+        :param params: see :meth:`evaluate`
+        :param log_std: see :meth:`evaluate`
+        :param actions: see :meth:`evaluate`
+        :param of_log_prob: gradient of a loss with respect to the log-probabilities, shape ``(n,)``
+        :param of_entropy: gradient with respect to the entropies, shape ``(n,)``, ``None`` for zero
+        :return: gradient with respect to ``params``, of their shape, and to ``log_std``, of its shape, ``None`` without one
+        """
+
 
 class LeanCategorical:
     """One of several actions; the parameters are logits, shape ``(n, n_actions)``."""
@@ -71,10 +90,31 @@ class LeanCategorical:
 
     def evaluate(self, params: th.Tensor, log_std: th.Tensor | None, actions: th.Tensor) -> Evaluation:
         log_probs = th.log_softmax(params, dim=1)
-        # A logit of minus infinity forbids an action: it adds nothing to the entropy, rather than 0 * inf
-        finite = log_probs.clamp(min=th.finfo(log_probs.dtype).min)
-        entropy = -(finite * log_probs.exp()).sum(dim=1)
+        entropy = -(self._finite(log_probs) * log_probs.exp()).sum(dim=1)
         return Evaluation(log_probs.gather(1, actions.long()[:, None])[:, 0], entropy)
+
+    def backward(
+        self,
+        params: th.Tensor,
+        log_std: th.Tensor | None,
+        actions: th.Tensor,
+        of_log_prob: th.Tensor,
+        of_entropy: th.Tensor | None,
+    ) -> tuple[th.Tensor, None]:
+        # d log p_a / dx = 1_a - p, and dH / dx = -p (log p + H)
+        log_probs = th.log_softmax(params, dim=1)
+        probs = log_probs.exp()
+        column = of_log_prob[:, None]
+        gradient = (probs * -column).scatter_add_(1, actions.long()[:, None], column)
+        if of_entropy is not None:
+            weighted = self._finite(log_probs) * probs
+            gradient -= (weighted - probs * weighted.sum(dim=1, keepdim=True)) * of_entropy[:, None]
+        return gradient, None
+
+    @staticmethod
+    def _finite(log_probs: th.Tensor) -> th.Tensor:
+        # A logit of minus infinity forbids an action: it adds nothing to the entropy, rather than 0 * inf
+        return log_probs.clamp(min=th.finfo(log_probs.dtype).min)
 
 
 class LeanGaussian:
@@ -90,10 +130,28 @@ class LeanGaussian:
         entropy = (0.5 + HALF_LOG_2_PI + log_std).sum().expand(len(params))
         return Evaluation(self._log_prob(params, log_std, actions), entropy)
 
+    def backward(
+        self,
+        params: th.Tensor,
+        log_std: th.Tensor | None,
+        actions: th.Tensor,
+        of_log_prob: th.Tensor,
+        of_entropy: th.Tensor | None,
+    ) -> tuple[th.Tensor, th.Tensor]:
+        # With z = (a - mu) / sigma: d log p / dmu = z / sigma, d log p / dlog sigma = z^2 - 1, dH / dlog sigma = 1
+        assert log_std is not None
+        precision = (-log_std).exp()
+        noise = (actions - params) * precision
+        weighted = noise * of_log_prob[:, None]
+        of_log_std = (weighted * noise).sum(dim=0) - of_log_prob.sum()
+        if of_entropy is not None:
+            of_log_std += of_entropy.sum()
+        return weighted * precision, of_log_std
+
     @staticmethod
     def _log_prob(mean: th.Tensor, log_std: th.Tensor, actions: th.Tensor) -> th.Tensor:
-        std = log_std.exp()
-        return (-((actions - mean) ** 2) / (2.0 * std**2) - std.log() - HALF_LOG_2_PI).sum(dim=1)
+        noise = (actions - mean) * (-log_std).exp()
+        return -0.5 * noise.square().sum(dim=1) - (log_std + HALF_LOG_2_PI).sum()
 
 
 #: By the exact class of SB3's distribution; a subclass may mean something else.

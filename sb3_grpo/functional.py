@@ -382,10 +382,12 @@ class Surrogate(NamedTuple):
 
     :param loss: to be minimised, one entry per transition, shape ``(n,)``
     :param ratio: importance ratios, without gradient, shape ``(n,)``
+    :param slope: derivative of each transition's loss with respect to its log-ratio, shape ``(n,)``
     """
 
     loss: th.Tensor
     ratio: th.Tensor
+    slope: th.Tensor
 
 
 def clipped_surrogate(
@@ -411,12 +413,22 @@ def clipped_surrogate(
     :param clip_range_high: ``c_high``, ``None`` for ``c``
     :param dual_clip: ``c_dual``, greater than 1, ``None`` for no such bound
     """
-    ratio = th.exp(th.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    clipped_ratio = th.clamp(ratio, 1.0 - clip_range, 1.0 + (clip_range if clip_range_high is None else clip_range_high))
-    objective = th.min(advantages * ratio, advantages * clipped_ratio)
+    clamped = th.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = th.exp(clamped)
+    gain = advantages * ratio
+    clipped_gain = advantages * th.clamp(
+        ratio, 1.0 - clip_range, 1.0 + (clip_range if clip_range_high is None else clip_range_high)
+    )
+    objective = th.min(gain, clipped_gain)
+    # Where rho A is the smaller one, it is its own derivative with respect to log rho; elsewhere the loss is flat
+    slopes = (gain <= clipped_gain) & (clamped == log_ratio)
     if dual_clip is not None:
-        objective = th.where(advantages < 0, th.max(objective, dual_clip * advantages), objective)
-    return Surrogate(-objective, ratio.detach())
+        bound = dual_clip * advantages
+        is_bounded = (advantages < 0) & (objective < bound)
+        objective = th.where(is_bounded, bound, objective)
+        slopes &= ~is_bounded
+    loss = -objective
+    return Surrogate(loss, ratio.detach(), loss.detach() * slopes)
 
 
 def trajectory_loss_weights(lengths: np.ndarray, budget: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The algorithm: Group Relative Policy Optimization on Stable-Baselines3's ``OnPolicyAlgorithm``."""
 
 import io
+import math
 import pathlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from stable_baselines3.common.base_class import maybe_make_env
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, PyTorchObs, Schedule
 from stable_baselines3.common.utils import FloatSchedule, obs_as_tensor, polyak_update
 from stable_baselines3.common.vec_env import VecEnv
 
@@ -31,8 +32,9 @@ from sb3_grpo.buffers import (
     resolve_buffer_class,
     take_observations,
 )
+from sb3_grpo.closed_form import ClosedFormActor
 from sb3_grpo.doctor import Doctor
-from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_grpo.policies import Actor, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.seeding import StartQueue, find_seeded_vec_env, insert_seeded_vec_env
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
@@ -54,12 +56,13 @@ class ClipRange(NamedTuple):
 
 class MinibatchLoss(NamedTuple):
     """
-    The loss of a minibatch of ``n`` transitions, and without gradient what is logged about it.
+    The loss of a minibatch of ``n`` transitions, and what is logged about it.
 
     :param loss: what is minimised, a scalar
     :param policy_gradient_loss: mean of the clipped surrogate, a scalar
     :param log_ratio: of the probabilities of the actions, now and when they were sampled, shape ``(n,)``
     :param ratio: importance ratios, before clipping, shape ``(n,)``
+    :param slope: derivative of the surrogate's entries with respect to the log-probabilities, shape ``(n,)``
     :param entropy: of the policy, or its estimate, shape ``(n,)``
     :param kl: divergence from the reference, or its estimate, shape ``(n,)``; empty without a penalty
     """
@@ -68,8 +71,13 @@ class MinibatchLoss(NamedTuple):
     policy_gradient_loss: th.Tensor
     log_ratio: th.Tensor
     ratio: th.Tensor
+    slope: th.Tensor
     entropy: th.Tensor
     kl: th.Tensor
+
+    def detached(self) -> "MinibatchLoss":
+        """:return: the same without gradient"""
+        return MinibatchLoss(*(field.detach() for field in self))
 
 
 class GRPO(OnPolicyAlgorithm):
@@ -414,6 +422,7 @@ class GRPO(OnPolicyAlgorithm):
         assert self._last_obs is not None, "No previous observation was provided"
         seeded_env = find_seeded_vec_env(env)
         self.policy.set_training_mode(False)
+        actor = self.policy.actor()
 
         n_steps = 0
         rollout_buffer.reset()
@@ -426,11 +435,10 @@ class GRPO(OnPolicyAlgorithm):
             if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
                 self.policy.reset_noise(env.num_envs)
 
-            with th.no_grad():
-                obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
-                actions, log_probs = self.policy(obs_tensor)
+            obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
+            sampled, log_probs = self._choose_actions(obs_tensor, actor, rollout_buffer)
             _check_policy(log_probs, self.num_timesteps)
-            actions = actions.cpu().numpy()
+            actions = sampled.cpu().numpy()
             clipped_actions = self._within_bounds(actions)
 
             start_indices = seeded_env.start_indices  # before the step, which may begin others
@@ -464,6 +472,22 @@ class GRPO(OnPolicyAlgorithm):
         callback.update_locals(locals())
         callback.on_rollout_end()
         return True
+
+    @th.no_grad()
+    def _choose_actions(
+        self, obs: PyTorchObs, actor: Actor | None, rollout_buffer: GroupRolloutBuffer
+    ) -> tuple[th.Tensor, th.Tensor]:
+        """
+        :param obs: of all environments
+        :param actor: from :meth:`~sb3_grpo.policies.ActorPolicy.actor`
+        :param rollout_buffer: which is told of their features
+        :return: actions, shape ``(n_envs, *action_shape)``, and their log-probabilities, shape ``(n_envs,)``
+        """
+        if actor is None:
+            return self.policy(obs)
+        features = self.policy.extract_features(obs, self.policy.features_extractor)
+        rollout_buffer.keep_features(features)
+        return actor(features)
 
     def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
         """
@@ -511,20 +535,23 @@ class GRPO(OnPolicyAlgorithm):
         dealt = {"whole_trajectories": True} if self.importance_sampling_level == "trajectory" else {}
         self._renew_kl_reference()
 
+        # The penalty refers to the distributions themselves, which only autograd sees
+        closed_form = self.policy.closed_form() if self.kl_coef == 0 else None
+
         minibatches: list[MinibatchLoss] = []
         gradient_norms: list[th.Tensor] = []
         for epoch in range(self.n_epochs):
             first_of_epoch = len(minibatches)
             stopped_early = False
             for rollout_data in self.rollout_buffer.get(self.batch_size, **dealt):
-                losses = self._minibatch_loss(rollout_data, clip_range)
-                minibatches.append(losses._replace(loss=losses.loss.detach()))
+                with th.set_grad_enabled(closed_form is None):
+                    losses = self._minibatch_loss(rollout_data, clip_range, closed_form)
+                minibatches.append(losses if closed_form is not None else losses.detached())
                 stopped_early = self._is_too_far(losses.log_ratio, epoch)
                 if stopped_early:
                     break
-                self.policy.optimizer.zero_grad()
-                losses.loss.backward()
-                gradient_norms.append(th.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
+                with th.set_grad_enabled(closed_form is None):
+                    gradient_norms.append(self._set_gradient(losses, rollout_data.weights, closed_form))
                 self.policy.optimizer.step()
             self._n_updates += 1
             if stopped_early:
@@ -540,13 +567,20 @@ class GRPO(OnPolicyAlgorithm):
             return ClipRange(low, low)
         return ClipRange(low, self.clip_range_high(self._current_progress_remaining))  # type: ignore[operator]
 
-    def _minibatch_loss(self, rollout_data: GroupRolloutBufferSamples, clip_range: ClipRange) -> MinibatchLoss:
+    def _minibatch_loss(
+        self, rollout_data: GroupRolloutBufferSamples, clip_range: ClipRange, closed_form: ClosedFormActor | None
+    ) -> MinibatchLoss:
         """
         :param rollout_data: a minibatch
         :param clip_range: current clip range
+        :param closed_form: the actor without autograd, ``None`` to evaluate the actions with it
         :return: the loss and its parts
         """
-        log_prob, entropy = self.policy.evaluate_actions(rollout_data.observations, rollout_data.actions)
+        if closed_form is None:
+            log_prob, entropy = self.policy.evaluate_actions(rollout_data.observations, rollout_data.actions)
+        else:
+            features = self.policy.extract_features(rollout_data.observations, self.policy.features_extractor)
+            log_prob, entropy = closed_form.evaluate(features, rollout_data.actions)
         if entropy is None:
             entropy = -log_prob  # without a closed form, this estimates it
         log_ratio = log_prob - rollout_data.old_log_prob
@@ -565,9 +599,32 @@ class GRPO(OnPolicyAlgorithm):
         if self.kl_coef > 0:
             kl = self._kl_to_reference(rollout_data, log_prob)
             loss = loss + self.kl_coef * F.weighted_mean(kl, weights)
-        return MinibatchLoss(
-            loss, policy_gradient_loss.detach(), log_ratio.detach(), surrogate.ratio, entropy.detach(), kl.detach()
-        )
+        return MinibatchLoss(loss, policy_gradient_loss, log_ratio, surrogate.ratio, surrogate.slope, entropy, kl)
+
+    def _set_gradient(
+        self, losses: MinibatchLoss, weights: th.Tensor | None, closed_form: ClosedFormActor | None
+    ) -> th.Tensor:
+        """
+        Set the gradient of the policy to that of the loss, clipped.
+
+        :param losses: of a minibatch of ``n`` transitions
+        :param weights: of the transitions in the loss, shape ``(n,)``, ``None`` for ones
+        :param closed_form: what evaluated the actions, if it was not autograd
+        :return: norm of the gradient before it was clipped, a scalar
+        """
+        if closed_form is None:
+            self.policy.optimizer.zero_grad()
+            losses.loss.backward()
+            return th.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+        n = len(losses.slope)
+        of_log_prob = losses.slope / n if weights is None else weights * losses.slope / n
+        of_entropy = None
+        if self.ent_coef != 0:
+            of_entropy = th.full_like(of_log_prob, -self.ent_coef / n)
+            if weights is not None:
+                of_entropy *= weights
+        closed_form.backward(of_log_prob, of_entropy)
+        return closed_form.clip_gradient(self.max_grad_norm)
 
     def _is_too_far(self, log_ratio: th.Tensor, epoch: int) -> bool:
         """
@@ -795,7 +852,7 @@ def _check_policy(log_probs: th.Tensor, num_timesteps: int) -> None:
     :param num_timesteps: steps taken before
     :raises ValueError: if one is NaN or infinite: torch's distributions would have refused such parameters
     """
-    if not np.isfinite(log_probs.cpu().numpy()).all():
+    if not math.isfinite(log_probs.sum().item()):
         raise ValueError(
             f"The output of the policy is not finite after {num_timesteps} timesteps: its actions have log-probabilities "
             f"{log_probs.tolist()}. Its weights or its features extractor give NaN or infinities for the present observations."

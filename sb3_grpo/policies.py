@@ -1,6 +1,7 @@
 """Actor-only policies: what Stable-Baselines3's actor-critic policies are once the critic is taken away."""
 
 import pathlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -26,7 +27,11 @@ from stable_baselines3.common.torch_layers import (
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
+from sb3_grpo.closed_form import ClosedFormActor, closed_form_layers, has_hooks
 from sb3_grpo.distributions import LEAN_DISTRIBUTIONS, LeanDistribution
+
+#: From features, shape ``(n, features_dim)``, to actions, shape ``(n, *action_shape)``, and log-probabilities, shape ``(n,)``.
+Actor = Callable[[th.Tensor], tuple[th.Tensor, th.Tensor]]
 
 
 class ActorPolicy(BasePolicy):
@@ -181,14 +186,31 @@ class ActorPolicy(BasePolicy):
         :param deterministic: Whether to take the mode of the distribution instead of a sample
         :return: the actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
         """
+        if self._is_unaltered("get_distribution"):
+            return self.forward_features(self.extract_features(obs, self.features_extractor), deterministic)
+        return self._sample(self.get_distribution(obs), deterministic)
+
+    def forward_features(self, features: th.Tensor, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
+        """
+        Choose actions, as :meth:`forward` does, for observations that the features extractor has seen already.
+
+        :param features: What it made of them, shape ``(n, features_dim)``
+        :param deterministic: Whether to take the mode of the distribution instead of a sample
+        :return: the actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
+        """
+        latent = self.policy_net(features)
         lean = self._lean_distribution()
         if lean is not None:
-            actions, log_prob = lean.sample(self.action_net(self._latent(obs)), getattr(self, "log_std", None), deterministic)
-        else:
-            distribution = self.get_distribution(obs)
-            actions = distribution.get_actions(deterministic=deterministic)
-            log_prob = distribution.log_prob(actions)
-        return actions.reshape((-1, *self.action_space.shape)), log_prob  # type: ignore[misc]
+            actions, log_prob = lean.sample(self.action_net(latent), getattr(self, "log_std", None), deterministic)
+            return self._shaped(actions), log_prob
+        return self._sample(self._distribution(latent), deterministic)
+
+    def _sample(self, distribution: Distribution, deterministic: bool) -> tuple[th.Tensor, th.Tensor]:
+        actions = distribution.get_actions(deterministic=deterministic)
+        return self._shaped(actions), distribution.log_prob(actions)
+
+    def _shaped(self, actions: th.Tensor) -> th.Tensor:
+        return actions.reshape((-1, *self.action_space.shape))  # type: ignore[misc]
 
     def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor | None]:
         """
@@ -209,9 +231,59 @@ class ActorPolicy(BasePolicy):
 
     def _lean_distribution(self) -> LeanDistribution | None:
         """:return: what gives the same numbers as :meth:`get_distribution` in less time, if there is such a thing"""
-        if getattr(self.get_distribution, "__func__", None) is not ActorPolicy.get_distribution:
-            return None  # a subclass, or whoever has replaced it, has another idea
+        if not self._is_unaltered("get_distribution"):
+            return None
         return LEAN_DISTRIBUTIONS.get(type(self.action_dist))
+
+    def closed_form(self) -> ClosedFormActor | None:
+        """
+        The same actor without autograd, if there is such a thing: for hidden layers of tanh or ReLU on flat observations, and
+        Discrete actions or independent Gaussians. A subclass that overrides how actions are chosen or judged has none.
+
+        It shares the weights of this policy, and describes the modules it has now.
+        """
+        distribution = self._lean_distribution()
+        if distribution is None or type(self.features_extractor) is not FlattenExtractor:
+            return None
+        if not self._is_unaltered("__call__", "forward", "evaluate_actions", "extract_features"):
+            return None
+        if type(self.policy_net) is not nn.Sequential or any(map(has_hooks, (self, self.features_extractor, self.policy_net))):
+            return None
+        layers = closed_form_layers([*self.policy_net, self.action_net])
+        if layers is None:
+            return None
+        log_std = getattr(self, "log_std", None)
+        ours = {*layers.weights, *layers.biases, log_std} - {None}
+        # Frozen weights, and weights that somebody has added, are left to autograd
+        if ours != set(self.parameters()) or not all(parameter.requires_grad for parameter in ours):
+            return None
+        return ClosedFormActor(layers, distribution, log_std)
+
+    def actor(self) -> Actor | None:
+        """
+        :return: what chooses actions for features as :meth:`forward` does for observations, in less time where
+            :meth:`closed_form` can; ``None`` where a subclass has its own way from observations to actions, or somebody
+            listens to this policy by hooks
+        """
+        own_way = ("__call__", "forward", "forward_features", "extract_features", "get_distribution")
+        if not self._is_unaltered(*own_way) or has_hooks(self):
+            return None
+        closed_form = self.closed_form()
+        if closed_form is None:
+            return self.forward_features
+
+        def act(features: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
+            actions, log_prob = closed_form.sample(features)
+            return self._shaped(actions), log_prob
+
+        return act
+
+    def _is_unaltered(self, *methods: str) -> bool:
+        """
+        :param methods: names of methods of this class
+        :return: whether neither a subclass nor an attribute of this object has replaced any of them
+        """
+        return all(getattr(getattr(self, name), "__func__", None) is getattr(ActorPolicy, name) for name in methods)
 
     def _latent(self, obs: PyTorchObs) -> th.Tensor:
         return self.policy_net(self.extract_features(obs, self.features_extractor))
@@ -229,7 +301,9 @@ class ActorPolicy(BasePolicy):
         :param obs: Observations, shape ``(n, *observation_shape)``
         :return: the action distribution, for a batch of ``n``
         """
-        latent = self._latent(obs)
+        return self._distribution(self._latent(obs))
+
+    def _distribution(self, latent: th.Tensor) -> Distribution:
         action_params = self.action_net(latent)
         if isinstance(self.action_dist, StateDependentNoiseDistribution):
             return self.action_dist.proba_distribution(action_params, self.log_std, latent)

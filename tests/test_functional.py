@@ -1043,7 +1043,7 @@ def test_clipped_surrogate_of_an_unchanged_policy_is_the_plain_policy_gradient(a
 def test_clipped_surrogate_and_its_gradient_equal_those_of_ppo():
     log_prob = th.randn(1000, dtype=th.float64, requires_grad=True)
     old_log_prob, advantages = th.randn(2, 1000, dtype=th.float64)
-    loss, our_ratio = F.clipped_surrogate(log_prob - old_log_prob, advantages, CLIP)
+    loss, our_ratio, _ = F.clipped_surrogate(log_prob - old_log_prob, advantages, CLIP)
 
     ratio = th.exp(log_prob - old_log_prob)
     policy_loss_1 = advantages * ratio
@@ -1055,6 +1055,23 @@ def test_clipped_surrogate_and_its_gradient_equal_those_of_ppo():
     assert float(sum(F.clip_fractions(our_ratio, CLIP))) == pytest.approx(ppo_clip_fraction, rel=1e-6)
     gradients = [th.autograd.grad(value, log_prob)[0] for value in (loss.mean(), ppo_loss)]
     th.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="plain"), pytest.param({"clip_range_high": 0.5, "dual_clip": 3.0}, id="clip higher and dual clip")],
+)
+def test_the_slope_of_the_clipped_surrogate_is_what_autograd_finds(options):
+    log_ratio = 2.0 * th.randn(2000, dtype=th.float64)
+    log_ratio[:4] = th.tensor([30.0, -30.0, 0.0, F.MAX_LOG_RATIO])
+    log_ratio.requires_grad_()
+    advantages = th.randn(2000, dtype=th.float64)
+    advantages[:1] = -1.0
+    surrogate = F.clipped_surrogate(log_ratio, advantages, CLIP, **options)
+    (expected,) = th.autograd.grad(surrogate.loss.sum(), log_ratio)
+    th.testing.assert_close(surrogate.slope, expected)
+    assert not surrogate.slope.requires_grad
+    assert 0.1 < (surrogate.slope == 0).double().mean() < 0.9
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

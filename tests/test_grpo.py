@@ -735,7 +735,7 @@ def test_the_reference_is_renewed_when_it_is_due(reference: Any, lifetime: int):
 
 
 def test_the_penalty_draws_no_random_number():
-    """A penalty too small to change a weight changes nothing at all."""
+    """A penalty too small to change a weight changes nothing: only that autograd and the closed form round differently."""
     watchers = [Watcher(), Watcher()]
     # One after the other: the random generators are global
     models = [
@@ -743,7 +743,7 @@ def test_the_penalty_draws_no_random_number():
         for kl_coef, watcher in zip((0.0, 1e-30), watchers, strict=True)
     ]
     np.testing.assert_array_equal(*(watcher.actions for watcher in watchers))
-    assert same(weights(models[0]), weights(models[1]))
+    th.testing.assert_close(weights(models[0]), weights(models[1]))
     assert models[0].kl_reference_policy is None and models[1].kl_reference_policy is not None
     assert "train/kl_loss" not in watchers[0].logged[-1]
     assert watchers[1].logged[-1]["train/kl_loss"] > 0

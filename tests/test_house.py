@@ -31,10 +31,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "baselines": {"functional"},
     "buffers": {"functional", "baselines"},
     "distributions": set(),
-    "policies": {"distributions"},
+    "closed_form": {"distributions"},
+    "policies": {"distributions", "closed_form"},
     "seeding": set(),
     "doctor": set(),
-    "grpo": {"functional", "baselines", "buffers", "policies", "seeding", "doctor"},
+    "grpo": {"functional", "baselines", "buffers", "closed_form", "policies", "seeding", "doctor"},
     "__init__": CORE,
     "zoo": {*CORE, "__init__", "zoo"},
 }
