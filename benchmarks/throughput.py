@@ -16,6 +16,7 @@ The breakdown comes from further turns with a stopwatch around each part, whose 
 """
 
 import argparse
+import functools
 import pathlib
 import time
 from typing import Any, NamedTuple
@@ -57,6 +58,7 @@ class Setting(NamedTuple):
     :param n_epochs: passes over a rollout
     :param buffer: GRPO's rollout buffer
     :param fused_ppo: whether PPO gets the fused Adam that GRPO and the bound have, instead of SB3's default
+    :param n_channels: of the images
     """
 
     env: str = "CartPole-v1"
@@ -67,10 +69,12 @@ class Setting(NamedTuple):
     n_epochs: int = 10
     buffer: str = "kernel"
     fused_ppo: bool = False
+    n_channels: int = 1
 
     def make_env(self) -> VecEnv:
         """:return: the environments, seeded"""
-        return make_vec_env(fake_images if self.env == "image" else self.env, self.n_envs, seed=0)
+        env = functools.partial(fake_images, self.n_channels) if self.env == "image" else self.env
+        return make_vec_env(env, self.n_envs, seed=0)
 
     @property
     def rollout(self) -> int:
@@ -78,9 +82,12 @@ class Setting(NamedTuple):
         return self.n_envs * self.n_steps
 
 
-def fake_images() -> FakeImageEnv:
-    """:return: random images of the size of preprocessed Atari frames"""
-    return FakeImageEnv(screen_height=84, screen_width=84, n_channels=1)
+def fake_images(n_channels: int) -> FakeImageEnv:
+    """
+    :param n_channels: of the images
+    :return: random images of the size of preprocessed Atari frames
+    """
+    return FakeImageEnv(screen_height=84, screen_width=84, n_channels=n_channels)
 
 
 def make_model(algorithm: type[GRPO] | type[PPO], setting: Setting) -> OnPolicyAlgorithm:
@@ -91,7 +98,8 @@ def make_model(algorithm: type[GRPO] | type[PPO], setting: Setting) -> OnPolicyA
     """
     kwargs: dict[str, Any] = {}
     if algorithm is GRPO:
-        kwargs = dict(rollout_buffer_class=setting.buffer)
+        # SB3's images are random, whatever the seed
+        kwargs = dict(rollout_buffer_class=setting.buffer, share_starts=setting.env != "image")
     elif setting.fused_ppo:
         kwargs = dict(policy_kwargs=dict(optimizer_kwargs=dict(eps=1e-5, fused=True)))
     return algorithm(

@@ -10,6 +10,7 @@ All tensors are double precision and live on the CPU: the problems are small, an
 to the number of threads that the user has set.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -38,7 +39,7 @@ def fourier_features(
     ones = th.ones(len(inputs), 1, dtype=inputs.dtype)
     tau = times[:, None]
     linear, arguments = ([ones, inputs, tau], th.hstack([inputs, 2.0 * tau])) if time_feature else ([ones, inputs], inputs)
-    cosines = math.sqrt(2.0 / len(phases)) * th.cos(th.addmm(phases, arguments, frequencies))
+    cosines = th.addmm(phases, arguments, frequencies).cos_().mul_(math.sqrt(2.0 / len(phases)))
     return th.hstack([*linear, cosines])
 
 
@@ -53,8 +54,9 @@ def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: f
     :param ridge: ``lambda``
     :return: shape ``(..., p)``
     """
-    penalty = ridge * count.clamp(min=1.0)[..., None, None] * th.eye(gram.shape[-1], dtype=gram.dtype)
-    return th.cholesky_solve(moment[..., None], th.linalg.cholesky(gram + penalty))[..., 0]
+    penalised = gram.clone()
+    penalised.diagonal(dim1=-2, dim2=-1).add_(ridge * count.clamp(min=1.0)[..., None])
+    return th.cholesky_solve(moment[..., None], th.linalg.cholesky(penalised))[..., 0]
 
 
 def predict_by_fold(features: th.Tensor, weights: th.Tensor, folds: th.Tensor) -> th.Tensor:
@@ -100,15 +102,20 @@ class RidgeStatistics:
         :param ridge: ``lambda``
         :return: shape ``(n_folds, p)``
         """
-        members = [folds == fold for fold in range(int(folds.max()) + 1)]
-        by_fold = [(features[member], targets[member]) for member in members]
-        grams = th.stack([phi.T @ phi for phi, _ in by_fold])
-        moments = th.stack([phi.T @ y for phi, y in by_fold])
-        counts = th.stack([member.sum() for member in members]).double()
-        self.gram += grams.sum(dim=0)
-        self.moment += moments.sum(dim=0)
-        self.count += counts.sum()
-        return ridge_weights(self.gram - grams, self.moment - moments, self.count - counts, ridge)
+        # One fold after the other: with images p is several hundred, and a few matrices for all folds at once take more memory
+        # than the rollout
+        own = []
+        for fold in range(int(folds.max()) + 1):
+            member = folds == fold
+            phi = features[member]
+            own.append((phi.T @ phi, phi.T @ targets[member], member.sum().double()))
+        grams, moments, counts = zip(*own, strict=True)
+        self.gram += functools.reduce(th.add, grams)
+        self.moment += functools.reduce(th.add, moments)
+        self.count += functools.reduce(th.add, counts)
+        return th.stack(
+            [ridge_weights(self.gram - gram, self.moment - moment, self.count - count, ridge) for gram, moment, count in own]
+        )
 
 
 class KernelBaseline:

@@ -19,3 +19,10 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     th.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests have recorded, whether they passed or not."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    for name, value in (figure for report in reports for figure in report.user_properties):
+        terminalreporter.write_line(f"{name}: {value}")
