@@ -9,6 +9,8 @@ EXTRA = ["matplotlib", "rich", "tensorboard", "tqdm"]  # learning curves, progre
 BOX2D = ["gymnasium[box2d]"]
 MUJOCO = ["gymnasium[mujoco]"]
 MINIGRID = ["minigrid"]
+# rl_zoo3 imports requests and pandas, and records videos with moviepy, without asking for them
+ZOO = ["rl_zoo3[plots]>=2.9,<3", "requests", "pandas", "moviepy"]
 TESTS = ["black", "mypy", "pytest", "pytest-xdist", "ruff"]
 
 setup(
@@ -22,7 +24,8 @@ setup(
     license_files=["LICENSE"],
     keywords="reinforcement-learning grpo policy-gradient critic-free stable-baselines3 gymnasium pytorch",
     packages=find_packages(include=["sb3_grpo", "sb3_grpo.*"]),
-    package_data={"sb3_grpo": ["py.typed", "version.txt"]},
+    package_data={"sb3_grpo": ["py.typed", "version.txt", "zoo/hyperparams/*.yml"]},
+    entry_points={"console_scripts": ["sb3-grpo-zoo = sb3_grpo.zoo.cli:main"]},
     python_requires=">=3.10",
     install_requires=[
         "stable-baselines3>=2.9,<3",
@@ -35,8 +38,9 @@ setup(
         "box2d": BOX2D,
         "mujoco": MUJOCO,
         "minigrid": MINIGRID,
-        "tests": TESTS + EXTRA + MINIGRID,
-        "benchmarks": EXTRA + BOX2D + MUJOCO + MINIGRID,
+        "zoo": ZOO + EXTRA,
+        "tests": TESTS + EXTRA + MINIGRID + ZOO,
+        "benchmarks": EXTRA + BOX2D + MUJOCO + MINIGRID + ZOO,
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -20,7 +20,7 @@ from stable_baselines3 import PPO
 from benchmarks.throughput import Setting, make_model
 from sb3_grpo import GRPO
 
-ALGORITHMS = {"GRPO": GRPO, "PPO": PPO}
+ALGORITHMS: dict[str, type[GRPO] | type[PPO]] = {"GRPO": GRPO, "PPO": PPO}
 IMAGES = Setting(env="image", policy="CnnPolicy", n_envs=8, n_steps=128, batch_size=256, n_epochs=1, n_channels=4)
 
 

@@ -1,0 +1,23 @@
+"""
+GRPO in `RL Baselines3 Zoo <https://github.com/DLR-RM/rl-baselines3-zoo>`_: ``python -m sb3_grpo.zoo train --algo grpo ...``.
+
+In a script of your own, call :func:`register` before the zoo's functions.
+
+:raises ImportError: if what the extra ``zoo`` brings is missing
+"""
+
+try:
+    import optuna  # noqa: F401
+    import pandas  # noqa: F401
+    import requests  # noqa: F401
+    import rl_zoo3  # noqa: F401
+    import seaborn  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"sb3_grpo.zoo needs {error.name!r}, which is not installed: pip install 'sb3-grpo[zoo]', or from a clone "
+        "pip install -e '.[zoo]'. It brings rl_zoo3 and what rl_zoo3 needs but does not ask for."
+    ) from error
+
+from sb3_grpo.zoo.registration import register
+
+__all__ = ["register"]

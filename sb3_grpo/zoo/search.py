@@ -1,0 +1,68 @@
+"""What the zoo's search (Optuna) tries for ``grpo``."""
+
+from typing import Any
+
+import optuna
+from rl_zoo3.hyperparams_opt import convert_onpolicy_params
+
+#: Options of the kernel baseline, and of the buffers that judge whole groups.
+KERNEL_OPTIONS = ("n_features", "bandwidth", "ridge", "forgetting", "time_feature")
+GROUP_OPTIONS = ("scale", "tied_groups")
+
+
+def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additional_args: dict[str, Any]) -> dict[str, Any]:
+    """
+    Sample hyperparameters of GRPO; all combinations are valid.
+
+    :param trial: of a study
+    :param n_actions: dimension of continuous actions, not used
+    :param n_envs: number of environments
+    :param additional_args: not used
+    :return: keyword arguments of :class:`~sb3_grpo.grpo.GRPO`
+    """
+    trial.suggest_int("batch_size_pow", 5, 10)
+    n_steps_pow = trial.suggest_int("n_steps_pow", 5, 11)
+    trial.suggest_float("one_minus_gamma", 0.0001, 0.1, log=True)
+    trial.suggest_float("learning_rate", 1e-5, 0.003, log=True)
+    trial.suggest_float("ent_coef", 1e-8, 0.1, log=True)
+    trial.suggest_categorical("clip_range", [0.1, 0.2, 0.3, 0.4])
+    trial.suggest_categorical("n_epochs", [1, 5, 10, 20])
+    trial.suggest_float("max_grad_norm", 0.3, 2.0)
+    trial.suggest_categorical("net_arch", ["tiny", "small", "medium"])
+    trial.suggest_categorical("activation_fn", ["tanh", "relu"])
+    trial.suggest_categorical("group_size", [2, 4, 8])
+
+    buffer = trial.suggest_categorical("rollout_buffer_class", ["kernel", "return_to_go", "stepwise", "outcome", "process"])
+    if buffer == "kernel":
+        trial.suggest_float("one_minus_gae_lambda", 0.001, 0.2, log=True)
+        trial.suggest_categorical("n_features", [64, 128, 256])
+        trial.suggest_float("bandwidth", 0.1, 2.0, log=True)
+        trial.suggest_float("ridge", 1e-5, 0.1, log=True)
+        trial.suggest_float("forgetting", 0.0, 0.98)
+        trial.suggest_categorical("time_feature", [True, False])
+    else:
+        trial.suggest_categorical("scale", ["group", "batch", "none"])
+        trial.suggest_categorical("tied_groups", ["keep", "skip"])
+    if buffer == "outcome":
+        trial.suggest_categorical("leave_one_out", [True, False])
+
+    hyperparams = convert_grpo_params(trial.params)
+    # Display true values
+    trial.set_user_attr("gamma", hyperparams["gamma"])
+    trial.set_user_attr("n_steps", 2**n_steps_pow)
+    trial.set_user_attr("batch_size", hyperparams["batch_size"])
+    trial.set_user_attr("transitions per rollout", 2**n_steps_pow * n_envs)
+    return hyperparams
+
+
+def convert_grpo_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param sampled_params: of a trial
+    :return: keyword arguments of :class:`~sb3_grpo.grpo.GRPO`
+    """
+    # Lambda is the kernel's: the value given for the others has no effect
+    hyperparams = convert_onpolicy_params({"one_minus_gae_lambda": 0.02, **sampled_params})
+    del hyperparams["policy_kwargs"]["net_arch"]["vf"]
+    options = [*KERNEL_OPTIONS, *GROUP_OPTIONS, "leave_one_out"]
+    hyperparams["rollout_buffer_kwargs"] = {name: hyperparams.pop(name) for name in options if name in hyperparams}
+    return hyperparams

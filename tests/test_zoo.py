@@ -1,0 +1,360 @@
+"""rl-zoo3 with ``grpo``: every script, the shipped settings, the search, and the errors."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import optuna
+import pytest
+import rl_zoo3
+import rl_zoo3.exp_manager
+import rl_zoo3.train
+import torch as th
+import yaml
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
+from stable_baselines3 import PPO
+
+from sb3_grpo import GRPO
+from sb3_grpo.buffers import BUFFERS
+from sb3_grpo.zoo import cli, register
+from sb3_grpo.zoo.experiment import HYPERPARAMS, GRPOExperimentManager, check_entry
+from sb3_grpo.zoo.search import convert_grpo_params, sample_grpo_params
+
+ENTRIES: dict[str, dict[str, Any]] = yaml.safe_load(HYPERPARAMS.read_text(encoding="utf-8"))
+ALGOS = {**rl_zoo3.ALGOS}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The zoo writes to the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    yield
+    th.set_num_threads(1)
+
+
+def train(*arguments: str, env: str = "CartPole-v1", algo: str = "grpo") -> None:
+    cli.main(["train", "--algo", algo, "--env", env, "--num-threads", "1", "--eval-freq", "-1", "--seed", "1", *arguments])
+
+
+def saved_weights(path: str | Path, algorithm: Any = GRPO) -> dict[str, th.Tensor]:
+    return algorithm.load(path, device="cpu").policy.state_dict()
+
+
+LAST = "logs/grpo/CartPole-v1_1/CartPole-v1.zip"
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def test_registering_adds_grpo_and_leaves_the_others_alone():
+    register()
+    managers = {rl_zoo3.exp_manager.ExperimentManager, rl_zoo3.train.ExperimentManager}
+    register()
+    assert managers == {rl_zoo3.exp_manager.ExperimentManager, rl_zoo3.train.ExperimentManager} == {GRPOExperimentManager}
+    assert rl_zoo3.ALGOS["grpo"] is GRPO
+    assert {name: algorithm for name, algorithm in rl_zoo3.ALGOS.items() if name != "grpo"} == {
+        name: algorithm for name, algorithm in ALGOS.items() if name != "grpo"
+    }
+    assert HYPERPARAMS_SAMPLER["grpo"] is sample_grpo_params and HYPERPARAMS_CONVERTER["grpo"] is convert_grpo_params
+
+
+def test_a_manager_of_the_users_own_is_left_in_place(monkeypatch: pytest.MonkeyPatch):
+    class Own(rl_zoo3.exp_manager.ExperimentManager):
+        pass
+
+    monkeypatch.setattr(rl_zoo3.train, "ExperimentManager", Own)
+    register()
+    assert rl_zoo3.train.ExperimentManager is Own
+
+
+def test_a_script_of_ones_own_trains_grpo_after_registering(folder: Path):
+    script = "from rl_zoo3.train import train\nfrom sb3_grpo.zoo import register\nregister()\ntrain()\n"
+    (folder / "own.py").write_text(script)
+    arguments = ["--algo", "grpo", "--env", "CartPole-v1", "-n", "64", "--eval-freq", "-1", "--num-threads", "1"]
+    subprocess.run([sys.executable, "own.py", *arguments], check=True, capture_output=True)
+    assert Path(LAST).is_file()
+
+
+def test_without_the_extra_the_message_says_what_to_install():
+    code = "import sys; sys.modules['requests'] = None; import sb3_grpo.zoo"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "sb3_grpo.zoo needs 'requests'" in done.stderr and "pip install 'sb3-grpo[zoo]'" in done.stderr
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["train", "enjoy", "record_video", "record_training", "push_to_hub", "load_from_hub"])
+def test_each_script_that_takes_an_algorithm_offers_grpo_and_ppo(script: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([script, "--help"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert ",ppo," in shown and "grpo" in shown.split("--algo")[1].split("]")[0].split("}")[0]
+
+
+@pytest.mark.parametrize("script", ["plot_train", "all_plots", "plot_from_file", "benchmark"])
+def test_each_other_script_shows_its_options(script: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([script, "--help"])
+    assert stop.value.code == 0 and "usage: " in capsys.readouterr().out
+
+
+def test_help_names_all_scripts_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixture):
+    for arguments in ([], ["--help"]):
+        cli.main(arguments)
+        shown = capsys.readouterr().out
+        assert all(script in shown for script in cli.SCRIPTS)
+    with pytest.raises(SystemExit, match="no script 'fly': pass one of train, enjoy"):
+        cli.main(["fly"])
+
+
+def test_the_command_line_is_left_as_it_was():
+    before = (sys.argv, subprocess.call)
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert (sys.argv, subprocess.call) == before
+
+
+def test_training_with_evaluation_and_checkpoints_then_enjoying_and_resuming(folder: Path, capsys: pytest.CaptureFixture):
+    train("-n", "1024", "--eval-freq", "512", "--save-freq", "512")
+    run = folder / "logs/grpo/CartPole-v1_1"
+    saved = {path.name for path in run.iterdir()}
+    assert {"CartPole-v1.zip", "best_model.zip", "evaluations.npz", "rl_model_512_steps.zip"} <= saved
+    # The config holds what the file says, so that the run can be repeated
+    config = yaml.load((run / "CartPole-v1/config.yml").read_text(), Loader=yaml.UnsafeLoader)
+    assert config["n_steps"] == ENTRIES["CartPole-v1"]["n_steps"]
+    assert GRPO.load(LAST).n_steps == ENTRIES["CartPole-v1"]["n_steps"]
+
+    for which in ([], ["--load-best"], ["--load-checkpoint", "512"]):
+        capsys.readouterr()
+        enjoy = ["enjoy", "--algo", "grpo", "--env", "CartPole-v1", "-f", "logs", "--no-render", "-n", "600"]
+        cli.main([*enjoy, "--exp-id", "1", *which])
+        assert "Mean reward: " in capsys.readouterr().out
+
+    train("-n", "512", "-i", LAST, "-params", "learning_rate:0.0")
+    resumed = "logs/grpo/CartPole-v1_2/CartPole-v1.zip"
+    assert all(th.equal(weight, saved_weights(LAST)[name]) for name, weight in saved_weights(resumed).items())
+    train("-n", "1024", "-i", LAST, "--eval-freq", "512")  # plot_from_file wants two runs
+    changed = saved_weights("logs/grpo/CartPole-v1_3/CartPole-v1.zip")
+    assert not any(th.equal(weight, saved_weights(LAST)[name]) for name, weight in changed.items())
+
+    cli.main(["plot_train", "-a", "grpo", "-e", "CartPole-v1", "-f", "logs", "-w", "5"])
+    cli.main(["all_plots", "-a", "grpo", "-e", "CartPole-v1", "-f", "logs", "-o", "results"])
+    cli.main(["plot_from_file", "-i", "results.pkl"])
+    pictures = {path.name for path in folder.glob("*.png")}
+    assert {"plot_train_1.png", "all_plots_1.png", "plot_from_file_1.png"} <= pictures
+    assert all((folder / name).stat().st_size > 5000 for name in pictures)
+
+
+@pytest.mark.slow
+def test_videos_are_recorded(folder: Path):
+    train("-n", "256")
+    cli.main(["record_video", "--algo", "grpo", "--env", "CartPole-v1", "-f", "logs", "-n", "20", "-o", "videos"])
+    videos = list((folder / "videos").glob("*.mp4"))
+    assert len(videos) == 1 and videos[0].stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            ["python", "-m", "rl_zoo3.record_video", "-n", "5"],
+            [sys.executable, "-m", "sb3_grpo.zoo", "record_video", "-n", "5"],
+        ),
+        (["python", "enjoy.py", "--algo", "grpo"], [sys.executable, "-m", "sb3_grpo.zoo", "enjoy", "--algo", "grpo"]),
+        (["python", "other.py"], ["python", "other.py"]),
+        (["ffmpeg", "-i", "a.mp4"], ["ffmpeg", "-i", "a.mp4"]),
+        ("python enjoy.py", "python enjoy.py"),
+    ],
+    ids=["module", "file", "another script", "another program", "shell"],
+)
+def test_scripts_that_scripts_call_know_of_grpo(command, expected):
+    assert cli.redirected(command) == expected
+
+
+@pytest.mark.slow
+def test_ppo_is_what_it_is_in_plain_rl_zoo(folder: Path):
+    arguments = [
+        "--env",
+        "CartPole-v1",
+        "-n",
+        "2000",
+        "--seed",
+        "7",
+        "--num-threads",
+        "1",
+        "--eval-freq",
+        "-1",
+        "--algo",
+        "ppo",
+    ]
+    subprocess.run([sys.executable, "-m", "rl_zoo3.train", *arguments, "-f", "plain"], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "sb3_grpo.zoo", "train", *arguments, "-f", "ours"], check=True, capture_output=True)
+    plain, ours = (saved_weights(f"{log}/ppo/CartPole-v1_1/CartPole-v1.zip", PPO) for log in ("plain", "ours"))
+    assert all(th.equal(weight, ours[name]) for name, weight in plain.items())
+
+
+# --- shipped settings -------------------------------------------------------------------------------------------------
+
+
+def environment_of(entry: str) -> str:
+    return {"default": "MountainCar-v0", "atari": "PongNoFrameskip-v4"}.get(entry, entry)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_each_entry_builds_its_model_and_learns(entry: str):
+    env = environment_of(entry)
+    if entry == "atari":
+        pytest.importorskip("ale_py")
+        gym.register_envs(pytest.importorskip("ale_py"))
+    options = [] if entry == "default" else ["-params", "n_envs:2", "n_steps:16", "n_epochs:1"]
+    train("-n", "32", *options, env=env)
+    model = GRPO.load(f"logs/grpo/{env}_1/{env}.zip", device="cpu")
+    assert model.num_timesteps >= 32
+    hyperparams = ENTRIES[entry]
+    for name in ("gamma", "gae_lambda", "batch_size", "ent_coef", "max_grad_norm", "rollout_buffer_kwargs"):
+        if name in hyperparams:
+            assert getattr(model, name) == hyperparams[name]
+    for name in ("learning_rate", "clip_range"):
+        value = hyperparams.get(name)
+        if isinstance(value, str):
+            # A tenth of the run is left, and so a tenth of the value
+            assert getattr(model, name)(0.1) == pytest.approx(0.1 * float(value.removeprefix("lin_")))
+        elif value is not None:
+            assert getattr(model, name)(0.1) == value
+
+
+def test_the_entries_are_those_that_the_docs_promise():
+    promised = ["default", "atari", "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "LunarLander-v3"]
+    promised += ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "MiniGrid-Empty-Random-5x5-v0", "MiniGrid-DoorKey-5x5-v0"]
+    assert set(promised) <= set(ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gama: 0.9", "unknown key 'gama': did you mean 'gamma'?"),
+        ("n_env: 2", "unknown key 'n_env': did you mean 'n_envs'?"),
+        ("vf_coef: 0.5", "unknown key 'vf_coef'"),
+        ("xyzzy: 1", "unknown key 'xyzzy': GRPO takes policy, learning_rate"),
+        ("seed: 1", "unknown key 'seed'"),
+        ("rollout_buffer_class: kernl", "There is no rollout buffer 'kernl'"),
+        ("rollout_buffer_class: outcome\n  rollout_buffer_kwargs: {ridge: 0.1}", r"does not take \['ridge'\]"),
+        ("rollout_buffer_kwargs: dict(rigde=0.1)", r"does not take \['rigde'\]"),
+        ("rollout_buffer_kwargs: {ridge: -1}", "`ridge` must be a positive number, not -1"),
+        ("group_size: 1", "`group_size` must be an integer of at least 2, not 1"),
+        ("gamma: 2", "`gamma` must be a finite number from 0 to 1, not 2"),
+        ("clip_range_high: cos_0.3", "`clip_range_high` is 'cos_0.3': pass a number, or 'lin_'"),
+        ("clip_range_high: lin_much", "`clip_range_high` is 'lin_much': pass a number, or 'lin_'"),
+        ("policy_kwargs: dict(net_arch=dict(vf=[64]))", "there is no value network in GRPO"),
+    ],
+    ids=lambda text: text.split(":")[0] if ": " in text else None,
+)
+def test_a_wrong_value_in_a_file_is_refused_with_the_file_named(folder: Path, text: str, message: str):
+    (folder / "own.yml").write_text(f"CartPole-v1:\n  n_timesteps: 64\n  policy: MlpPolicy\n  {text}\n")
+    with pytest.raises(ValueError, match=f"Hyperparameters of CartPole-v1 from own.yml: .*{message}"):
+        train("-conf", "own.yml")
+    assert not Path(LAST).exists()
+
+
+@pytest.mark.parametrize("missing", ["policy", "n_timesteps"])
+def test_a_missing_key_is_named(missing: str):
+    entry = {"policy": "MlpPolicy", "n_timesteps": 10}
+    check_entry(entry)
+    del entry[missing]
+    with pytest.raises(ValueError, match=f"the key '{missing}' is missing"):
+        check_entry(entry)
+
+
+def test_what_is_overwritten_on_the_command_line_is_named_too():
+    with pytest.raises(ValueError, match=r"grpo.yml, with {'gama': 0.9} from the command line: unknown key 'gama'"):
+        train("-params", "gama:0.9")
+
+
+def test_a_file_of_ones_own_is_used_as_it_is(folder: Path):
+    options = "clip_range_high: lin_0.3\n  rollout_buffer_class: stepwise\n  rollout_buffer_kwargs: dict(scale='none')"
+    (folder / "own.yml").write_text(f"CartPole-v1:\n  n_timesteps: 64\n  policy: MlpPolicy\n  n_steps: 32\n  {options}\n")
+    train("-conf", "own.yml")
+    model = GRPO.load(LAST, device="cpu")
+    assert model.rollout_buffer_class is BUFFERS["stepwise"]
+    assert model.rollout_buffer.scale == "none"  # type: ignore[attr-defined]
+    assert callable(model.clip_range_high) and model.clip_range_high(0.5) == pytest.approx(0.15)
+
+
+# --- search -----------------------------------------------------------------------------------------------------------
+
+
+def sampled(n_trials: int) -> list[tuple[optuna.trial.FrozenTrial, dict[str, Any]]]:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    found = []
+    for _ in range(n_trials):
+        trial = study.ask()
+        found.append((trial, sample_grpo_params(trial, 1, 2, {})))
+    return found  # type: ignore[return-value]
+
+
+def test_every_sampled_configuration_is_valid():
+    seen: dict[str, int] = {}
+    for trial, hyperparams in sampled(100):
+        buffer = hyperparams["rollout_buffer_class"]
+        seen[buffer] = seen.get(buffer, 0) + 1
+        hyperparams["n_steps"] = min(hyperparams["n_steps"], 64)  # storage that nobody reads takes time
+        model = GRPO("MlpPolicy", "CartPole-v1", device="cpu", **hyperparams)
+        assert type(model.rollout_buffer) is BUFFERS[buffer]
+        assert ("ridge" in hyperparams["rollout_buffer_kwargs"]) == (buffer == "kernel") == ("forgetting" in trial.params)
+        assert ("scale" in hyperparams["rollout_buffer_kwargs"]) == (buffer != "kernel")
+        assert 0 < hyperparams["gamma"] < 1 and 0 < hyperparams["gae_lambda"] < 1
+    assert set(seen) == set(BUFFERS) and min(seen.values()) > 5
+
+
+def test_the_converter_gives_what_the_sampler_gave():
+    for trial, hyperparams in sampled(30):
+        again = convert_grpo_params(trial.params)
+        assert again == hyperparams
+
+
+def test_sampled_configurations_learn():
+    for _, hyperparams in sampled(8):
+        hyperparams["n_steps"] = 64
+        GRPO("MlpPolicy", "CartPole-v1", device="cpu", seed=0, **hyperparams).learn(128)
+
+
+OPTIMIZE = ["-n", "1000", "-optimize", "--n-trials", "2", "--n-evaluations", "1", "--no-optim-plots"]
+
+
+def test_a_search_of_two_trials_completes_both(folder: Path):
+    train(*OPTIMIZE, "--storage", "study.log", "--study-name", "search")
+    storage = JournalStorage(JournalFileBackend("study.log"))
+    study = optuna.load_study(study_name="search", storage=storage)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE"]
+    assert all(np.isfinite(trial.values[0]) for trial in study.trials)
+    assert len(list((folder / "logs/grpo").glob("report_*.csv"))) == 1
+
+    # A trial's settings can be trained with: the converter is the zoo's way back from a study
+    train("-n", "64", "--storage", "study.log", "--study-name", "search", "--trial-id", "1")
+    [trained] = (folder / "logs/grpo").glob("CartPole-v1_*/CartPole-v1.zip")
+    assert GRPO.load(trained, device="cpu").gamma == pytest.approx(1 - study.trials[1].params["one_minus_gamma"])
+
+
+@pytest.mark.slow
+def test_two_processes_share_one_study():
+    command = [sys.executable, "-m", "sb3_grpo.zoo", "train", "--algo", "grpo", "--env", "CartPole-v1", "--num-threads", "1"]
+    command += [*OPTIMIZE, "--storage", "study.log", "--study-name", "shared"]
+    workers = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
+    storage = JournalStorage(JournalFileBackend("study.log"))
+    states = [trial.state.name for trial in optuna.load_study(study_name="shared", storage=storage).trials]
+    assert states == ["COMPLETE"] * 4
