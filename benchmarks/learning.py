@@ -57,6 +57,7 @@ NEUTRAL: dict[str, Any] = dict(
     tied_groups="keep",
     reward_weights=None,
     component_aggregation="sum_then_normalize",
+    worker_timeout=None,
 )
 
 

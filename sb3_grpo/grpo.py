@@ -3,7 +3,7 @@
 import io
 import math
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, PyTorchObs, Schedule
 from stable_baselines3.common.utils import FloatSchedule, obs_as_tensor, polyak_update
 from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import functional as F
 from sb3_grpo.buffers import (
@@ -134,6 +135,8 @@ class GRPO(OnPolicyAlgorithm):
     :param rollout_buffer_kwargs: keyword arguments of the rollout buffer
     :param target_kl: an update stops early once the approximate KL divergence from the policy that sampled exceeds 1.5 times
         this
+    :param worker_timeout: seconds that the workers of a ``SubprocVecEnv`` may take for a step before learning stops with an
+        error, ``None`` for any number
     :param stats_window_size: episodes over which the logged return, length and success rate are averaged
     :param tensorboard_log: folder for TensorBoard's files, ``None`` for none
     :param policy_kwargs: keyword arguments of the policy
@@ -185,6 +188,7 @@ class GRPO(OnPolicyAlgorithm):
         rollout_buffer_class: str | type[GroupRolloutBuffer] | None = "kernel",
         rollout_buffer_kwargs: dict[str, Any] | None = None,
         target_kl: float | None = None,
+        worker_timeout: float | None = None,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
         policy_kwargs: dict[str, Any] | None = None,
@@ -237,6 +241,7 @@ class GRPO(OnPolicyAlgorithm):
         self.kl_reference_tau = kl_reference_tau
         self.kl_estimator = kl_estimator
         self.target_kl = target_kl
+        self.worker_timeout = worker_timeout
         self.doctor = doctor
 
         #: Figures on the last update, as logged; empty if the last rollout gave rise to none.
@@ -392,7 +397,7 @@ class GRPO(OnPolicyAlgorithm):
         """Hand out starts while learning, and only then: an evaluation on the same environment gets starts of its own."""
         assert self.env is not None and self.start_queue is not None
         seeded_env = find_seeded_vec_env(self.env)
-        seeded_env.attach(self.start_queue, self.share_starts)
+        seeded_env.attach(self.start_queue, self.share_starts, self._check_environments, self.worker_timeout)
         try:
             yield
         except BaseException:
@@ -443,9 +448,8 @@ class GRPO(OnPolicyAlgorithm):
 
             start_indices = seeded_env.start_indices  # before the step, which may begin others
             new_obs, rewards, dones, infos = env.step(clipped_actions)
-            _check_finite("observation", new_obs, self.num_timesteps)
-            _check_finite("reward", rewards, self.num_timesteps)
-            _check_final_observations(dones, infos, self.num_timesteps)
+            if env is not seeded_env:  # what the environments return has been checked before any wrapper saw it
+                self._check_environments(new_obs, rewards, dones, infos)
 
             self.num_timesteps += env.num_envs
 
@@ -488,6 +492,25 @@ class GRPO(OnPolicyAlgorithm):
         features = self.policy.extract_features(obs, self.policy.features_extractor)
         rollout_buffer.keep_features(features)
         return actor(features)
+
+    def _check_environments(
+        self,
+        observations: VecEnvObs,
+        rewards: np.ndarray | None,
+        dones: np.ndarray | None,
+        infos: Sequence[dict[str, Any]] | None,
+    ) -> None:
+        """
+        :param observations: of all environments, after a reset or a step
+        :param rewards: of the step, shape ``(n_envs,)``, ``None`` after a reset
+        :param dones: whether the episode ended, shape ``(n_envs,)``, ``None`` after a reset
+        :param infos: of the step, ``None`` after a reset
+        :raises ValueError: if a number is NaN or infinite, naming the environment
+        """
+        _check_finite("observation", observations, self.num_timesteps)
+        if rewards is not None and dones is not None and infos is not None:
+            _check_finite("reward", rewards, self.num_timesteps)
+            _check_final_observations(dones, infos, self.num_timesteps)
 
     def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
         """
@@ -871,7 +894,7 @@ def _check_gradient(norm: float) -> None:
         )
 
 
-def _check_final_observations(dones: np.ndarray, infos: list[dict[str, Any]], num_timesteps: int) -> None:
+def _check_final_observations(dones: np.ndarray, infos: Sequence[dict[str, Any]], num_timesteps: int) -> None:
     """
     Check what the automatic reset has replaced: a baseline looks at it where a time limit ended the episode.
 

@@ -8,9 +8,8 @@ initial state, whichever environment runs them and whenever it does so.
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -19,8 +18,19 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
-# How long to wait for the operating system to report which worker has died
-DEAD_WORKER_TIMEOUT_S = 5.0
+from sb3_grpo.stepping import (
+    EnvironmentFault,
+    reset_in_process,
+    reset_worker,
+    reset_workers,
+    send_actions,
+    step_in_process,
+    step_in_workers,
+)
+
+#: Looks at what the environments return, before any wrapper has seen it: observations, and after a step rewards, dones and
+#: infos, else ``None``.
+Check = Callable[[VecEnvObs, np.ndarray | None, np.ndarray | None, Sequence[dict[str, Any]] | None], None]
 
 
 class Start(NamedTuple):
@@ -146,6 +156,8 @@ class SeededVecEnv(VecEnv):
         #: with one: the observation and the starts known to the algorithm are then no longer those of the environments
         self.stepped_while_detached = False
         self._share_starts = False
+        self._check: Check | None = None
+        self._worker_timeout: float | None = None
         self._unshareable = False
         self._last_queue: StartQueue | None = None
         self._streams_coincide = False
@@ -175,7 +187,13 @@ class SeededVecEnv(VecEnv):
         """Whether resets get their group's seed: attached, not asked otherwise, and the environments can take one."""
         return self.start_queue is not None and self._share_starts and not self._unshareable
 
-    def attach(self, queue: StartQueue, share_starts: bool = True) -> None:
+    def attach(
+        self,
+        queue: StartQueue,
+        share_starts: bool = True,
+        check: Check | None = None,
+        worker_timeout: float | None = None,
+    ) -> None:
         """
         Take the starts of all resets from a queue, until ``detach()``.
 
@@ -183,6 +201,8 @@ class SeededVecEnv(VecEnv):
 
         :param queue: The run's queue
         :param share_starts: If False, starts are numbered but resets are SB3's own: no seed is passed, nothing verified
+        :param check: Called with what the environments return; raises if something is wrong
+        :param worker_timeout: Seconds that the workers of a ``SubprocVecEnv`` may take for a step, None for any number
         """
         if queue is not self._last_queue:
             # Neither the numbers nor the first observation of another queue's starts mean anything in this one
@@ -191,6 +211,8 @@ class SeededVecEnv(VecEnv):
             self.start_indices = np.full(self.num_envs, -1, dtype=np.int64)
         self.start_queue = queue
         self._share_starts = share_starts
+        self._check = check
+        self._worker_timeout = worker_timeout
 
     def detach(self) -> None:
         """Be transparent again."""
@@ -201,7 +223,7 @@ class SeededVecEnv(VecEnv):
         Reset all environments; while attached, each with the seed of the next start, from a fresh group on.
 
         :return: The first observations, shape (n_envs, ...) per part
-        :raises RuntimeError: If the worker of a ``SubprocVecEnv`` dies of the seed
+        :raises EnvironmentFault: If the worker of a ``SubprocVecEnv`` dies or hangs
         """
         if self.start_queue is None:
             self._forget_starts()
@@ -212,12 +234,18 @@ class SeededVecEnv(VecEnv):
         observations = self._reset_with_seeds(starts) if self.shares_starts else self._reset_apart()
         self.start_indices = np.array([start.index for start in starts], dtype=np.int64)
         self.stepped_while_detached = False
+        if self._check is not None:
+            self._check(observations, None, None, None)
         return observations
 
     def step_async(self, actions: np.ndarray) -> None:
         if self.start_queue is None:
             self._forget_starts()
-        self.venv.step_async(actions)
+            self.venv.step_async(actions)
+        elif type(self.venv) is SubprocVecEnv:
+            send_actions(self.venv, actions)
+        else:
+            self.venv.step_async(actions)
 
     def step_wait(self) -> VecEnvStepReturn:
         """
@@ -225,15 +253,23 @@ class SeededVecEnv(VecEnv):
 
         :return: observations, rewards, dones, infos, as the base returns them except for the observations of
             environments that are done, which are those of the seeded reset
-        :raises RuntimeError: If the worker of a ``SubprocVecEnv`` dies of the seed
+        :raises EnvironmentFault: If an environment raises, dies, hangs, or returns an observation of another shape
         """
-        observations, rewards, dones, infos = self.venv.step_wait()
-        if self.start_queue is not None:
-            if np.any(dones):
-                # The base may own these arrays
-                observations = deepcopy(observations)
-                self._begin_episodes(np.flatnonzero(dones).tolist(), observations, self.start_queue)
-            self._publish_reset_infos()
+        if self.start_queue is None:
+            return self.venv.step_wait()
+        if type(self.venv) is DummyVecEnv:
+            observations, rewards, dones, infos = step_in_process(self.venv)
+        elif type(self.venv) is SubprocVecEnv:
+            observations, rewards, dones, infos = step_in_workers(self.venv, self._worker_timeout)
+        else:
+            observations, rewards, dones, infos = self.venv.step_wait()
+        if np.any(dones):
+            # The base may own these arrays
+            observations = deepcopy(observations)
+            self._begin_episodes(np.flatnonzero(dones).tolist(), observations, self.start_queue)
+        self._publish_reset_infos()
+        if self._check is not None:
+            self._check(observations, rewards, dones, infos)
         return observations, rewards, dones, infos
 
     def _forget_starts(self) -> None:
@@ -254,12 +290,17 @@ class SeededVecEnv(VecEnv):
             self._streams_coincide = False
             if not self._unshareable and all(seed is None for seed in self.venv._seeds):
                 self.venv.seed(self._last_queue.seed_apart())
-        return self.venv.reset()
+        return self._reset_base()
+
+    def _reset_base(self) -> VecEnvObs:
+        return reset_workers(self.venv, self._worker_timeout) if type(self.venv) is SubprocVecEnv else self.venv.reset()
 
     def _reset_with_seeds(self, starts: list[Start]) -> VecEnvObs:
         self.venv._seeds = [start.seed for start in starts]
         try:
-            observations = self.venv.reset()
+            observations = self._reset_base()
+        except EnvironmentFault as fault:
+            raise self._of_the_seed(fault) from fault
         except Exception as error:
             self._stop_sharing(error)
             self.venv._reset_seeds()
@@ -282,21 +323,43 @@ class SeededVecEnv(VecEnv):
             start = queue.take()
             start_indices[env_idx] = start.index
             self._seeded_reset_infos.pop(env_idx, None)
-            if not self.shares_starts:
-                continue
-            try:
-                # One by one: were a call for several environments to fail halfway, nobody could tell which were reset
-                observation, info = self.venv.env_method("reset", seed=start.seed, indices=[env_idx])[0]
-            except Exception as error:
-                # The observation of the base's automatic reset stays valid
-                self._stop_sharing(error, env_idx)
-                continue
+            # One by one: were a call for several environments to fail halfway, nobody could tell which were reset
+            reset = self._reset_with_seed(env_idx, start.seed) if self.shares_starts else None
+            is_seeded = reset is not None
+            if reset is None and type(self.venv) is DummyVecEnv:
+                reset = reset_in_process(self.venv, env_idx)
+            if reset is None:
+                continue  # the observation of the base's automatic reset stays valid
+            observation, self._seeded_reset_infos[env_idx] = reset
             for key, batch in _parts(observations).items():
                 batch[env_idx] = observation if key is None else observation[key]
-            self._seeded_reset_infos[env_idx] = info
-            self._streams_coincide = True
-            self._verify(start, env_idx, observations)
+            if is_seeded:
+                self._streams_coincide = True
+                self._verify(start, env_idx, observations)
         self.start_indices = start_indices
+
+    def _reset_with_seed(self, env_idx: int, seed: int) -> tuple[Any, dict[str, Any]] | None:
+        """
+        :param env_idx: Index of the environment
+        :param seed: To reset it with
+        :return: The first observation and its info, None if the environment cannot be reset with a seed
+        """
+        try:
+            if type(self.venv) is SubprocVecEnv:
+                return reset_worker(self.venv, env_idx, seed, self._worker_timeout)
+            return self.venv.env_method("reset", seed=seed, indices=[env_idx])[0]
+        except EnvironmentFault as fault:
+            raise self._of_the_seed(fault) from fault
+        except Exception as error:
+            self._stop_sharing(error, env_idx)
+            return None
+
+    @staticmethod
+    def _of_the_seed(fault: EnvironmentFault) -> RuntimeError:
+        return RuntimeError(
+            f"{fault} It happened in a reset with a seed: if the environment cannot be reset with one, pass "
+            "`share_starts=False` to GRPO."
+        )
 
     def _publish_reset_infos(self) -> None:
         # On every step: a SubprocVecEnv's workers send the info of their last automatic reset again with each step
@@ -341,14 +404,7 @@ class SeededVecEnv(VecEnv):
 
         :param error: What the reset raised
         :param env_idx: The environment that was reset, None if it was all of them
-        :raises RuntimeError: If it was a worker of a ``SubprocVecEnv`` that died, because that cannot be revived
         """
-        if isinstance(self.venv, SubprocVecEnv) and isinstance(error, (EOFError, ConnectionError)):
-            which = _dead_workers(self.venv) if env_idx is None else str(env_idx)
-            raise RuntimeError(
-                f"The process of environment {which} ended while it was reset with a seed (its own error is above). If "
-                "the environment cannot be reset with a seed, pass `share_starts=False` to GRPO."
-            ) from error
         self._unshareable = True
         warnings.warn(
             f"The environment {self._env_name(env_idx or 0)!r} cannot be reset with a seed, {type(error).__name__}: "
@@ -441,17 +497,6 @@ def _parts(observations: VecEnvObs) -> dict[Any, np.ndarray]:
 def _same(left: np.ndarray, right: np.ndarray) -> bool:
     # Only floats (and complex numbers) can be NaN, and `equal_nan` fails for some of the other types
     return np.array_equal(left, right, equal_nan=np.issubdtype(left.dtype, np.inexact))
-
-
-def _dead_workers(venv: SubprocVecEnv) -> str:
-    """
-    Which workers have ended.
-
-    :param venv: The base ``VecEnv``, one of whose pipes has broken
-    :return: Their indices, as text
-    """
-    ended = connection.wait([process.sentinel for process in venv.processes], timeout=DEAD_WORKER_TIMEOUT_S)
-    return ", ".join(str(env_idx) for env_idx, process in enumerate(venv.processes) if process.sentinel in ended) or "unknown"
 
 
 def insert_seeded_vec_env(env: VecEnv) -> VecEnv:

@@ -33,9 +33,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributions": set(),
     "closed_form": {"distributions"},
     "policies": {"distributions", "closed_form"},
-    "seeding": set(),
+    "stepping": set(),
+    "seeding": {"stepping"},
     "doctor": set(),
-    "grpo": {"functional", "baselines", "buffers", "closed_form", "policies", "seeding", "doctor"},
+    "grpo": {"functional", "baselines", "buffers", "closed_form", "policies", "seeding", "stepping", "doctor"},
     "__init__": CORE,
     "zoo": {*CORE, "__init__", "zoo"},
 }
