@@ -6,7 +6,7 @@ What the zoo's command trains with the settings that the package ships: one run 
     python -m benchmarks.zoo --table                      # the table alone
     python -m benchmarks.zoo --csv runs/try.csv --seeds 0 1 --envs Acrobot-v1 --params gamma:0.98   # a trial
 
-Each run is the command in the table and nothing else, in a process of its own; what it has saved is then evaluated on 20
+Each run is the command in the table and nothing else, in a process of its own; what it has saved is then evaluated on 100
 episodes with deterministic actions. Seeds from 100 on are reported; settings were chosen on smaller ones. A row belongs to the
 settings it was run with, so that changed settings make it stale.
 """
@@ -33,7 +33,7 @@ from sb3_grpo.zoo.experiment import HYPERPARAMS
 
 CSV = pathlib.Path(__file__).with_name("zoo.csv")
 SEEDS = (100, 101, 102)
-N_EVAL_EPISODES = 20
+N_EVAL_EPISODES = 100
 FIELDS = ["env", "seed", "settings_hash", "params", "timesteps", "eval_mean", "eval_std", "wall_clock", "commit", "versions"]
 
 #: Mean evaluation that the shipped settings are to reach.

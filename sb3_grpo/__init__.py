@@ -1,7 +1,5 @@
 """Group Relative Policy Optimization for Stable-Baselines3."""
 
-import pathlib
-
 from sb3_grpo.buffers import (
     CompleteGroupRolloutBuffer,
     GroupRolloutBuffer,
@@ -13,9 +11,11 @@ from sb3_grpo.buffers import (
 )
 from sb3_grpo.doctor import Doctor
 from sb3_grpo.grpo import GRPO
+from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy, load_actor
+from sb3_grpo.stepping import EnvironmentFault
 
-__version__ = pathlib.Path(__file__).with_name("version.txt").read_text().strip()
+__version__ = VERSION
 
 __all__ = [
     "GRPO",
@@ -23,6 +23,7 @@ __all__ = [
     "CnnPolicy",
     "CompleteGroupRolloutBuffer",
     "Doctor",
+    "EnvironmentFault",
     "GroupRolloutBuffer",
     "KernelRolloutBuffer",
     "MlpPolicy",

@@ -10,6 +10,7 @@ All tensors are double precision and live on the CPU: the problems are small, an
 to the number of threads that the user has set.
 """
 
+import copy
 import functools
 import math
 from typing import Any
@@ -163,7 +164,10 @@ class KernelBaseline:
         if self._input_statistics is None:
             self._draw_features(inputs.shape[1])
             self._input_statistics = RunningMeanStd(epsilon=1e-4, shape=(inputs.shape[1],))
-        self._input_statistics.update(inputs)
+        # Replaced as a whole, as are the statistics of the fit: an interrupt leaves the ones or the others
+        updated = self._input_statistics.copy()
+        updated.update(inputs)
+        self._input_statistics = updated
 
     def _draw_features(self, input_dim: int) -> None:
         rng = np.random.default_rng(self.seed)
@@ -204,8 +208,11 @@ class KernelBaseline:
         :param folds: fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
         :return: shape ``(n_folds, p)``
         """
-        self._statistics.decay(self.forgetting)
-        return self._statistics.leave_fold_out(features, targets, folds, self.ridge)
+        updated = copy.deepcopy(self._statistics)
+        updated.decay(self.forgetting)
+        weights = updated.leave_fold_out(features, targets, folds, self.ridge)
+        self._statistics = updated
+        return weights
 
     def get_state(self) -> dict[str, Any]:
         """:return: all that a fit depends on, to be given to :meth:`set_state`"""

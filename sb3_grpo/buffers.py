@@ -219,9 +219,14 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         horizon: int | None = None,
         reward_weights: Mapping[str, float] | None = None,
     ):
+        require_at_least("buffer_size", buffer_size, 1)
+        require_at_least("n_envs", n_envs, 1)
         super().__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         if horizon is not None:
             require_at_least("horizon", horizon, 1)
+        require_at_least("group_size", group_size, 2)
+        require_between("gamma", gamma, 0.0, 1.0)
+        require_between("gae_lambda", gae_lambda, 0.0, 1.0)
         self.gae_lambda = gae_lambda
         self.gamma = gamma
         self.group_size = group_size
@@ -549,6 +554,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_positive("ridge", ridge)
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
+        require_flag("time_feature", time_feature)
         self.n_folds = n_folds
         # SB3 has seeded numpy's global generator with the model's seed at this point
         self.baseline = KernelBaseline(
@@ -854,6 +860,7 @@ class OutcomeRolloutBuffer(CompleteGroupRolloutBuffer):
 
     def __init__(self, *args: Any, leave_one_out: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        require_flag("leave_one_out", leave_one_out)
         self.leave_one_out = leave_one_out
 
     def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -972,14 +979,44 @@ def _checked_reward_weights(reward_weights: Mapping[str, float] | None) -> dict[
     return dict(reward_weights)
 
 
-def require_one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def require_flag(name: str, value: Any) -> None:
+    """
+    :param name: of the argument
+    :param value: what came
+    :raises ValueError: if it is neither True nor False
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"`{name}` must be True or False, not {value!r}.")
+
+
+def require_schedule(name: str, value: Any, smallest: float) -> None:
+    """
+    :param name: of the argument
+    :param value: what came: a number, or a function of the progress remaining
+    :param smallest: least value accepted, of the number, or of the function at the beginning, half-way, and at the end
+    :raises ValueError: if it is neither, or not a finite number of at least that
+    """
+    if not callable(value):
+        require_between(name, value, smallest, np.inf)
+        return
+    for progress in (1.0, 0.5, 0.0):
+        current = value(progress)
+        is_number = isinstance(current, (int, float, np.number)) and not isinstance(current, bool)
+        if not is_number or not np.isfinite(current) or current < smallest:
+            raise ValueError(
+                f"`{name}` must give a finite number of at least {smallest:g} for each progress remaining from 1 to 0, and "
+                f"gives {current!r} at {progress:g}."
+            )
+
+
+def require_one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """
     :param name: of the argument
     :param value: what came
     :param choices: what may come
     :raises ValueError: if the value is none of these
     """
-    if value not in choices:
+    if isinstance(value, bool) or not isinstance(value, type(choices[0])) or value not in choices:
         raise ValueError(f"`{name}` must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {value!r}.")
 
 
@@ -1004,15 +1041,16 @@ def check_buffer_arguments(buffer_class: type[GroupRolloutBuffer], kwargs: Mappi
         )
 
 
-def require_at_least(name: str, value: Any, smallest: int) -> None:
+def require_at_least(name: str, value: Any, smallest: int, or_else: str = "") -> None:
     """
     :param name: of the argument
     :param value: what came
     :param smallest: least integer accepted
+    :param or_else: what else is, for the message
     :raises ValueError: if the value is not an integer of at least that
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < smallest:
-        raise ValueError(f"`{name}` must be an integer of at least {smallest}, not {value!r}.")
+        raise ValueError(f"`{name}` must be an integer of at least {smallest}{' ' * bool(or_else)}{or_else}, not {value!r}.")
 
 
 def require_between(name: str, value: Any, smallest: float, largest: float) -> None:

@@ -1,11 +1,12 @@
 """The algorithm: Group Relative Policy Optimization on Stable-Baselines3's ``OnPolicyAlgorithm``."""
 
+import copy
 import io
 import math
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch as th
@@ -28,13 +29,24 @@ from sb3_grpo.buffers import (
     map_observations,
     require_at_least,
     require_between,
+    require_flag,
     require_one_of,
     require_positive,
+    require_schedule,
     resolve_buffer_class,
     take_observations,
 )
 from sb3_grpo.closed_form import ClosedFormActor
 from sb3_grpo.doctor import Doctor
+from sb3_grpo.persistence import (
+    RandomState,
+    check_version,
+    random_state,
+    replace_file,
+    set_random_state,
+    with_suffix,
+    write_version,
+)
 from sb3_grpo.policies import Actor, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.seeding import StartQueue, find_seeded_vec_env, insert_seeded_vec_env
 
@@ -198,6 +210,7 @@ class GRPO(OnPolicyAlgorithm):
         device: th.device | str = "auto",
         _init_setup_model: bool = True,
     ):
+        _check_constructor_arguments(policy, env, rollout_buffer_kwargs, policy_kwargs, tensorboard_log, _init_setup_model)
         if env is not None:
             env = maybe_make_env(env, verbose)
             _check_spaces(env.observation_space, env.action_space)
@@ -252,6 +265,8 @@ class GRPO(OnPolicyAlgorithm):
         self.kl_reference_policy: ActorPolicy | None = None
         #: Updates since the reference was last renewed; ``None`` while there is no reference.
         self._kl_reference_age: int | None = None
+        #: State of the random generators, between a file and the generators.
+        self._random_state: RandomState | None = None
         #: Class and state of the rollout buffer, between a file and the buffer.
         self._rollout_buffer_state: tuple[type[GroupRolloutBuffer], dict[str, Any]] | None = None
 
@@ -295,6 +310,18 @@ class GRPO(OnPolicyAlgorithm):
             self.kl_reference_policy = self._twin_of_policy()
 
     def _check_arguments(self) -> None:
+        for name in ("normalize_advantage", "share_starts", "use_sde", "doctor"):
+            require_flag(name, getattr(self, name))
+        require_schedule("learning_rate", self.learning_rate, smallest=0.0)
+        require_at_least("stats_window_size", self._stats_window_size, 1)
+        require_one_of("verbose", self.verbose, (0, 1, 2))
+        if self.seed is not None:
+            require_at_least("seed", self.seed, 0)
+            require_between("seed", self.seed, 0, np.iinfo(np.uint32).max)
+        if self.sde_sample_freq != -1:
+            require_at_least("sde_sample_freq", self.sde_sample_freq, 1, or_else="or -1, for once a rollout")
+        if self.worker_timeout is not None:
+            require_positive("worker_timeout", self.worker_timeout)
         require_at_least("group_size", self.group_size, 2)
         require_at_least("n_steps", self.n_steps, 1)
         require_at_least("batch_size", self.batch_size, 1)
@@ -304,10 +331,12 @@ class GRPO(OnPolicyAlgorithm):
                 f"A rollout of n_steps * n_envs = {self.n_steps} * {self.n_envs} transitions leaves nothing to compare: pass "
                 "`n_steps` of at least 2, or more environments."
             )
-        if not callable(self.clip_range):
-            require_positive("clip_range", self.clip_range)
-        if self.clip_range_high is not None and not callable(self.clip_range_high):
-            require_positive("clip_range_high", self.clip_range_high)
+        for name in ("clip_range", "clip_range_high"):
+            clip_range = getattr(self, name)
+            if clip_range is not None or name == "clip_range":
+                require_schedule(name, clip_range, smallest=0.0)
+                if not callable(clip_range):
+                    require_positive(name, clip_range)
         if self.dual_clip is not None:
             require_positive("dual_clip", self.dual_clip)
             if self.dual_clip <= 1.0:
@@ -557,6 +586,7 @@ class GRPO(OnPolicyAlgorithm):
         # Not passed on where it makes no difference, so that a buffer of the user's need not know of it
         dealt = {"whole_trajectories": True} if self.importance_sampling_level == "trajectory" else {}
         self._renew_kl_reference()
+        before = (copy.deepcopy(self.policy.state_dict()), copy.deepcopy(self.policy.optimizer.state_dict()))
 
         # The penalty refers to the distributions themselves, which only autograd sees
         closed_form = self.policy.closed_form() if self.kl_coef == 0 else None
@@ -580,9 +610,24 @@ class GRPO(OnPolicyAlgorithm):
             if stopped_early:
                 break
 
+        if gradient_norms and not math.isfinite(th.stack(gradient_norms).sum().item()):
+            self._undo_update(*before)
         self._log_update(minibatches, first_of_epoch, gradient_norms, clip_range)
         if self.adaptive_kl_target is not None:
             self._adapt_kl_coef(self.adaptive_kl_target)
+
+    def _undo_update(self, policy_state: dict[str, Any], optimizer_state: dict[str, Any]) -> NoReturn:
+        """
+        :param policy_state: of the policy before the update
+        :param optimizer_state: of its optimiser
+        :raises ValueError: always: the gradient was not finite
+        """
+        self.policy.load_state_dict(policy_state)
+        self.policy.optimizer.load_state_dict(optimizer_state)
+        raise ValueError(
+            f"The gradient of update {self._n_updates} is not finite. The policy is what it was before: the model can be "
+            "saved. Lower `learning_rate`, or bound observations and advantages: `VecNormalize`, `normalize_advantage`, `scale`."
+        )
 
     def _current_clip_range(self) -> ClipRange:
         low = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
@@ -759,7 +804,6 @@ class GRPO(OnPolicyAlgorithm):
         }
         if gradient_norms:
             figures["train/grad_norm"] = th.stack(gradient_norms).mean()
-            _check_gradient(figures["train/grad_norm"].item())
         if self.kl_coef > 0:
             figures["train/kl_loss"] = all_epochs.kl.mean()
         self.update_metrics = {name: figure.item() for name, figure in figures.items()}
@@ -811,19 +855,69 @@ class GRPO(OnPolicyAlgorithm):
         include: Iterable[str] | None = None,
     ) -> None:
         """
-        Save the model in a zip-file, with what belongs to it beside the weights: the kernel baseline, the KL reference, the
-        start queue. Transitions that wait for their group are not saved: a loaded model begins with a reset of its
-        environments.
+        Save the model in a zip-file, with all that the rest of its run depends on: weights, optimiser, schedules' progress,
+        kernel baseline, KL reference, start queue, random generators. Transitions that wait for their group are not saved: a
+        loaded model begins with a reset of its environments, which drops them in a model that goes on as well.
 
-        :param path: path to the file, or a file-like object
+        A file under the final name is always whole: the old one until the new one is complete.
+
+        :param path: path to the file, ``.zip`` is added where it has no suffix; or a file-like object
         :param exclude: names of attributes not to save
         :param include: names of attributes to save that are left out by default
         """
         self._rollout_buffer_state = (type(self.rollout_buffer), self.rollout_buffer.get_state())
+        self._random_state = random_state()
         try:
-            super().save(path, exclude, include)
+            content = io.BytesIO()
+            super().save(content, exclude, include)
         finally:
             self._rollout_buffer_state = None
+            self._random_state = None
+        write_version(content)
+        if isinstance(path, (str, pathlib.Path)):
+            replace_file(with_suffix(pathlib.Path(path), ".zip"), content.getvalue())
+        else:
+            path.write(content.getvalue())
+
+    @classmethod
+    def load(
+        cls: type[SelfGRPO],
+        path: str | pathlib.Path | io.BufferedIOBase,
+        env: GymEnv | None = None,
+        device: th.device | str = "auto",
+        custom_objects: dict[str, Any] | None = None,
+        print_system_info: bool = False,
+        force_reset: bool = True,
+        **kwargs: Any,
+    ) -> SelfGRPO:
+        """
+        Load a model. It goes on where the saved one would have, from a reset of its environments, with the same random
+        numbers; unless a ``seed`` is passed, which begins a random stream and a start queue of its own.
+
+        .. warning::
+            A saved model contains pickles, and unpickling a file runs what its author put there: load files of people whom you
+            trust, and no others. From any other file take the weights alone, which are read without unpickling objects:
+            ``model.set_parameters(path)`` for all of GRPO's, or :func:`~sb3_grpo.policies.load_actor` for the actor,
+            into a model that you have constructed yourself. ``custom_objects`` replaces attributes that cannot be unpickled.
+
+        :param path: path to the file, or a file-like object
+        :param env: environment to learn in, ``None`` for one that only predicts, or to set it later (``set_env``)
+        :param device: where the policy is to live
+        :param custom_objects: attributes to take from here instead of from the file
+        :param print_system_info: whether to print the system's versions, and those that the file was saved with
+        :param force_reset: whether learning begins with a reset of the environment
+        :param kwargs: arguments to change
+        :return: the model
+        :raises ValueError: if the file was saved by a newer major version of this package
+        """
+        check_version(path)
+        if kwargs.get("seed") is not None:
+            kwargs = {"start_queue": None, "_random_state": None, **kwargs}
+        model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+        if model._random_state is not None:
+            set_random_state(model._random_state)
+            model._random_state = None
+        return model
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_doctor"]
@@ -843,6 +937,36 @@ def _joined(minibatches: list[MinibatchLoss]) -> MinibatchLoss:
     return MinibatchLoss(
         *(th.stack(field) if field[0].dim() == 0 else th.cat(field) for field in zip(*minibatches, strict=True))
     )
+
+
+def _check_constructor_arguments(
+    policy: Any, env: Any, rollout_buffer_kwargs: Any, policy_kwargs: Any, tensorboard_log: Any, builds_policy: bool
+) -> None:
+    """
+    What the base class would take for something else.
+
+    :param policy: argument of the constructor, as are the following
+    :param env: argument
+    :param rollout_buffer_kwargs: argument
+    :param policy_kwargs: argument
+    :param tensorboard_log: argument
+    :param builds_policy: whether the policy is to be built at once, so that an environment is needed
+    :raises ValueError: if one of them is of another type, or the policy is unknown
+    """
+    if isinstance(policy, str):
+        require_one_of("policy", policy, tuple(GRPO.policy_aliases))
+    elif not (isinstance(policy, type) and issubclass(policy, ActorPolicy)):
+        raise ValueError(
+            f"`policy` must be {', '.join(map(repr, GRPO.policy_aliases))} or a subclass of `sb3_grpo.policies.ActorPolicy`, "
+            f"not {policy!r}: SB3's own policies have a critic."
+        )
+    if env is None and builds_policy:
+        raise ValueError("`env` is None: pass an environment, or the name under which one is registered, as 'CartPole-v1'.")
+    for name, value in (("rollout_buffer_kwargs", rollout_buffer_kwargs), ("policy_kwargs", policy_kwargs)):
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"`{name}` must be a dict or None, not {value!r}.")
+    if tensorboard_log is not None and not isinstance(tensorboard_log, (str, pathlib.Path)):
+        raise ValueError(f"`tensorboard_log` must be the path of a folder or None, not {tensorboard_log!r}.")
 
 
 def _check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -> None:
@@ -879,18 +1003,6 @@ def _check_policy(log_probs: th.Tensor, num_timesteps: int) -> None:
         raise ValueError(
             f"The output of the policy is not finite after {num_timesteps} timesteps: its actions have log-probabilities "
             f"{log_probs.tolist()}. Its weights or its features extractor give NaN or infinities for the present observations."
-        )
-
-
-def _check_gradient(norm: float) -> None:
-    """
-    :param norm: mean norm of an update's gradients
-    :raises ValueError: if it is NaN or infinite
-    """
-    if not np.isfinite(norm):
-        raise ValueError(
-            f"The gradient of an update is not finite (mean norm {norm}) and has spoilt the policy: load the last checkpoint. "
-            "Lower `learning_rate`, or bound observations and advantages: `VecNormalize`, `normalize_advantage`, `scale`."
         )
 
 

@@ -34,9 +34,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "closed_form": {"distributions"},
     "policies": {"distributions", "closed_form"},
     "stepping": set(),
+    "persistence": set(),
     "seeding": {"stepping"},
     "doctor": set(),
-    "grpo": {"functional", "baselines", "buffers", "closed_form", "policies", "seeding", "stepping", "doctor"},
+    "grpo": {"functional", "baselines", "buffers", "closed_form", "policies", "seeding", "stepping", "persistence", "doctor"},
     "__init__": CORE,
     "zoo": {*CORE, "__init__", "zoo"},
 }
