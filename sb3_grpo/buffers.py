@@ -9,6 +9,7 @@ the transitions to train on in minibatches. Every variant overrides one hook:
 """
 
 import inspect
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -21,6 +22,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import BaseBuffer
 from stable_baselines3.common.preprocessing import get_obs_shape, is_image_space, preprocess_obs
 from stable_baselines3.common.type_aliases import PyTorchObs
+from stable_baselines3.common.utils import get_device
 
 from sb3_grpo import functional as F
 from sb3_grpo.baselines import KernelBaseline, predict_by_fold
@@ -221,6 +223,11 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     ):
         require_at_least("buffer_size", buffer_size, 1)
         require_at_least("n_envs", n_envs, 1)
+        parts = observation_space.spaces.values() if isinstance(observation_space, spaces.Dict) else [observation_space]
+        for part in parts:
+            _require_space("observation_space", part, " or a Dict of these")
+        _require_space("action_space", action_space)
+        _require_device("device", device)
         super().__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         if horizon is not None:
             require_at_least("horizon", horizon, 1)
@@ -239,7 +246,6 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._group_returns = GroupReturns(n_envs, group_size)
         self._update: GroupRolloutBufferSamples | None = None
         self._update_starts = np.empty(0, dtype=np.int64)
-        parts = observation_space.spaces.values() if isinstance(observation_space, spaces.Dict) else [observation_space]
         self._has_images = any(is_image_space(part) for part in parts)
         self._allocate()
 
@@ -997,12 +1003,21 @@ def require_schedule(name: str, value: Any, smallest: float) -> None:
     :raises ValueError: if it is neither, or not a finite number of at least that
     """
     if not callable(value):
-        require_between(name, value, smallest, np.inf)
+        if not _is_finite_number(value) or value < smallest:
+            raise ValueError(
+                f"`{name}` must be a finite number of at least {smallest:g}, or a function of the progress remaining that "
+                f"gives such numbers, not {value!r}."
+            )
         return
     for progress in (1.0, 0.5, 0.0):
-        current = value(progress)
-        is_number = isinstance(current, (int, float, np.number)) and not isinstance(current, bool)
-        if not is_number or not np.isfinite(current) or current < smallest:
+        try:
+            current = value(progress)
+        except Exception as error:
+            raise ValueError(
+                f"`{name}` must give a finite number of at least {smallest:g} for each progress remaining from 1 to 0, and "
+                f"{value!r} raises {error!r} at {progress:g}."
+            ) from error
+        if not _is_finite_number(current) or current < smallest:
             raise ValueError(
                 f"`{name}` must give a finite number of at least {smallest:g} for each progress remaining from 1 to 0, and "
                 f"gives {current!r} at {progress:g}."
@@ -1013,10 +1028,11 @@ def require_one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """
     :param name: of the argument
     :param value: what came
-    :param choices: what may come
+    :param choices: what may come: strings, or integers
     :raises ValueError: if the value is none of these
     """
-    if isinstance(value, bool) or not isinstance(value, type(choices[0])) or value not in choices:
+    kinds = str if isinstance(choices[0], str) else (int, np.integer)
+    if isinstance(value, bool) or not isinstance(value, kinds) or value not in choices:
         raise ValueError(f"`{name}` must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {value!r}.")
 
 
@@ -1024,8 +1040,10 @@ def check_buffer_arguments(buffer_class: type[GroupRolloutBuffer], kwargs: Mappi
     """
     :param buffer_class: of the rollout buffer
     :param kwargs: what it is to be constructed with
-    :raises ValueError: if its constructor does not take one of these
+    :raises ValueError: if it is no mapping, or the buffer's constructor does not take one of these
     """
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(f"`rollout_buffer_kwargs` must be a dict or None, not {kwargs!r}.")
     accepted: set[str] = set()
     for each in buffer_class.__mro__:
         parameters = inspect.signature(each).parameters
@@ -1033,12 +1051,48 @@ def check_buffer_arguments(buffer_class: type[GroupRolloutBuffer], kwargs: Mappi
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
     accepted -= {"args", "buffer_size", "observation_space", "action_space", "device", "gae_lambda", "gamma", "n_envs"}
-    unknown = sorted(set(kwargs) - accepted)
+    unknown = sorted(set(kwargs) - accepted, key=str)
     if unknown:
         raise ValueError(
             f"{buffer_class.__name__} does not take {unknown} of `rollout_buffer_kwargs`: it takes "
             f"{sorted(accepted - {'group_size'})}. Another `rollout_buffer_class` may."
         )
+
+
+def _require_space(name: str, value: Any, or_else: str = "") -> None:
+    """
+    :param name: of the argument
+    :param value: what came
+    :param or_else: what else would have been accepted, for the message
+    :raises ValueError: if it is no space of which transitions can be stored
+    """
+    if not isinstance(value, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        raise ValueError(f"`{name}` must be a Box, Discrete, MultiDiscrete or MultiBinary space{or_else}, not {value!r}.")
+
+
+def _require_device(name: str, value: Any) -> None:
+    """
+    :param name: of the argument
+    :param value: what came
+    :raises ValueError: if PyTorch has no device of that name
+    """
+    try:
+        get_device(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"`{name}` must be 'auto' or a device of PyTorch's, as 'cpu' or 'cuda:0', not {value!r}.") from error
+
+
+def _is_finite_number(value: Any) -> bool:
+    """
+    :param value: what came
+    :return: whether it is a real number, Python's or numpy's, that is finite as a float; a bool is none, nor is an array
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def require_at_least(name: str, value: Any, smallest: int, or_else: str = "") -> None:
@@ -1061,8 +1115,7 @@ def require_between(name: str, value: Any, smallest: float, largest: float) -> N
     :param largest: greatest number accepted
     :raises ValueError: if the value is not a finite number between the two
     """
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    if not is_number or not np.isfinite(value) or not smallest <= value <= largest:
+    if not _is_finite_number(value) or not smallest <= value <= largest:
         limits = "" if smallest == -np.inf and largest == np.inf else f" from {smallest:g} to {largest:g}"
         raise ValueError(f"`{name}` must be a finite number{limits}, not {value!r}.")
 
@@ -1073,5 +1126,5 @@ def require_positive(name: str, value: Any) -> None:
     :param value: what came
     :raises ValueError: if the value is not a positive, finite number
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 < float(value) < np.inf:
+    if not _is_finite_number(value) or value <= 0:
         raise ValueError(f"`{name}` must be a positive number, not {value!r}.")

@@ -318,7 +318,8 @@ class GRPO(OnPolicyAlgorithm):
         if self.seed is not None:
             require_at_least("seed", self.seed, 0)
             require_between("seed", self.seed, 0, np.iinfo(np.uint32).max)
-        if self.sde_sample_freq != -1:
+            self.seed = int(self.seed)  # Python's generator takes no numpy integer
+        if not (isinstance(self.sde_sample_freq, (int, np.integer)) and self.sde_sample_freq == -1):
             require_at_least("sde_sample_freq", self.sde_sample_freq, 1, or_else="or -1, for once a rollout")
         if self.worker_timeout is not None:
             require_positive("worker_timeout", self.worker_timeout)
@@ -346,13 +347,15 @@ class GRPO(OnPolicyAlgorithm):
         require_one_of("importance_sampling_level", self.importance_sampling_level, tuple(F.LOG_RATIOS))
         require_one_of("loss_aggregation", self.loss_aggregation, tuple(F.LOSS_WEIGHTS))
         self._check_kl_arguments()
-        if self.max_grad_norm != np.inf:  # which switches clipping off
+        # Infinity switches clipping off
+        if not (isinstance(self.max_grad_norm, (float, np.floating)) and self.max_grad_norm == np.inf):
             require_positive("max_grad_norm", self.max_grad_norm)
         if self.target_kl is not None:
             require_positive("target_kl", self.target_kl)
         require_between("gamma", self.gamma, 0.0, 1.0)
         require_between("gae_lambda", self.gae_lambda, 0.0, 1.0)
         require_between("ent_coef", self.ent_coef, -np.inf, np.inf)
+        self.policy_class.check_keywords(self.policy_kwargs)  # type: ignore[attr-defined]
         check_buffer_arguments(self.rollout_buffer_class, self.rollout_buffer_kwargs)  # type: ignore[arg-type]
         if "group_size" in self.rollout_buffer_kwargs:
             raise ValueError(
@@ -370,7 +373,7 @@ class GRPO(OnPolicyAlgorithm):
                     f"not {self.kl_reference!r}."
                 )
         else:
-            require_at_least("kl_reference", self.kl_reference, 1)
+            require_at_least("kl_reference", self.kl_reference, 1, or_else="or 'old', 'initial', 'polyak'")
         require_between("kl_reference_tau", self.kl_reference_tau, 0.0, 1.0)
         if self.adaptive_kl_target is not None:
             require_positive("adaptive_kl_target", self.adaptive_kl_target)
@@ -626,7 +629,8 @@ class GRPO(OnPolicyAlgorithm):
         self.policy.optimizer.load_state_dict(optimizer_state)
         raise ValueError(
             f"The gradient of update {self._n_updates} is not finite. The policy is what it was before: the model can be "
-            "saved. Lower `learning_rate`, or bound observations and advantages: `VecNormalize`, `normalize_advantage`, `scale`."
+            "saved. Lower `learning_rate`, or bound observations and advantages: `VecNormalize`, `normalize_advantage`, "
+            "`scale`."
         )
 
     def _current_clip_range(self) -> ClipRange:
@@ -960,8 +964,14 @@ def _check_constructor_arguments(
             f"`policy` must be {', '.join(map(repr, GRPO.policy_aliases))} or a subclass of `sb3_grpo.policies.ActorPolicy`, "
             f"not {policy!r}: SB3's own policies have a critic."
         )
+    require_flag("_init_setup_model", builds_policy)
     if env is None and builds_policy:
         raise ValueError("`env` is None: pass an environment, or the name under which one is registered, as 'CartPole-v1'.")
+    if not (env is None or isinstance(env, str) or isinstance(getattr(env, "observation_space", None), spaces.Space)):
+        raise ValueError(
+            "`env` must be a Gymnasium environment, a VecEnv, or the name under which one is registered, as 'CartPole-v1', "
+            f"not {env!r}."
+        )
     for name, value in (("rollout_buffer_kwargs", rollout_buffer_kwargs), ("policy_kwargs", policy_kwargs)):
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"`{name}` must be a dict or None, not {value!r}.")

@@ -1,7 +1,8 @@
 """Actor-only policies: what Stable-Baselines3's actor-critic policies are once the critic is taken away."""
 
+import inspect
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -88,11 +89,33 @@ class ActorPolicy(BasePolicy):
         optimizer_class: type[th.optim.Optimizer] = th.optim.Adam,
         optimizer_kwargs: dict[str, Any] | None = None,
     ):
+        flags = dict(
+            ortho_init=ortho_init,
+            use_sde=use_sde,
+            full_std=full_std,
+            use_expln=use_expln,
+            squash_output=squash_output,
+            normalize_images=normalize_images,
+        )
+        for name, flag in flags.items():
+            if not isinstance(flag, (bool, np.bool_)):
+                raise ValueError(f"`{name}` must be True or False, not {flag!r}.")
+        if not _is_finite_number(log_std_init):
+            raise ValueError(f"`log_std_init` must be a finite number, not {log_std_init!r}.")
+        _check_schedule(lr_schedule)
+        _check_factory("activation_fn", activation_fn, nn.Module, "as torch.nn.Tanh")
+        if features_extractor_class is not None:
+            _check_factory("features_extractor_class", features_extractor_class, nn.Module, "or None for the policy's own")
+        _check_factory("optimizer_class", optimizer_class, th.optim.Optimizer, "as torch.optim.Adam")
+        for name, kwargs in (("features_extractor_kwargs", features_extractor_kwargs), ("optimizer_kwargs", optimizer_kwargs)):
+            if kwargs is not None and not isinstance(kwargs, Mapping):
+                raise ValueError(f"`{name}` must be a dict or None, not {kwargs!r}.")
         _check_action_space(action_space, use_sde)
         if squash_output and not use_sde:
             raise ValueError(f"squash_output={squash_output} needs gSDE: pass use_sde=True too, or squash_output=False")
         if features_extractor_class is None:
             features_extractor_class = self.default_features_extractor_class
+        _check_observation_space(observation_space, features_extractor_class, features_extractor_kwargs or {})
         if optimizer_kwargs is None:
             # PPO's value: Adam's own 1e-8 lets a step explode where the gradients vanish
             optimizer_kwargs = dict(eps=1e-5, fused=True) if optimizer_class is th.optim.Adam else {}
@@ -130,7 +153,13 @@ class ActorPolicy(BasePolicy):
 
         :param lr_schedule: Learning rate schedule; ``lr_schedule(1)`` is the initial learning rate
         """
-        self.features_extractor = self.make_features_extractor()
+        try:
+            self.features_extractor = self.make_features_extractor()
+        except AssertionError as error:  # NatureCNN's, on what is no image
+            raise ValueError(
+                f"`observation_space` is {self.observation_space!r}, which {self.features_extractor_class.__name__} refuses: "
+                f"{error}"
+            ) from error
         self.features_dim = self.features_extractor.features_dim
         self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, self.net_arch, self.activation_fn))
 
@@ -145,9 +174,31 @@ class ActorPolicy(BasePolicy):
             for module, gain in ((self.features_extractor, 2**0.5), (self.policy_net, 2**0.5), (self.action_net, 0.01)):
                 module.apply(partial(self.init_weights, gain=gain))
 
-        self.optimizer = self.optimizer_class(
-            self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs  # type: ignore[call-arg]
-        )
+        try:
+            self.optimizer = self.optimizer_class(
+                self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs  # type: ignore[call-arg]
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"`optimizer_kwargs` must be keyword arguments of {self.optimizer_class!r} other than `lr`, which is "
+                f"`learning_rate`, not {self.optimizer_kwargs!r}: {error}"
+            ) from error
+
+    @classmethod
+    def check_keywords(cls, policy_kwargs: Mapping[str, Any]) -> None:
+        """
+        :param policy_kwargs: what a model is to construct its policy with, beside what it passes itself
+        :raises ValueError: if the constructor does not take one of these, or would get it twice
+        """
+        passed = ("observation_space", "action_space", "lr_schedule", "use_sde")
+        signature = inspect.signature(cls)
+        try:
+            signature.bind(*passed[:3], use_sde=False, **policy_kwargs)
+        except TypeError as error:
+            accepted = ", ".join(name for name in signature.parameters if name not in passed)
+            raise ValueError(
+                f"`policy_kwargs` must be keyword arguments of {cls.__name__}, of {accepted}, not {policy_kwargs!r}: {error}."
+            ) from error
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         data = super()._get_constructor_parameters()
@@ -487,6 +538,68 @@ def _check_action_space(action_space: spaces.Space, use_sde: bool) -> None:
         raise ValueError(f"action_space={action_space} is not flat: pass MultiBinary(n) with an integer n")
     if use_sde and not isinstance(action_space, spaces.Box):
         raise ValueError(f"use_sde={use_sde} needs continuous actions and action_space={action_space}: pass use_sde=False")
+
+
+def _check_observation_space(
+    observation_space: spaces.Space, features_extractor_class: Callable[..., Any], features_extractor_kwargs: Mapping[str, Any]
+) -> None:
+    """
+    Refuse an observation space that the features extractor cannot read, and arguments that it does not take.
+
+    :param observation_space: Observation space
+    :param features_extractor_class: Features extractor
+    :param features_extractor_kwargs: Keyword arguments of the features extractor
+    """
+    if not isinstance(observation_space, spaces.Space):
+        raise ValueError(f"`observation_space` must be one of Gymnasium's spaces, not {observation_space!r}.")
+    is_dict = isinstance(observation_space, spaces.Dict)
+    if is_dict and features_extractor_class in (FlattenExtractor, NatureCNN):
+        raise ValueError(f"`observation_space` is {observation_space!r}: pass `MultiInputPolicy`, which takes Dict spaces.")
+    if not is_dict and features_extractor_class is CombinedExtractor:
+        raise ValueError(
+            f"`observation_space` is {observation_space!r}, and `MultiInputPolicy` takes Dict spaces: pass `MlpPolicy`, or "
+            "`CnnPolicy` for images."
+        )
+    try:
+        inspect.signature(features_extractor_class).bind(observation_space, **features_extractor_kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"`features_extractor_kwargs` must be keyword arguments of {features_extractor_class!r}, not "
+            f"{features_extractor_kwargs!r}: {error}."
+        ) from error
+
+
+def _check_factory(name: str, value: Any, product: type, hint: str) -> None:
+    """
+    Refuse what cannot make layers, or an optimizer.
+
+    :param name: The name of the argument, for the message
+    :param value: What the user passed: a class, or a function that makes an object of one
+    :param product: What it is to make
+    :param hint: What to pass, for the message
+    """
+    is_other_class = isinstance(value, type) and not issubclass(value, product)
+    # A module can be called too, but does not make modules
+    if not callable(value) or is_other_class or isinstance(value, product):
+        raise ValueError(f"`{name}` must be a subclass of torch's {product.__name__}, {hint}, not {value!r}.")
+
+
+def _is_finite_number(value: Any) -> bool:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return is_number and abs(value) < np.inf
+
+
+def _check_schedule(lr_schedule: Any) -> None:
+    """
+    Refuse what gives no learning rate to begin with.
+
+    :param lr_schedule: What the user passed
+    """
+    if not callable(lr_schedule):
+        raise ValueError(f"`lr_schedule` must be a function of the progress remaining, not {lr_schedule!r}.")
+    first = lr_schedule(1)
+    if not _is_finite_number(first) or first < 0:
+        raise ValueError(f"`lr_schedule` must give a finite number of at least 0, and gives {first!r} at 1.")
 
 
 def _check_observation(name: str, observation: Any) -> None:

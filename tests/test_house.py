@@ -25,7 +25,18 @@ EXAMPLES = [
 ]
 
 # What each module may import from the package; ``__init__`` is the package itself, ``sb3_grpo``.
-CORE = {"functional", "baselines", "buffers", "distributions", "policies", "seeding", "doctor", "grpo"}
+CORE = {
+    "functional",
+    "baselines",
+    "buffers",
+    "distributions",
+    "policies",
+    "seeding",
+    "stepping",
+    "persistence",
+    "doctor",
+    "grpo",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "functional": set(),
     "baselines": {"functional"},

@@ -33,7 +33,7 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     database=None,
-    max_examples=40,
+    max_examples=30,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("properties")
@@ -511,9 +511,8 @@ def test_one_outcome_in_a_group_of_k_is_never_more_than_the_root_of_k_less_one_d
     assert (np.abs(formula(rollout, "group", 1.0)) <= bound + SCALED_ROUNDING).all()
 
 
-@given(rollout=exact_rollouts(), data=st.data(), gamma=discounts())
-@pytest.mark.parametrize("scale", [pytest.param("group", id="scale group"), pytest.param("none", id="scale none")])
 @ALL_FORMULAS
+@given(scale=st.sampled_from(["group", "none"]), rollout=exact_rollouts(), data=st.data(), gamma=discounts())
 def test_what_other_groups_gain_has_no_influence(
     formula: Formula, scale: F.Scale, rollout: Rollout, data: st.DataObject, gamma: float
 ):
@@ -1007,8 +1006,8 @@ MODERATE = st.floats(-10.0, 10.0)
 
 
 @st.composite
-def samples(draw: st.DrawFn, targets: st.SearchStrategy[float] = MODERATE) -> Samples:
-    n, d = draw(st.integers(1, 25)), draw(st.integers(1, 3))
+def samples(draw: st.DrawFn, targets: st.SearchStrategy[float] = MODERATE, max_dim: int = 3) -> Samples:
+    n, d = draw(st.integers(1, 25)), draw(st.integers(1, max_dim))
     rows = draw(st.sampled_from(["all different", "all alike", "few different", "columns alike"]))
     inputs = random_numbers(draw(st.integers(0, 99)), n, d)
     if rows == "columns alike":
@@ -1122,13 +1121,12 @@ def features_of(case: Samples) -> th.Tensor:
     return baseline.features(case.inputs, case.times)
 
 
-@given(before=samples(), case=samples(), forgetting=st.sampled_from([0.0, 0.5, 1.0]), unit=extreme_numbers())
+@given(before=samples(max_dim=1), case=samples(max_dim=1), forgetting=st.sampled_from([0.0, 0.5, 1.0]), unit=extreme_numbers())
 def test_weights_without_a_fold_are_those_of_a_plain_fit_to_all_other_folds(
     before: Samples, case: Samples, forgetting: float, unit: float
 ):
     ridge = 1e-2
     features = [features_of(before), features_of(case)]
-    assume(features[0].shape[1] == features[1].shape[1])
     targets = [unit * before.tensors()[0], unit * case.tensors()[0]]
     folds = case.tensors()[1]
     statistics = RidgeStatistics(features[0].shape[1])
@@ -1190,8 +1188,8 @@ def test_predictions_of_the_baseline_are_finite_whatever_inputs_and_targets(time
     for _ in range(2):
         for predictions in fit_and_predict(baseline, case, case.targets):
             assert predictions.isfinite().all()
-        # All weights have to come from somewhere
-        assert baseline.weights.abs().max() <= 1e3 * np.abs(case.targets).max()
+        # No weight is above |y| / (2 sqrt(lambda N)), the largest s / (s^2 + lambda N) times |y|, and |y| <= sqrt(N) max y
+        assert baseline.weights.abs().max() <= np.abs(case.targets).max() / (2 * math.sqrt(baseline.ridge)) * (1 + 1e-6)
 
 
 @given(case=samples(), exponent=st.integers(-60, 60))
@@ -1215,18 +1213,13 @@ def test_the_targets_of_a_fold_leave_its_own_predictions_as_they_were(case: Samp
 def test_a_baseline_given_the_state_of_another_goes_on_as_it_does(
     time_feature: bool, case: Samples, seed: int, n_rollouts: int
 ):
-    baseline, restored = (KernelBaseline(N_FOURIER, time_feature=time_feature, seed=s) for s in (seed, seed + 1))
+    # Before the first rollout no features have been drawn: that is left to the seed of each
+    other_seed = seed + 1 if n_rollouts > 0 else seed
+    baseline, restored = (KernelBaseline(N_FOURIER, time_feature=time_feature, seed=s) for s in (seed, other_seed))
     for _ in range(n_rollouts):
         fit_and_predict(baseline, case, case.targets)
-    state = copy.deepcopy(baseline.get_state())
-    restored.set_state(state)
-    assert restored.get_state() == state
-    if n_rollouts == 0:
-        # Nothing was drawn yet: each draws its own features
-        restored = KernelBaseline(N_FOURIER, time_feature=time_feature, seed=seed)
-        restored.set_state(state)
-    else:
-        assert th.equal(restored.weights, baseline.weights)
+    restored.set_state(copy.deepcopy(baseline.get_state()))
+    assert th.equal(restored.weights, baseline.weights)
     for one, other in zip(*(fit_and_predict(b, case, -case.targets) for b in (baseline, restored)), strict=True):
         assert th.equal(one, other)
 
