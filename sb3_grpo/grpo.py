@@ -313,6 +313,8 @@ class GRPO(OnPolicyAlgorithm):
         for name in ("normalize_advantage", "share_starts", "use_sde", "doctor"):
             require_flag(name, getattr(self, name))
         require_schedule("learning_rate", self.learning_rate, smallest=0.0)
+        # SB3 makes a schedule of Python's numbers, and of none of numpy's but float64
+        self.learning_rate = self.learning_rate if callable(self.learning_rate) else float(self.learning_rate)
         require_at_least("stats_window_size", self._stats_window_size, 1)
         require_one_of("verbose", self.verbose, (0, 1, 2))
         if self.seed is not None:
@@ -338,6 +340,7 @@ class GRPO(OnPolicyAlgorithm):
                 require_schedule(name, clip_range, smallest=0.0)
                 if not callable(clip_range):
                     require_positive(name, clip_range)
+                    setattr(self, name, float(clip_range))
         if self.dual_clip is not None:
             require_positive("dual_clip", self.dual_clip)
             if self.dual_clip <= 1.0:

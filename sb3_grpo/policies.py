@@ -1,6 +1,7 @@
 """Actor-only policies: what Stable-Baselines3's actor-critic policies are once the critic is taken away."""
 
 import inspect
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -580,13 +581,17 @@ def _check_factory(name: str, value: Any, product: type, hint: str) -> None:
     """
     is_other_class = isinstance(value, type) and not issubclass(value, product)
     # A module can be called too, but does not make modules
-    if not callable(value) or is_other_class or isinstance(value, product):
+    if not callable(value) or is_other_class or isinstance(value, nn.Module):
         raise ValueError(f"`{name}` must be a subclass of torch's {product.__name__}, {hint}, not {value!r}.")
 
 
 def _is_finite_number(value: Any) -> bool:
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    return is_number and abs(value) < np.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _check_schedule(lr_schedule: Any) -> None:

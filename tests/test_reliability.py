@@ -22,7 +22,7 @@ from stable_baselines3.common.callbacks import BaseCallback, CheckpointCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
-from sb3_grpo import GRPO, EnvironmentFault, persistence
+from sb3_grpo import GRPO, EnvironmentFault, load_actor, persistence
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.functional import KL_COEF_BOUNDS
 
@@ -112,9 +112,9 @@ def test_a_model_loaded_in_a_new_process_goes_on_as_the_saved_one_bit_for_bit(tm
 
 def test_a_seed_that_is_passed_begins_a_stream_of_its_own(tmp_path: Path):
     make_model().learn(128).save(tmp_path / "model")
-    runs = {}
+    runs: dict[int | None, Weights] = {}
     for seed in (None, 5, 5, 6):
-        kwargs = {} if seed is None else {"seed": seed}
+        kwargs: dict[str, Any] = {} if seed is None else {"seed": seed}
         model = GRPO.load(tmp_path / "model", env=make_vec_env("CartPole-v1", 1), device="cpu", **kwargs)
         assert model.start_queue is not None and (seed is None or model.start_queue.next_index == 0)
         model.learn(128, reset_num_timesteps=False)
@@ -220,12 +220,8 @@ def test_weights_are_taken_from_a_file_without_unpickling_objects(tmp_path: Path
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("an object was unpickled")
 
-    import cloudpickle
-
-    monkeypatch.setattr(cloudpickle, "loads", refuse)
+    monkeypatch.setattr("cloudpickle.loads", refuse)
     monkeypatch.setattr(pickle, "loads", refuse)
-    from sb3_grpo import load_actor
-
     load_actor(fresh, tmp_path / "model.zip")
     assert same(weights(fresh), weights(model))
     with pytest.raises(AssertionError, match="an object was unpickled"):
@@ -292,7 +288,7 @@ IN_WORKERS: dict[Fault, str] = {
     "dies": rf"Environment {BROKEN} is gone: its process has ended with exit code 3",
     "hangs": rf"Environment {BROKEN} has taken longer than `worker_timeout` allows",
 }
-BASES: dict[str, Callable[[list[Callable[[], FaultyEnv]]], VecEnv]] = {
+BASES: dict[str, Callable[[list[Any]], VecEnv]] = {
     "dummy": DummyVecEnv,
     "forked": lambda env_fns: SubprocVecEnv(env_fns, start_method="fork"),
     "served": lambda env_fns: SubprocVecEnv(env_fns, start_method="forkserver"),
@@ -305,7 +301,7 @@ CASES = [
 ]
 
 
-def env_functions(fault: Fault, at_step: int) -> list[Callable[[], FaultyEnv]]:
+def env_functions(fault: Fault, at_step: int) -> list[Any]:
     return [FaultyEnv, lambda: FaultyEnv(fault, at_step), FaultyEnv]
 
 

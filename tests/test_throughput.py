@@ -1,5 +1,6 @@
 """The command that compares speeds: it must time what it says, in turns, and count right."""
 
+import multiprocessing
 import pathlib
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from stable_baselines3 import PPO
 
-from benchmarks import scaling, throughput, timing, update_time
+from benchmarks import scaling, soak, throughput, timing, update_time
 from benchmarks.memory import IMAGES
 from benchmarks.memory import compare as compare_memory
 from benchmarks.throughput import FIELDS, LeanActor, Setting, breakdown, compare, make_model, ratio_columns
@@ -165,3 +166,21 @@ def test_training_on_images_takes_about_the_memory_that_ppo_takes():
     assert memory["PPO"].grown > 100
     # Level: what is left between the two is how the allocator places things from run to run
     assert memory["GRPO"].peak <= 1.1 * memory["PPO"].peak
+
+
+@pytest.mark.parametrize("case", ["workers", "outcome"])
+def test_a_soak_reads_the_memory_of_the_run(case: str):
+    result = soak.soak(case, timesteps=4096, early_at=2048)
+    assert result.case == case and result.steps_per_second > 100
+    assert 100 < result.early < 10_000 and 100 < result.late < 10_000
+
+
+def test_memory_counts_the_children_of_a_process():
+    alone = soak.resident_memory()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    child.start()
+    try:
+        assert soak.resident_memory() > alone + 10
+    finally:
+        child.kill()
+        child.join()
