@@ -11,7 +11,7 @@ MUJOCO = ["gymnasium[mujoco]"]
 MINIGRID = ["minigrid"]
 # rl_zoo3 imports requests and pandas, and records videos with moviepy, without asking for them
 ZOO = ["rl_zoo3[plots]>=2.9,<3", "requests", "pandas", "moviepy"]
-TESTS = ["black", "mypy", "pytest", "pytest-xdist", "ruff"]
+TESTS = ["ale-py", "black", "hypothesis", "mypy", "opencv-python-headless", "pytest", "pytest-xdist", "ruff"]
 
 setup(
     name="sb3-grpo",

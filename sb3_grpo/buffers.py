@@ -34,6 +34,8 @@ ComponentAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 REWARD_COMPONENTS = "reward_components"
 #: Rewards are stored in single precision; beyond this they would be infinite.
 LARGEST_REWARD = float(np.finfo(np.float32).max)
+#: Below, the normal equations of features that depend on one another are singular in double precision.
+SMALLEST_RIDGE = 1e-8
 #: Maps a batch of ``n`` observations to the actor's features, shape ``(n, features_dim)``.
 ActorFeatures = Callable[[Observations], np.ndarray]
 
@@ -558,6 +560,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_at_least("n_features", n_features, 1)
         require_positive("bandwidth", bandwidth)
         require_positive("ridge", ridge)
+        if ridge < SMALLEST_RIDGE:
+            raise ValueError(
+                f"`ridge` must be a number of at least {SMALLEST_RIDGE:g}, not {ridge!r}: with less, features that depend on one "
+                "another make the fit fail."
+            )
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
         require_flag("time_feature", time_feature)

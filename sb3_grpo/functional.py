@@ -155,7 +155,7 @@ def generalized_advantages(
 # --- advantages within groups -----------------------------------------------------------------------------------------
 
 
-def centre_within(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def centre_within(values: np.ndarray, labels: np.ndarray, magnitudes: np.ndarray | None = None) -> np.ndarray:
     """
     Subtract from each value the mean of those that share its label; tied values give exactly zero.
 
@@ -166,6 +166,8 @@ def centre_within(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
     :param values: shape ``(n,)``
     :param labels: integers in ``[0, n_labels)``, each of them used, shape ``(n,)``
+    :param magnitudes: of what was added up to each value, shape ``(n,)``; ``None`` for that of the value itself. Where terms
+        cancel, a sum may be nothing but their rounding
     :return: shape ``(n,)``
     """
     values = np.asarray(values, dtype=np.float64)
@@ -177,7 +179,8 @@ def centre_within(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
     smallest, largest = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
     np.minimum.at(smallest, labels, values)
     np.maximum.at(largest, labels, values)
-    magnitude = np.maximum(np.abs(smallest), np.abs(largest))
+    magnitude = np.zeros(len(counts))
+    np.maximum.at(magnitude, labels, np.abs(values) if magnitudes is None else magnitudes)
     tied = largest - smallest <= TIE_TOLERANCE * magnitude
     return np.where(tied[labels], 0.0, centred)
 
@@ -228,8 +231,9 @@ def outcome_advantages(
     :param leave_one_out: compare each member with the others instead of with all
     :return: shape ``(n,)``
     """
-    trajectory_returns = np.add.reduceat(np.asarray(rewards, dtype=np.float64), np.cumsum(lengths) - lengths)
-    advantages = rescale(centre_within(trajectory_returns, groups), groups, scale)
+    rewards, firsts = np.asarray(rewards, dtype=np.float64), np.cumsum(lengths) - lengths
+    trajectory_returns, magnitudes = np.add.reduceat(rewards, firsts), np.add.reduceat(np.abs(rewards), firsts)
+    advantages = rescale(centre_within(trajectory_returns, groups, magnitudes), groups, scale)
     if leave_one_out:
         advantages = advantages * leave_one_out_factor(groups)
     return np.repeat(advantages, lengths)
@@ -268,7 +272,8 @@ def return_to_go_advantages(
     :return: shape ``(n,)``
     """
     labels = np.repeat(groups, lengths)
-    return rescale(centre_within(discounted_returns(rewards, lengths, gamma), labels), labels, scale)
+    magnitudes = discounted_returns(np.abs(rewards), lengths, gamma)
+    return rescale(centre_within(discounted_returns(rewards, lengths, gamma), labels, magnitudes), labels, scale)
 
 
 def peers_at_each_step(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -300,7 +305,8 @@ def stepwise_advantages(
     :return: shape ``(n,)``
     """
     peers = peers_at_each_step(lengths, groups)
-    centred = centre_within(discounted_returns(rewards, lengths, gamma), peers) * leave_one_out_factor(peers)
+    magnitudes = discounted_returns(np.abs(rewards), lengths, gamma)
+    centred = centre_within(discounted_returns(rewards, lengths, gamma), peers, magnitudes) * leave_one_out_factor(peers)
     return rescale(centred, np.repeat(groups, lengths), scale)
 
 
@@ -428,7 +434,7 @@ def clipped_surrogate(
         objective = th.where(is_bounded, bound, objective)
         slopes &= ~is_bounded
     loss = -objective
-    return Surrogate(loss, ratio.detach(), loss.detach() * slopes)
+    return Surrogate(loss, ratio.detach(), th.where(slopes, loss.detach(), 0.0))
 
 
 def trajectory_loss_weights(lengths: np.ndarray, budget: int) -> np.ndarray:
