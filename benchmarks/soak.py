@@ -5,8 +5,8 @@ Does a long run keep its memory? Resident memory of training on CartPole after t
     python -m benchmarks.soak --cases outcome --timesteps 300000
 
 Each case runs in a process of its own. ``workers`` is the default buffer with a ``SubprocVecEnv`` of 4, whose workers count
-too; the others have 8 environments in one process, whose episodes are of all lengths while the policy learns. The command fails
-if memory has grown by more than 5%.
+too; the others have 8 environments in one process, whose episodes are of all lengths while the policy learns. The command
+fails if memory has grown by more than 5%.
 """
 
 import argparse

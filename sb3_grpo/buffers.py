@@ -229,7 +229,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         for part in parts:
             _require_space("observation_space", part, " or a Dict of these")
         _require_space("action_space", action_space)
-        _require_device("device", device)
+        require_device("device", device)
         super().__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         if horizon is not None:
             require_at_least("horizon", horizon, 1)
@@ -562,8 +562,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_positive("ridge", ridge)
         if ridge < SMALLEST_RIDGE:
             raise ValueError(
-                f"`ridge` must be a number of at least {SMALLEST_RIDGE:g}, not {ridge!r}: with less, features that depend on one "
-                "another make the fit fail."
+                f"`ridge` must be a number of at least {SMALLEST_RIDGE:g}, not {ridge!r}: with less, features that depend on "
+                "one another make the fit fail."
             )
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
@@ -1077,7 +1077,7 @@ def _require_space(name: str, value: Any, or_else: str = "") -> None:
         raise ValueError(f"`{name}` must be a Box, Discrete, MultiDiscrete or MultiBinary space{or_else}, not {value!r}.")
 
 
-def _require_device(name: str, value: Any) -> None:
+def require_device(name: str, value: Any) -> None:
     """
     :param name: of the argument
     :param value: what came

@@ -29,6 +29,7 @@ from sb3_grpo.buffers import (
     map_observations,
     require_at_least,
     require_between,
+    require_device,
     require_flag,
     require_one_of,
     require_positive,
@@ -210,10 +211,18 @@ class GRPO(OnPolicyAlgorithm):
         device: th.device | str = "auto",
         _init_setup_model: bool = True,
     ):
+        # These three the base class uses before anything else
+        require_flag("use_sde", use_sde)
+        require_one_of("verbose", verbose, (0, 1, 2))
+        require_device("device", device)
         _check_constructor_arguments(policy, env, rollout_buffer_kwargs, policy_kwargs, tensorboard_log, _init_setup_model)
         if env is not None:
             env = maybe_make_env(env, verbose)
             _check_spaces(env.observation_space, env.action_space)
+            if use_sde and not isinstance(env.action_space, spaces.Box):
+                raise ValueError(
+                    f"`use_sde` is {use_sde!r}, which needs continuous actions, not {env.action_space}: pass use_sde=False."
+                )
         super().__init__(
             policy,  # type: ignore[arg-type]
             env,  # type: ignore[arg-type]

@@ -101,6 +101,8 @@ def check_entry(hyperparams: dict[str, Any]) -> None:
     :param hyperparams: an entry of a hyperparameter file, as read
     :raises ValueError: if a key is unknown, or the buffer or its options are
     """
+    if not isinstance(hyperparams, dict) or not all(isinstance(key, str) for key in hyperparams):
+        raise ValueError(f"an entry is a mapping from names to values, not {hyperparams!r}.")
     accepted = [name for name in inspect.signature(GRPO.__init__).parameters if name not in PASSED_BY_ZOO]
     for key in hyperparams:
         if key not in accepted and key not in ZOO_KEYS:
