@@ -10,8 +10,7 @@ of GRPO to PPO.
 
 import argparse
 import multiprocessing
-import resource
-import sys
+import pathlib
 from typing import NamedTuple
 
 import torch as th
@@ -35,9 +34,14 @@ class Memory(NamedTuple):
 
 
 def peak_memory() -> float:
-    """:return: highest resident memory of this process so far, in MB"""
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+    """:return: highest resident memory of this process since :func:`forget_peak`, in MB, from Linux's ``/proc``"""
+    [line] = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def forget_peak() -> None:
+    """What the process inherited, or took while it imported, is not what the run takes."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
 def train(algorithm: str, setting: Setting, rollouts: int) -> Memory:
@@ -50,6 +54,7 @@ def train(algorithm: str, setting: Setting, rollouts: int) -> Memory:
     :return: what it took
     """
     th.set_num_threads(1)
+    forget_peak()
     imported = peak_memory()
     make_model(ALGORITHMS[algorithm], setting).learn(rollouts * setting.rollout)
     return Memory(peak_memory(), peak_memory() - imported)

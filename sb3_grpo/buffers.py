@@ -574,6 +574,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             n_features, bandwidth, ridge, forgetting, time_feature, seed=np.random.randint(np.iinfo(np.int32).max)
         )
         self._longest = 1
+        self._fitted_horizon = self.horizon
         # Of images, which are costly to encode a second time; shape (n_envs, buffer_size, features_dim)
         self._features = th.empty(0, 0, 0)
         self._n_features_kept = 0
@@ -633,8 +634,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return rollout, advantages
 
     def _time_unit(self, steps: np.ndarray) -> float:
-        if self.horizon is not None:
-            return float(self.horizon)
+        if self._fitted_horizon is not None:
+            return float(self._fitted_horizon)
         self._longest = max(self._longest, int(steps.max()) + 1)
         return float(2 ** np.ceil(np.log2(self._longest)))
 
@@ -659,13 +660,26 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return th.cat([part.flatten(start_dim=1).double() for part in parts], dim=1).numpy()
 
     def get_state(self) -> dict[str, Any]:
-        return {"baseline": self.baseline.get_state(), "longest": self._longest, "horizon": self.horizon}
+        state = {"baseline": self.baseline.get_state(), "longest": self._longest, "horizon": self._fitted_horizon}
+        return {**state, "options": self._options_of_features()}
+
+    def _options_of_features(self) -> dict[str, Any]:
+        baseline = self.baseline
+        return {name: getattr(baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        options = state.get("options", self._options_of_features())
+        if options != self._options_of_features():
+            warnings.warn(
+                f"The saved kernel baseline has features with {options}, this buffer asks for {self._options_of_features()}: "
+                "its fit begins afresh.",
+                stacklevel=2,
+            )
+            return
         self.baseline.set_state(state["baseline"])
         self._longest = state["longest"]
-        # The fit was to times in this unit
-        self.horizon = state["horizon"]
+        # The fit was to times in this unit, whatever the time limit of the present environment
+        self._fitted_horizon = state["horizon"]
 
 
 class CompleteGroupRolloutBuffer(GroupRolloutBuffer):

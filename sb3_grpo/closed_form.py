@@ -91,10 +91,12 @@ def closed_form_layers(modules: Sequence[nn.Module]) -> Layers | None:
 def has_hooks(module: nn.Module) -> bool:
     """
     :param module: any
-    :return: whether somebody listens to it or to one of its own parameters
+    :return: whether somebody listens to it, to all modules, or to one of its own parameters; or has replaced its ``forward``
     """
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or any(parameter._backward_hooks for parameter in module.parameters(recurse=False))
+    hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+    for parameter in module.parameters(recurse=False):
+        hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]  # type: ignore[list-item]
+    return any(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
 
 
 class ClosedFormActor:

@@ -91,7 +91,7 @@ class LeanCategorical:
     def evaluate(self, params: th.Tensor, log_std: th.Tensor | None, actions: th.Tensor) -> Evaluation:
         log_probs = th.log_softmax(params, dim=1)
         entropy = -(self._finite(log_probs) * log_probs.exp()).sum(dim=1)
-        return Evaluation(log_probs.gather(1, actions.long()[:, None])[:, 0], entropy)
+        return Evaluation(log_probs.gather(1, actions.long().reshape(-1, 1))[:, 0], entropy)
 
     def backward(
         self,
@@ -105,7 +105,7 @@ class LeanCategorical:
         log_probs = th.log_softmax(params, dim=1)
         probs = log_probs.exp()
         column = of_log_prob[:, None]
-        gradient = (probs * -column).scatter_add_(1, actions.long()[:, None], column)
+        gradient = (probs * -column).scatter_add_(1, actions.long().reshape(-1, 1), column)
         if of_entropy is not None:
             weighted = self._finite(log_probs) * probs
             gradient -= (weighted - probs * weighted.sum(dim=1, keepdim=True)) * of_entropy[:, None]

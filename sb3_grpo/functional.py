@@ -419,22 +419,22 @@ def clipped_surrogate(
     :param clip_range_high: ``c_high``, ``None`` for ``c``
     :param dual_clip: ``c_dual``, greater than 1, ``None`` for no such bound
     """
-    clamped = th.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = th.exp(clamped)
+    ratio = th.exp(th.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     gain = advantages * ratio
     clipped_gain = advantages * th.clamp(
         ratio, 1.0 - clip_range, 1.0 + (clip_range if clip_range_high is None else clip_range_high)
     )
     objective = th.min(gain, clipped_gain)
-    # Where rho A is the smaller one, it is its own derivative with respect to log rho; elsewhere the loss is flat
-    slopes = (gain <= clipped_gain) & (clamped == log_ratio)
+    # Where rho A is the smaller one, it is its own derivative with respect to log rho; elsewhere the loss is flat. NaN is
+    # neither, so that it shows
+    is_flat = (gain > clipped_gain) | (log_ratio.abs() > MAX_LOG_RATIO)
     if dual_clip is not None:
         bound = dual_clip * advantages
         is_bounded = (advantages < 0) & (objective < bound)
         objective = th.where(is_bounded, bound, objective)
-        slopes &= ~is_bounded
+        is_flat |= is_bounded
     loss = -objective
-    return Surrogate(loss, ratio.detach(), th.where(slopes, loss.detach(), 0.0))
+    return Surrogate(loss, ratio.detach(), th.where(is_flat, 0.0, loss.detach()))
 
 
 def trajectory_loss_weights(lengths: np.ndarray, budget: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import math
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch as th
@@ -15,6 +15,7 @@ from stable_baselines3.common.base_class import maybe_make_env
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, PyTorchObs, Schedule
 from stable_baselines3.common.utils import FloatSchedule, obs_as_tensor, polyak_update
 from stable_baselines3.common.vec_env import VecEnv
@@ -213,7 +214,7 @@ class GRPO(OnPolicyAlgorithm):
     ):
         # These three the base class uses before anything else
         require_flag("use_sde", use_sde)
-        require_one_of("verbose", verbose, (0, 1, 2))
+        require_one_of("verbose", int(verbose) if isinstance(verbose, bool) else verbose, (0, 1, 2))
         require_device("device", device)
         _check_constructor_arguments(policy, env, rollout_buffer_kwargs, policy_kwargs, tensorboard_log, _init_setup_model)
         if env is not None:
@@ -274,7 +275,7 @@ class GRPO(OnPolicyAlgorithm):
         self.kl_reference_policy: ActorPolicy | None = None
         #: Updates since the reference was last renewed; ``None`` while there is no reference.
         self._kl_reference_age: int | None = None
-        #: State of the random generators, between a file and the generators.
+        #: State of the random generators with which a loaded model goes on.
         self._random_state: RandomState | None = None
         #: Class and state of the rollout buffer, between a file and the buffer.
         self._rollout_buffer_state: tuple[type[GroupRolloutBuffer], dict[str, Any]] | None = None
@@ -325,7 +326,6 @@ class GRPO(OnPolicyAlgorithm):
         # SB3 makes a schedule of Python's numbers, and of none of numpy's but float64
         self.learning_rate = self.learning_rate if callable(self.learning_rate) else float(self.learning_rate)
         require_at_least("stats_window_size", self._stats_window_size, 1)
-        require_one_of("verbose", self.verbose, (0, 1, 2))
         if self.seed is not None:
             require_at_least("seed", self.seed, 0)
             require_between("seed", self.seed, 0, np.iinfo(np.uint32).max)
@@ -441,7 +441,9 @@ class GRPO(OnPolicyAlgorithm):
         """Hand out starts while learning, and only then: an evaluation on the same environment gets starts of its own."""
         assert self.env is not None and self.start_queue is not None
         seeded_env = find_seeded_vec_env(self.env)
-        seeded_env.attach(self.start_queue, self.share_starts, self._check_environments, self.worker_timeout)
+        # Running statistics must not see what is not finite; other wrappers may be there to mend it
+        check = self._check_environments if self.get_vec_normalize_env() is not None else None
+        seeded_env.attach(self.start_queue, self.share_starts, check, self.worker_timeout)
         try:
             yield
         except BaseException:
@@ -492,8 +494,7 @@ class GRPO(OnPolicyAlgorithm):
 
             start_indices = seeded_env.start_indices  # before the step, which may begin others
             new_obs, rewards, dones, infos = env.step(clipped_actions)
-            if env is not seeded_env:  # what the environments return has been checked before any wrapper saw it
-                self._check_environments(new_obs, rewards, dones, infos)
+            self._check_environments(new_obs, rewards, dones, infos)
 
             self.num_timesteps += env.num_envs
 
@@ -601,11 +602,26 @@ class GRPO(OnPolicyAlgorithm):
         # Not passed on where it makes no difference, so that a buffer of the user's need not know of it
         dealt = {"whole_trajectories": True} if self.importance_sampling_level == "trajectory" else {}
         self._renew_kl_reference()
-        before = (copy.deepcopy(self.policy.state_dict()), copy.deepcopy(self.policy.optimizer.state_dict()))
+        before = copy.deepcopy((self.policy.state_dict(), self.policy.optimizer.state_dict(), self._n_updates))
 
         # The penalty refers to the distributions themselves, which only autograd sees
         closed_form = self.policy.closed_form() if self.kl_coef == 0 else None
 
+        try:
+            self._make_update(clip_range, closed_form, dealt)
+        except BaseException:  # an interrupt too: the policy is that of an update or of the next, nothing between
+            self._restore(before)
+            raise
+        if self.adaptive_kl_target is not None:
+            self._adapt_kl_coef(self.adaptive_kl_target)
+
+    def _make_update(self, clip_range: ClipRange, closed_form: ClosedFormActor | None, dealt: dict[str, bool]) -> None:
+        """
+        :param clip_range: current clip range
+        :param closed_form: the actor without autograd, if there is one
+        :param dealt: how the buffer is to deal out minibatches
+        :raises ValueError: if a gradient, or a weight after the update, is not finite
+        """
         minibatches: list[MinibatchLoss] = []
         gradient_norms: list[th.Tensor] = []
         for epoch in range(self.n_epochs):
@@ -625,25 +641,17 @@ class GRPO(OnPolicyAlgorithm):
             if stopped_early:
                 break
 
-        if gradient_norms and not math.isfinite(th.stack(gradient_norms).sum().item()):
-            self._undo_update(*before)
+        _check_update(self.policy, gradient_norms, self._n_updates)
         self._log_update(minibatches, first_of_epoch, gradient_norms, clip_range)
-        if self.adaptive_kl_target is not None:
-            self._adapt_kl_coef(self.adaptive_kl_target)
 
-    def _undo_update(self, policy_state: dict[str, Any], optimizer_state: dict[str, Any]) -> NoReturn:
+    def _restore(self, before: tuple[dict[str, Any], dict[str, Any], int]) -> None:
         """
-        :param policy_state: of the policy before the update
-        :param optimizer_state: of its optimiser
-        :raises ValueError: always: the gradient was not finite
+        :param before: states of the policy and of its optimiser, and the number of updates, before the update
         """
+        policy_state, optimizer_state, self._n_updates = before
         self.policy.load_state_dict(policy_state)
         self.policy.optimizer.load_state_dict(optimizer_state)
-        raise ValueError(
-            f"The gradient of update {self._n_updates} is not finite. The policy is what it was before: the model can be "
-            "saved. Lower `learning_rate`, or bound observations and advantages: `VecNormalize`, `normalize_advantage`, "
-            "`scale`."
-        )
+        self.update_metrics = {}
 
     def _current_clip_range(self) -> ClipRange:
         low = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
@@ -852,7 +860,10 @@ class GRPO(OnPolicyAlgorithm):
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> SelfGRPO:
-        with self._seeded_starts():
+        if self._random_state is not None:  # of the run that a loaded model goes on with
+            set_random_state(self._random_state)
+            self._random_state = None
+        with self._seeded_starts(), _grad_mode_kept():
             return super().learn(
                 total_timesteps=total_timesteps,
                 callback=callback,
@@ -882,13 +893,14 @@ class GRPO(OnPolicyAlgorithm):
         :param include: names of attributes to save that are left out by default
         """
         self._rollout_buffer_state = (type(self.rollout_buffer), self.rollout_buffer.get_state())
-        self._random_state = random_state()
+        pending = self._random_state  # of a loaded model that has not learned on
+        self._random_state = pending or random_state()
         try:
             content = io.BytesIO()
             super().save(content, exclude, include)
         finally:
             self._rollout_buffer_state = None
-            self._random_state = None
+            self._random_state = pending
         write_version(content)
         if isinstance(path, (str, pathlib.Path)):
             replace_file(with_suffix(pathlib.Path(path), ".zip"), content.getvalue())
@@ -907,8 +919,8 @@ class GRPO(OnPolicyAlgorithm):
         **kwargs: Any,
     ) -> SelfGRPO:
         """
-        Load a model. It goes on where the saved one would have, from a reset of its environments, with the same random
-        numbers; unless a ``seed`` is passed, which begins a random stream and a start queue of its own.
+        Load a model. Its first ``learn`` goes on where the saved one would have, from a reset of its environments, with the
+        same random numbers; unless a ``seed`` is passed, which begins a random stream and a start queue of its own.
 
         .. warning::
             A saved model contains pickles, and unpickling a file runs what its author put there: load files of people whom you
@@ -929,11 +941,29 @@ class GRPO(OnPolicyAlgorithm):
         check_version(path)
         if kwargs.get("seed") is not None:
             kwargs = {"start_queue": None, "_random_state": None, **kwargs}
-        model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
-        if model._random_state is not None:
-            set_random_state(model._random_state)
-            model._random_state = None
-        return model
+        return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+
+    def set_parameters(
+        self,
+        load_path_or_dict: str | dict[str, Any],
+        exact_match: bool = True,
+        device: th.device | str = "auto",
+    ) -> None:
+        """
+        Load weights, and the optimiser's state, into this model, from a saved one or from :meth:`get_parameters`.
+
+        :param load_path_or_dict: path of the file, or the parameters
+        :param exact_match: whether all parameters of this model, and no others, have to be there
+        :param device: where the policy lives
+        """
+        if isinstance(load_path_or_dict, dict):
+            params = load_path_or_dict
+        else:
+            params = load_from_zip_file(load_path_or_dict, device=device, load_data=False)[1]
+        if "kl_reference_policy" in params and self.kl_reference_policy is None:
+            self.kl_reference_policy = self._twin_of_policy()
+            self._kl_reference_age = 0
+        super().set_parameters(params, exact_match, device)
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_doctor"]
@@ -943,6 +973,16 @@ class GRPO(OnPolicyAlgorithm):
         if self.kl_reference_policy is not None:
             state_dicts = [*state_dicts, "kl_reference_policy"]
         return state_dicts, tensors
+
+
+@contextmanager
+def _grad_mode_kept() -> Iterator[None]:
+    """Leave autograd on or off as it was, also where an interrupt comes while torch switches it."""
+    was_enabled = th.is_grad_enabled()
+    try:
+        yield
+    finally:
+        th.set_grad_enabled(was_enabled)
 
 
 def _joined(minibatches: list[MinibatchLoss]) -> MinibatchLoss:
@@ -1026,6 +1066,23 @@ def _check_policy(log_probs: th.Tensor, num_timesteps: int) -> None:
             f"The output of the policy is not finite after {num_timesteps} timesteps: its actions have log-probabilities "
             f"{log_probs.tolist()}. Its weights or its features extractor give NaN or infinities for the present observations."
         )
+
+
+def _check_update(policy: ActorPolicy, gradient_norms: list[th.Tensor], n_updates: int) -> None:
+    """
+    :param policy: after an update
+    :param gradient_norms: of its minibatches
+    :param n_updates: made so far
+    :raises ValueError: if one of the gradients, or one of the weights, is NaN or infinite
+    """
+    is_finite = not gradient_norms or math.isfinite(th.stack(gradient_norms).sum().item())
+    if is_finite and all(bool(th.isfinite(parameter).all()) for parameter in policy.parameters()):
+        return
+    what = f"weights after update {n_updates} are" if is_finite else f"gradient of update {n_updates} is"
+    raise ValueError(
+        f"The {what} not finite. The policy is what it was before: the model can be saved. Lower `learning_rate`, or bound "
+        "observations and advantages: `VecNormalize`, `normalize_advantage`, `scale`."
+    )
 
 
 def _check_final_observations(dones: np.ndarray, infos: Sequence[dict[str, Any]], num_timesteps: int) -> None:

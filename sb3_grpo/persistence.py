@@ -66,6 +66,7 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
     :param path: of the file; missing folders are made
     :param content: of the new file
     """
+    path = path.resolve()  # what a link points to is replaced, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -73,6 +74,8 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            beside.chmod(path.stat().st_mode)
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -99,18 +102,20 @@ def read_version(path: str | pathlib.Path | io.BufferedIOBase) -> str | None:
         if not path.is_file():
             path = path.with_name(path.name + ".zip")
         if not path.is_file():
-            return None  # which load will say better
-        with zipfile.ZipFile(path) as archive:
-            return _version_in(archive)
+            return None  # which load will say better, as it will that a file is no archive
+        return _version_in(path)
     position = path.tell()
-    with zipfile.ZipFile(path) as archive:
-        version = _version_in(archive)
+    version = _version_in(path)
     path.seek(position)
     return version
 
 
-def _version_in(archive: zipfile.ZipFile) -> str | None:
-    return archive.read(VERSION_ENTRY).decode() if VERSION_ENTRY in archive.namelist() else None
+def _version_in(file: Any) -> str | None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.read(VERSION_ENTRY).decode() if VERSION_ENTRY in archive.namelist() else None
+    except zipfile.BadZipFile:
+        return None
 
 
 def check_version(path: str | pathlib.Path | io.BufferedIOBase) -> None:

@@ -35,6 +35,9 @@ from sb3_grpo.distributions import LEAN_DISTRIBUTIONS, LeanDistribution
 #: From features, shape ``(n, features_dim)``, to actions, shape ``(n, *action_shape)``, and log-probabilities, shape ``(n,)``.
 Actor = Callable[[th.Tensor], tuple[th.Tensor, th.Tensor]]
 
+#: Methods of a policy that lead from observations to a distribution; who overrides one of them has an own idea of it.
+DISTRIBUTION_METHODS = ("get_distribution", "_distribution", "_latent")
+
 
 class ActorPolicy(BasePolicy):
     """
@@ -238,7 +241,7 @@ class ActorPolicy(BasePolicy):
         :param deterministic: Whether to take the mode of the distribution instead of a sample
         :return: the actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
         """
-        if self._is_unaltered("get_distribution"):
+        if self._is_unaltered(*DISTRIBUTION_METHODS):
             return self.forward_features(self.extract_features(obs, self.features_extractor), deterministic)
         return self._sample(self.get_distribution(obs), deterministic)
 
@@ -283,7 +286,7 @@ class ActorPolicy(BasePolicy):
 
     def _lean_distribution(self) -> LeanDistribution | None:
         """:return: what gives the same numbers as :meth:`get_distribution` in less time, if there is such a thing"""
-        if not self._is_unaltered("get_distribution"):
+        if not self._is_unaltered(*DISTRIBUTION_METHODS):
             return None
         return LEAN_DISTRIBUTIONS.get(type(self.action_dist))
 
@@ -297,7 +300,7 @@ class ActorPolicy(BasePolicy):
         distribution = self._lean_distribution()
         if distribution is None or type(self.features_extractor) is not FlattenExtractor:
             return None
-        if not self._is_unaltered("__call__", "forward", "evaluate_actions", "extract_features"):
+        if not self._is_unaltered("__call__", "forward", "forward_features", "evaluate_actions", "extract_features"):
             return None
         if type(self.policy_net) is not nn.Sequential or any(map(has_hooks, (self, self.features_extractor, self.policy_net))):
             return None
@@ -305,9 +308,10 @@ class ActorPolicy(BasePolicy):
         if layers is None:
             return None
         log_std = getattr(self, "log_std", None)
-        ours = {*layers.weights, *layers.biases, log_std} - {None}
-        # Frozen weights, and weights that somebody has added, are left to autograd
-        if ours != set(self.parameters()) or not all(parameter.requires_grad for parameter in ours):
+        ours = [*layers.weights, *layers.biases, *([] if log_std is None else [log_std])]
+        # Shared or frozen weights, and weights that somebody has added, are left to autograd
+        is_whole = len(ours) == len(set(ours)) and set(ours) == set(self.parameters())
+        if not is_whole or not all(parameter.requires_grad for parameter in ours):
             return None
         return ClosedFormActor(layers, distribution, log_std)
 
@@ -317,7 +321,7 @@ class ActorPolicy(BasePolicy):
             :meth:`closed_form` can; ``None`` where a subclass has its own way from observations to actions, or somebody
             listens to this policy by hooks
         """
-        own_way = ("__call__", "forward", "forward_features", "extract_features", "get_distribution")
+        own_way = ("__call__", "forward", "forward_features", "extract_features", *DISTRIBUTION_METHODS)
         if not self._is_unaltered(*own_way) or has_hooks(self):
             return None
         closed_form = self.closed_form()

@@ -20,6 +20,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 
 from sb3_grpo.stepping import (
     EnvironmentFault,
+    reset_all_in_process,
     reset_in_process,
     reset_worker,
     reset_workers,
@@ -217,6 +218,7 @@ class SeededVecEnv(VecEnv):
     def detach(self) -> None:
         """Be transparent again."""
         self.start_queue = None
+        self._check = None
 
     def reset(self) -> VecEnvObs:
         """
@@ -293,18 +295,20 @@ class SeededVecEnv(VecEnv):
         return self._reset_base()
 
     def _reset_base(self) -> VecEnvObs:
-        return reset_workers(self.venv, self._worker_timeout) if type(self.venv) is SubprocVecEnv else self.venv.reset()
+        if type(self.venv) is SubprocVecEnv:
+            return reset_workers(self.venv, self._worker_timeout)
+        return reset_all_in_process(self.venv) if type(self.venv) is DummyVecEnv else self.venv.reset()
 
     def _reset_with_seeds(self, starts: list[Start]) -> VecEnvObs:
         self.venv._seeds = [start.seed for start in starts]
         try:
             observations = self._reset_base()
-        except EnvironmentFault as fault:
-            raise self._of_the_seed(fault) from fault
         except Exception as error:
-            self._stop_sharing(error)
             self.venv._reset_seeds()
-            return self.venv.reset()
+            self._stop_sharing(*self._not_of_the_seed(error))
+            return self._reset_base()
+        finally:
+            self.venv._reset_seeds()
         self._streams_coincide = True
         for env_idx, start in enumerate(starts):
             self._verify(start, env_idx, observations)
@@ -347,19 +351,28 @@ class SeededVecEnv(VecEnv):
         try:
             if type(self.venv) is SubprocVecEnv:
                 return reset_worker(self.venv, env_idx, seed, self._worker_timeout)
+            if type(self.venv) is DummyVecEnv:
+                return reset_in_process(self.venv, env_idx, seed=seed)
             return self.venv.env_method("reset", seed=seed, indices=[env_idx])[0]
-        except EnvironmentFault as fault:
-            raise self._of_the_seed(fault) from fault
         except Exception as error:
-            self._stop_sharing(error, env_idx)
+            self._stop_sharing(self._not_of_the_seed(error)[0], env_idx)
             return None
 
-    @staticmethod
-    def _of_the_seed(fault: EnvironmentFault) -> RuntimeError:
-        return RuntimeError(
-            f"{fault} It happened in a reset with a seed: if the environment cannot be reset with one, pass "
-            "`share_starts=False` to GRPO."
-        )
+    def _not_of_the_seed(self, error: Exception) -> tuple[Exception, int | None]:
+        """
+        :param error: Raised by a reset with a seed
+        :return: The environment's own error, and its index if known: that of an environment which may do without a seed
+        :raises EnvironmentFault: If it is a fault that has nothing to do with seeds, or that nothing can follow
+        """
+        if not isinstance(error, EnvironmentFault):
+            return error, None
+        if type(self.venv) is DummyVecEnv and isinstance(error.__cause__, Exception):
+            return error.__cause__, error.env_idx
+        if not error.exit_code:
+            raise error
+        # An exception ends a worker
+        hint = "If the environment cannot be reset with a seed, pass `share_starts=False` to GRPO."
+        raise EnvironmentFault(error.env_idx, error.what, hint) from error
 
     def _publish_reset_infos(self) -> None:
         # On every step: a SubprocVecEnv's workers send the info of their last automatic reset again with each step

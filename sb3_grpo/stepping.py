@@ -28,14 +28,28 @@ class EnvironmentFault(RuntimeError):
 
     :param env_idx: index of the environment
     :param what: has happened, after the words "Environment 3"
+    :param hint: a sentence on what may help, if there is more to say
     """
 
-    def __init__(self, env_idx: int, what: str):
+    def __init__(self, env_idx: int, what: str, hint: str = ""):
         super().__init__(
             f"Environment {env_idx} {what}. No update has used this rollout: the model can be saved, and learns on with "
-            "`set_env` once the environment is mended."
+            f"`set_env` once the environment is mended.{' ' * bool(hint)}{hint}"
         )
         self.env_idx = env_idx
+        self.what = what
+        #: Of the process of the environment, where that has ended.
+        self.exit_code: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # From another process it arrives as what it is: pickle would construct it from its message
+        return _fault_with_message, (self.env_idx, self.what, str(self))
+
+
+def _fault_with_message(env_idx: int, what: str, message: str) -> EnvironmentFault:
+    fault = EnvironmentFault(env_idx, what)
+    fault.args = (message,)
+    return fault
 
 
 def step_in_process(venv: DummyVecEnv) -> VecEnvStepReturn:
@@ -62,19 +76,40 @@ def step_in_process(venv: DummyVecEnv) -> VecEnvStepReturn:
     return venv._obs_from_buf(), np.copy(venv.buf_rews), np.copy(venv.buf_dones), deepcopy(venv.buf_infos)
 
 
-def reset_in_process(venv: DummyVecEnv, env_idx: int) -> tuple[Any, dict[str, Any]]:
+def reset_in_process(venv: DummyVecEnv, env_idx: int, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """
-    Reset a single environment, without a seed.
+    Reset a single environment.
 
     :param venv: any
     :param env_idx: index of the environment
+    :param kwargs: ``seed`` or ``options``
     :return: the first observation, and the info that comes with it
-    :raises EnvironmentFault: if the environment raises
+    :raises EnvironmentFault: if the environment raises, or returns an observation of another shape
     """
     try:
-        return venv.envs[env_idx].reset()
+        observation, info = venv.envs[env_idx].reset(**kwargs)
     except Exception as error:
         raise EnvironmentFault(env_idx, f"raised {type(error).__name__} in `reset`: {error}") from error
+    check_shape(env_idx, observation, venv.observation_space)
+    return observation, info
+
+
+def reset_all_in_process(venv: DummyVecEnv) -> VecEnvObs:
+    """
+    ``DummyVecEnv.reset``
+
+    :param venv: any
+    :return: the first observations
+    :raises EnvironmentFault: if an environment raises, or returns an observation of another shape
+    """
+    for env_idx in range(venv.num_envs):
+        options = {"options": venv._options[env_idx]} if venv._options[env_idx] else {}
+        observation, info = reset_in_process(venv, env_idx, seed=venv._seeds[env_idx], **options)
+        venv.reset_infos[env_idx] = info
+        venv._save_obs(env_idx, observation)
+    venv._reset_seeds()
+    venv._reset_options()
+    return venv._obs_from_buf()
 
 
 def step_in_workers(venv: SubprocVecEnv, timeout: float | None) -> VecEnvStepReturn:
@@ -92,24 +127,32 @@ def step_in_workers(venv: SubprocVecEnv, timeout: float | None) -> VecEnvStepRet
     observations, rewards, dones, infos, venv.reset_infos = zip(*results, strict=True)  # type: ignore[assignment]
     for env_idx, observation in enumerate(observations):
         check_shape(env_idx, observation, venv.observation_space)
+        if dones[env_idx]:
+            check_shape(env_idx, infos[env_idx]["terminal_observation"], venv.observation_space)
     stacked = _stack_obs(observations, venv.observation_space)
     return stacked, np.stack(rewards), np.stack(dones), infos  # type: ignore[return-value]
 
 
 def reset_workers(venv: SubprocVecEnv, timeout: float | None) -> VecEnvObs:
     """
-    ``SubprocVecEnv.reset``. Answers to a step that nobody has waited for, because an interrupt came between, are dropped.
+    ``SubprocVecEnv.reset``. Answers that nobody has waited for, because an interrupt came between, are dropped.
 
     :param venv: any
     :param timeout: seconds that the workers may take, ``None`` for any number
     :return: the first observations
     :raises EnvironmentFault: if a worker has ended or takes too long
     """
-    for env_idx in range(venv.num_envs):
-        _send(venv, env_idx, ("reset", (venv._seeds[env_idx], venv._options[env_idx])))
     deadline = _deadline(timeout)
-    results = [_receive_reset(venv, env_idx, deadline) for env_idx in range(venv.num_envs)]
+    for env_idx in range(venv.num_envs):
+        # Asked for something that is answered by True or False, as steps and resets are not, what comes before that is old
+        _send(venv, env_idx, ("has_attr", "reset"))
+        while not isinstance(_receive(venv, env_idx, deadline), bool):
+            pass
+        _send(venv, env_idx, ("reset", (venv._seeds[env_idx], venv._options[env_idx])))
     venv.waiting = False
+    results = [_receive(venv, env_idx, deadline) for env_idx in range(venv.num_envs)]
+    for env_idx, (observation, _) in enumerate(results):
+        check_shape(env_idx, observation, venv.observation_space)
     observations, venv.reset_infos = zip(*results, strict=True)  # type: ignore[assignment]
     venv._reset_seeds()
     venv._reset_options()
@@ -128,7 +171,9 @@ def reset_worker(venv: SubprocVecEnv, env_idx: int, seed: int, timeout: float | 
     :raises EnvironmentFault: if the worker has ended or takes too long
     """
     _send(venv, env_idx, ("reset", (seed, None)))
-    return _receive_reset(venv, env_idx, _deadline(timeout))
+    observation, info = _receive(venv, env_idx, _deadline(timeout))
+    check_shape(env_idx, observation, venv.observation_space)
+    return observation, info
 
 
 def send_actions(venv: SubprocVecEnv, actions: np.ndarray) -> None:
@@ -139,9 +184,9 @@ def send_actions(venv: SubprocVecEnv, actions: np.ndarray) -> None:
     :param actions: one per environment
     :raises EnvironmentFault: if a worker has ended
     """
-    venv.waiting = True
     for env_idx, action in enumerate(actions):
         _send(venv, env_idx, ("step", action))
+    venv.waiting = True
 
 
 def _deadline(timeout: float | None) -> float | None:
@@ -149,6 +194,8 @@ def _deadline(timeout: float | None) -> float | None:
 
 
 def _send(venv: SubprocVecEnv, env_idx: int, message: tuple[str, Any]) -> None:
+    if venv.closed:
+        raise EnvironmentFault(env_idx, "has no process any more: the workers were closed, or stopped after an earlier fault")
     try:
         venv.remotes[env_idx].send(message)
     except OSError as error:
@@ -170,19 +217,14 @@ def _receive(venv: SubprocVecEnv, env_idx: int, deadline: float | None) -> Any:
         raise _gone(venv, env_idx) from error
 
 
-def _receive_reset(venv: SubprocVecEnv, env_idx: int, deadline: float | None) -> Any:
-    while True:
-        answer = _receive(venv, env_idx, deadline)
-        if len(answer) == 2:  # the answer to a step has five parts
-            return answer
-
-
 def _gone(venv: SubprocVecEnv, env_idx: int) -> EnvironmentFault:
     process = venv.processes[env_idx]
     process.join(DEAD_WORKER_TIMEOUT_S)
     exit_code = process.exitcode
     stop_workers(venv)
-    return EnvironmentFault(env_idx, f"is gone: its process has ended with exit code {exit_code}, its own error is above")
+    fault = EnvironmentFault(env_idx, f"is gone: its process has ended with exit code {exit_code}, its own error is above")
+    fault.exit_code = exit_code
+    return fault
 
 
 def stop_workers(venv: SubprocVecEnv) -> None:

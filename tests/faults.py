@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 Fault = Literal[
     "none", "raises", "raises in reset", "hangs", "dies", "nan observation", "nan first observation", "nan final observation",
-    "infinite reward", "fewer numbers", "a single number", "ignores seeds",
+    "infinite reward", "fewer numbers", "a single number", "fewer numbers in reset", "ignores seeds",
 ]  # fmt: skip
 
 EPISODE = 10
@@ -45,6 +45,8 @@ class FaultyEnv(gym.Env):
             raise ZeroDivisionError("no way to begin")
         if self.is_due and self.fault == "nan first observation":
             return np.full(3, np.nan, np.float32), {}
+        if self.is_due and self.fault == "fewer numbers in reset":
+            return self.state[:1], {}
         return self.state, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:

@@ -290,7 +290,7 @@ GRPO_TABLE: Table = {
         *all_of("must be keyword arguments of ActorPolicy, of net_arch", {"net_arc": [8]}, {3: 1}, {"lr_schedule": constant}),
         *all_of("must be keyword arguments of ActorPolicy, of net_arch", {"use_sde": True}),
     ],
-    "verbose": all_of("must be 0, 1 or 2", "yes", "1", None, [1], True, -1, 3, 2.5, 1.0, np.nan, np.int64(3), np.array([1])),
+    "verbose": all_of("must be 0, 1 or 2", "yes", "1", None, [1], -1, 3, 2.5, 1.0, np.nan, np.int64(3), np.array([1])),
     "doctor": flags(),
     "seed": [
         *integers(0),

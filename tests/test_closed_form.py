@@ -174,11 +174,35 @@ def with_method(policy: ActorPolicy) -> ActorPolicy:
     return policy
 
 
+class OwnLatent(ActorPolicy):
+    def _latent(self, obs: Any) -> Any:
+        return super()._latent(2.0 * obs)
+
+
+def tied(policy: ActorPolicy) -> ActorPolicy:
+    policy.policy_net[4].weight = policy.policy_net[2].weight
+    return policy
+
+
+def with_accumulate_hook(policy: ActorPolicy) -> ActorPolicy:
+    next(policy.policy_net.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    return policy
+
+
+def with_own_forward(policy: ActorPolicy) -> ActorPolicy:
+    policy.policy_net[0].forward = lambda x: 2.0 * x
+    return policy
+
+
 DISCRETE = ACTION_SPACES["Discrete"]
 ANOTHER_WAY = {
     "forward": lambda: Autograd(VECTOR, DISCRETE, lambda _: 1e-3),
     "extract_features": lambda: DoubledFeatures(VECTOR, DISCRETE, lambda _: 1e-3),
     "get_distribution": lambda: OwnDistribution(VECTOR, DISCRETE, lambda _: 1e-3),
+    "_latent": lambda: OwnLatent(VECTOR, DISCRETE, lambda _: 1e-3),
+    "tied weights": lambda: tied(make_policy(DISCRETE, net_arch=[8, 8, 8])),
+    "hook on an accumulated gradient": lambda: with_accumulate_hook(make_policy(DISCRETE)),
+    "forward of a layer": lambda: with_own_forward(make_policy(DISCRETE)),
     "a method of the object": lambda: with_method(make_policy(DISCRETE)),
     "activation": lambda: make_policy(DISCRETE, activation_fn=nn.ELU),
     "mixed activations": lambda: replaced(
@@ -213,7 +237,7 @@ def test_there_is_no_closed_form_of_an_actor_that_goes_another_way(make):
     assert make().closed_form() is None
 
 
-@pytest.mark.parametrize("name", ["forward", "extract_features", "get_distribution", "hook on the policy"])
+@pytest.mark.parametrize("name", ["forward", "extract_features", "get_distribution", "_latent", "hook on the policy"])
 def test_a_policy_with_its_own_way_to_actions_is_called_as_a_whole(name):
     assert make_policy(DISCRETE).actor() is not None
     assert ANOTHER_WAY[name]().actor() is None

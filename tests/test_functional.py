@@ -1074,6 +1074,12 @@ def test_the_slope_of_the_clipped_surrogate_is_what_autograd_finds(options):
     assert 0.1 < (surrogate.slope == 0).double().mean() < 0.9
 
 
+@pytest.mark.parametrize("options", [{}, {"dual_clip": 3.0}], ids=["plain", "dual clip"])
+def test_what_is_no_number_shows_in_the_slope(options):
+    log_ratio, advantages = th.tensor([0.0, float("nan"), 0.0]), th.tensor([float("nan"), 1.0, 1.0])
+    assert F.clipped_surrogate(log_ratio, advantages, CLIP, **options).slope.isnan().tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [1000.0, -1000.0])
 def test_clipped_surrogate_is_finite_where_the_ratio_overflows(log_ratio, advantage):

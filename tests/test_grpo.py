@@ -557,7 +557,7 @@ def test_a_model_learns_on_with_another_number_of_environments(n_envs: int, buff
 def test_the_unit_of_time_survives_a_file_that_is_loaded_without_an_environment():
     env = DummyVecEnv([lambda: TimeLimit(AnyEnv(lengths=(2, 90)), 40)])
     model = make_model(env).learn(64)
-    assert reload(model).rollout_buffer.horizon == model.rollout_buffer.horizon == 40
+    assert reload(model).rollout_buffer._fitted_horizon == model.rollout_buffer.horizon == 40
     assert make_model().rollout_buffer.horizon is None
 
 

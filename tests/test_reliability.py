@@ -20,7 +20,7 @@ import torch as th
 from faults import Fault, FaultyEnv
 from stable_baselines3.common.callbacks import BaseCallback, CheckpointCallback
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecNormalize
 
 from sb3_grpo import GRPO, EnvironmentFault, load_actor, persistence
 from sb3_grpo.buffers import BUFFERS
@@ -124,6 +124,49 @@ def test_a_seed_that_is_passed_begins_a_stream_of_its_own(tmp_path: Path):
     assert not same(runs[5], runs[6]) and not same(runs[5], runs[None])
 
 
+def test_loading_a_model_to_predict_leaves_the_random_generators_of_a_run_alone(tmp_path: Path):
+    make_model(seed=None).learn(64).save(tmp_path / "model")
+    drawn = set()
+    for seed in (1, 2):
+        th.manual_seed(seed), np.random.seed(seed)
+        GRPO.load(tmp_path / "model", device="cpu").predict(np.zeros(4), deterministic=True)
+        drawn.add((th.rand(1).item(), np.random.rand()))
+    assert len(drawn) == 2
+
+
+def test_a_model_that_is_loaded_and_saved_again_goes_on_as_the_first(tmp_path: Path):
+    model = make_model().learn(128)
+    model.save(tmp_path / "first")
+    GRPO.load(tmp_path / "first", device="cpu").save(tmp_path / "second")
+    found = []
+    for name in ("first", "second"):
+        loaded = GRPO.load(tmp_path / name, env=make_vec_env("CartPole-v1", 1), device="cpu")
+        found.append(weights(loaded.learn(128, reset_num_timesteps=False)))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("option", [{"n_features": 32}, {"bandwidth": 1.0}, {"time_feature": False}], ids=str)
+def test_a_baseline_with_other_features_begins_afresh(option: dict[str, Any], tmp_path: Path):
+    make_model().learn(64).save(tmp_path / "model")
+    with pytest.warns(UserWarning, match="its fit begins afresh"):
+        loaded: Any = GRPO.load(
+            tmp_path / "model", env=make_vec_env("CartPole-v1", 1), device="cpu", rollout_buffer_kwargs=option
+        )
+    assert loaded.rollout_buffer.baseline._input_statistics is None
+    loaded.learn(64)
+    assert is_finite(loaded)
+
+
+def test_parameters_are_taken_with_the_reference_they_belong_to(tmp_path: Path):
+    model = make_model(kl_coef=0.1).learn(128)
+    model.save(tmp_path / "model.zip")
+    fresh = make_model(kl_coef=0.1, seed=1)
+    fresh.set_parameters(str(tmp_path / "model.zip"))
+    assert fresh.kl_reference_policy is not None and model.kl_reference_policy is not None
+    assert same(fresh.kl_reference_policy.state_dict(), model.kl_reference_policy.state_dict())
+    assert same(weights(fresh), weights(model))
+
+
 def test_waiting_transitions_are_dropped_by_a_reset_in_either_model(tmp_path: Path):
     model = make_model(rollout_buffer_class="outcome", n_steps=7).learn(7)
     buffer: Any = model.rollout_buffer
@@ -197,6 +240,23 @@ def test_the_file_is_where_sb3_would_put_it(tmp_path: Path):
     stream.seek(0)
     for source in (tmp_path / "new folder/model", tmp_path / "model.v1", stream):
         assert same(weights(GRPO.load(source, device="cpu")), weights(model))
+
+
+def test_a_link_is_followed_and_permissions_stay(tmp_path: Path):
+    model = make_model()
+    target, link = tmp_path / "run3.zip", tmp_path / "latest.zip"
+    model.save(target)
+    target.chmod(0o640)
+    link.symlink_to(target)
+    model.learn(64).save(link)
+    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640
+    assert GRPO.load(target, device="cpu").num_timesteps == 64
+
+
+def test_what_is_no_archive_is_refused_as_sb3_does(tmp_path: Path):
+    (tmp_path / "model.zip").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match="wasn't a zip-file"):
+        GRPO.load(tmp_path / "model.zip")
 
 
 def test_checkpoints_are_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -363,20 +423,68 @@ def test_without_a_fault_workers_and_a_time_out_give_what_one_process_gives(clos
     assert same(weights(models[0]), weights(models[1]))
 
 
-def test_an_update_whose_gradient_is_not_finite_is_undone():
-    model = make_model().learn(64)
+@pytest.mark.parametrize("kl_coef", [0.0, 1e-3], ids=["closed form", "autograd"])
+def test_an_update_whose_gradient_is_not_finite_is_undone(kl_coef: float):
+    model = make_model(kl_coef=kl_coef).learn(64)
+    assert model.policy.closed_form() is not None
     before, moments = weights(model), copy.deepcopy(model.policy.optimizer.state_dict()["state"])
     buffer: Any = model.rollout_buffer  # which still holds the last update
     advantages = buffer._update.advantages.clone()
     advantages[5] = float("nan")
     buffer._update = buffer._update._replace(advantages=advantages)
-    with pytest.raises(ValueError, match=r"gradient of update \d+ is not finite. The policy is what it was before"):
+    with pytest.raises(ValueError, match=r"gradient of update \d+ is not finite|found invalid values"):
         model.train()
     assert same(before, weights(model)) and is_finite(model)
     after = model.policy.optimizer.state_dict()["state"]
     assert all(th.equal(value, after[index][name]) for index, state in moments.items() for name, value in state.items())
     model.learn(64, reset_num_timesteps=False)
     assert is_finite(model) and not same(before, weights(model))
+
+
+def test_an_update_whose_weights_are_not_finite_is_undone():
+    """The last step of an update has no gradient after it to tell."""
+    model = make_model(n_epochs=1, batch_size=64).learn(64)
+    before = weights(model)
+
+    def step(*args: Any) -> None:
+        with th.no_grad():
+            next(model.policy.parameters()).fill_(float("inf"))
+
+    model.policy.optimizer.step = step
+    with pytest.raises(ValueError, match=r"weights after update \d+ are not finite"):
+        model.learn(64, reset_num_timesteps=False)
+    assert same(before, weights(model))
+
+
+def test_a_fault_arrives_from_another_process_as_what_it_is():
+    fault = pickle.loads(pickle.dumps(EnvironmentFault(3, "is gone", "A hint.")))
+    assert isinstance(fault, EnvironmentFault) and fault.env_idx == 3
+    assert str(fault) == str(EnvironmentFault(3, "is gone", "A hint."))
+
+
+def test_what_a_wrapper_mends_is_no_fault():
+    class Mended(VecEnvWrapper):
+        def reset(self) -> Any:
+            return np.nan_to_num(np.asarray(self.venv.reset()))
+
+        def step_wait(self) -> Any:
+            observations, rewards, dones, infos = self.venv.step_wait()
+            for info in infos:
+                if "terminal_observation" in info:
+                    info["terminal_observation"] = np.nan_to_num(info["terminal_observation"])
+            return np.nan_to_num(np.asarray(observations)), rewards, dones, infos
+
+    model = make_model(Mended(DummyVecEnv(env_functions("nan observation", 3))), n_steps=16).learn(96)
+    assert is_finite(model)
+
+
+@pytest.mark.parametrize("base", ["dummy", "forked"])
+@pytest.mark.filterwarnings("ignore:The environment 'FaultyEnv'")
+def test_a_first_observation_of_another_shape_is_not_broadcast(base: str, close):
+    env = close(BASES[base](env_functions("fewer numbers in reset", 12)))
+    with pytest.raises(EnvironmentFault, match=rf"Environment {BROKEN} returned an observation of shape \(1,\)") as raised:
+        make_model(env, n_steps=16).learn(960)
+    assert raised.value.env_idx == BROKEN
 
 
 # --- interrupts -------------------------------------------------------------------------------------------------------
@@ -420,6 +528,51 @@ def test_an_interrupt_at_any_moment_leaves_a_model_that_saves_and_goes_on(buffer
     before = weights(model)
     model.learn(128 * 4, reset_num_timesteps=False)
     assert is_finite(model) and not same(before, weights(model))
+
+
+def test_an_update_that_is_interrupted_is_undone():
+    model = make_model(n_epochs=50).learn(64)
+    before, n_updates, moments = weights(model), model._n_updates, copy.deepcopy(model.policy.optimizer.state_dict()["state"])
+    original, calls = model.policy.optimizer.step, []
+
+    def step(*args: Any) -> None:
+        calls.append(original())
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+
+    model.policy.optimizer.step = step
+    with pytest.raises(KeyboardInterrupt):
+        model.learn(64, reset_num_timesteps=False)
+    assert len(calls) == 7 and model._n_updates == n_updates
+    assert same(before, weights(model))
+    after = model.policy.optimizer.state_dict()["state"]
+    assert all(th.equal(value, after[index][name]) for index, state in moments.items() for name, value in state.items())
+
+
+@pytest.mark.parametrize("asked", ["step", "reset", "reset and step"])
+def test_answers_that_nobody_waited_for_are_not_taken_for_others(asked: str, close):
+    """An interrupt may come between question and answer, of a step or of the reset of a single environment."""
+    env = close(SubprocVecEnv(env_functions("none", 0), start_method="fork"))
+    model = make_model(env, n_steps=16).learn(96)
+    expected = copy.deepcopy(model.start_queue)
+    for remote in env.remotes:
+        if "reset" in asked:
+            remote.send(("reset", (123, None)))
+        if "step" in asked:
+            remote.send(("step", 0))
+    restart(model)
+    observed = []
+
+    class First(BaseCallback):
+        def _on_step(self) -> bool:
+            observed.append(self.locals["obs_tensor"].numpy())
+            return len(observed) < 5
+
+    model.learn(96, callback=First(), reset_num_timesteps=False)
+    assert expected is not None
+    expected.begin_group()
+    seeds = [expected.take().seed for _ in range(3)]
+    np.testing.assert_array_equal(observed[0], [FaultyEnv().reset(seed=seed)[0] for seed in seeds])
 
 
 def test_workers_interrupted_in_a_step_are_reset_not_misunderstood(close):

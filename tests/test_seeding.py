@@ -754,7 +754,10 @@ def test_an_environment_that_fails_without_a_seed_too_fails_with_its_own_error()
             raise ZeroDivisionError("broken for good")
 
     env = attached(DummyVecEnv([Broken]))
-    with pytest.warns(UserWarning, match="cannot be reset"), pytest.raises(ZeroDivisionError, match="broken for good"):
+    with (
+        pytest.warns(UserWarning, match="cannot be reset"),
+        pytest.raises(EnvironmentFault, match="Environment 0 raised ZeroDivisionError in `reset`: broken for good"),
+    ):
         env.reset()
 
 
@@ -772,8 +775,8 @@ def test_a_worker_that_dies_of_a_seed_is_named_with_the_remedy(refuses_from, sta
     env_fns = [lambda: SeedRefusingEnv(TypeError, refuses_from), DriftEnv]
     # A forked worker holds the pipes of those before it open, so that waiting for an answer alone would never end
     env = attached(subproc(env_fns, start_method=start_method))
-    with pytest.raises(RuntimeError, match=r"Environment 0 is gone: .*exit code 1, .*pass `share_starts=False`") as raised:
+    with pytest.raises(EnvironmentFault, match=r"Environment 0 is gone: .*exit code 1, .*pass `share_starts=False`") as raised:
         run_starts(env)
-    assert isinstance(raised.value.__cause__, EnvironmentFault)
+    assert raised.value.env_idx == 0
 
     run_starts(attached(subproc(env_fns, start_method=start_method), share_starts=False))
