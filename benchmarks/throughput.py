@@ -34,7 +34,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecTransposeImage
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from torch import nn
 
-from benchmarks.learning import append_row, commit, versions
+from benchmarks.learning import append_row, commit, read_rows, versions
 from benchmarks.timing import Stopwatch, median_with_interval, take_turns
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import BUFFERS
@@ -307,6 +307,26 @@ def report(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def table(rows: list[dict[str, str]]) -> str:
+    """
+    :param rows: of the CSV, of which the last of each setting counts
+    :return: in Markdown
+    """
+    latest = {tuple(row[field] for field in FIELDS[:7]): row for row in rows}
+    lines = [
+        "| environment | envs x steps, batch, epochs | GRPO, steps/s | PPO | over PPO | of the bound | advantages |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in latest.values():
+        ppo = f"{int(row['ppo']):,}" + (", fused Adam" if row["fused_ppo"] == "True" else "")
+        over = f"{float(row['over_ppo']):.2f} ({float(row['over_ppo_low']):.2f} to {float(row['over_ppo_high']):.2f})"
+        lines.append(
+            f"| {row['env']} | {row['n_envs']} x {row['n_steps']}, {row['batch_size']}, {row['n_epochs']} | {int(row['grpo']):,} | "
+            f"{ppo} | {over} | {float(row['over_bound']):.2f} | {float(row['fit_share']):.1%} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in Setting()._asdict().items():
@@ -318,7 +338,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=11, help="turns of each contestant")
     parser.add_argument("--rollouts", type=int, default=2, help="rollouts per turn")
     parser.add_argument("--csv", type=pathlib.Path, default=CSV, help="file to which a row is appended")
+    parser.add_argument("--table", action="store_true", help="run nothing, print the last row of each setting")
     args = vars(parser.parse_args())
+    if args.pop("table"):
+        print(table(read_rows(args["csv"])))
+        return
     th.set_num_threads(1)
     path, pairs, rollouts = args.pop("csv"), args.pop("pairs"), args.pop("rollouts")
     row = compare(Setting(**args), pairs, rollouts)

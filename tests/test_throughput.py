@@ -10,6 +10,7 @@ import pytest
 from stable_baselines3 import PPO
 
 from benchmarks import scaling, soak, throughput, timing, update_time
+from benchmarks.learning import read_rows
 from benchmarks.memory import IMAGES
 from benchmarks.memory import compare as compare_memory
 from benchmarks.throughput import FIELDS, LeanActor, Setting, breakdown, compare, make_model, ratio_columns
@@ -135,6 +136,14 @@ def test_two_trees_are_timed_alternately():
     times = update_time.paired_times([root, root], "CartPole-v1", n_envs=1, updates=1, pairs=2)
     assert times.shape == (2, 2)
     assert (times > 0).all()
+
+
+def test_the_docs_show_the_last_row_of_each_setting():
+    rows = read_rows(throughput.CSV)
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "grpo.md").read_text(encoding="utf-8")
+    assert throughput.table(rows) in page
+    older = {**rows[0], "grpo": "1"}
+    assert throughput.table([older, *rows]) == throughput.table(rows)
 
 
 def test_grpo_is_faster_than_ppo(record_property: Callable[[str, object], None]):
