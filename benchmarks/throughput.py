@@ -320,9 +320,10 @@ def table(rows: list[dict[str, str]]) -> str:
     for row in latest.values():
         ppo = f"{int(row['ppo']):,}" + (", fused Adam" if row["fused_ppo"] == "True" else "")
         over = f"{float(row['over_ppo']):.2f} ({float(row['over_ppo_low']):.2f} to {float(row['over_ppo_high']):.2f})"
+        sizes = f"{row['n_envs']} x {row['n_steps']}, {row['batch_size']}, {row['n_epochs']}"
         lines.append(
-            f"| {row['env']} | {row['n_envs']} x {row['n_steps']}, {row['batch_size']}, {row['n_epochs']} | {int(row['grpo']):,} | "
-            f"{ppo} | {over} | {float(row['over_bound']):.2f} | {float(row['fit_share']):.1%} |"
+            f"| {row['env']} | {sizes} | {int(row['grpo']):,} | {ppo} | {over} | {float(row['over_bound']):.2f} | "
+            f"{float(row['fit_share']):.1%} |"
         )
     return "\n".join(lines)
 
