@@ -135,5 +135,7 @@ def test_spaces_without_a_lean_distribution_take_sb3s(space: spaces.Space):
 
 def test_an_update_that_spoils_the_policy_is_reported():
     model = GRPO("MlpPolicy", AnyEnv(), n_steps=16, batch_size=16, learning_rate=1e38, max_grad_norm=np.inf, device="cpu")
-    with pytest.raises(ValueError, match=r"gradient of an update is not finite .*nan.*Lower `learning_rate`"):
+    with pytest.raises(
+        ValueError, match=r"gradient of update \d+ is not finite. The policy is what it was before: .*Lower `learning_rate`"
+    ):
         model.learn(64)

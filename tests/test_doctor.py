@@ -114,7 +114,7 @@ def never_complete() -> Any:
 
 
 def unexplained() -> Any:
-    buffer_kwargs = dict(ridge=1e-9, forgetting=0.0, bandwidth=3.0)
+    buffer_kwargs = dict(ridge=1e-8, forgetting=0.0, bandwidth=3.0)
     return make_model(noisy_envs(lengths=(1, 2)), rollout_buffer_kwargs=buffer_kwargs, learning_rate=1e-4)
 
 
