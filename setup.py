@@ -9,8 +9,8 @@ EXTRA = ["matplotlib", "rich", "tensorboard", "tqdm"]  # learning curves, progre
 BOX2D = ["gymnasium[box2d]"]
 MUJOCO = ["gymnasium[mujoco]"]
 MINIGRID = ["minigrid"]
-# rl_zoo3 imports requests and pandas, and records videos with moviepy, without asking for them
-ZOO = ["rl_zoo3[plots]>=2.9,<3", "requests", "pandas", "moviepy"]
+# rl_zoo3 imports requests and pandas, and needs moviepy and pygame for videos, without asking for them
+ZOO = ["rl_zoo3[plots]>=2.9,<3", "gymnasium[classic-control]", "moviepy", "pandas", "requests"]
 TESTS = ["ale-py", "black", "hypothesis", "mypy", "opencv-python-headless", "pytest", "pytest-xdist", "ruff"]
 
 setup(
