@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch as th
 from stable_baselines3 import PPO
 
-from benchmarks.throughput import Setting, make_model
+from benchmarks.throughput import Setting, add_setting_arguments, make_model
 from sb3_grpo import GRPO
 
 ALGORITHMS: dict[str, type[GRPO] | type[PPO]] = {"GRPO": GRPO, "PPO": PPO}
@@ -75,9 +75,7 @@ def compare(setting: Setting, rollouts: int) -> dict[str, Memory]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in IMAGES._asdict().items():
-        if not isinstance(default, bool):
-            parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    add_setting_arguments(parser, IMAGES)
     parser.add_argument("--rollouts", type=int, default=2, help="rollouts to train on")
     args = vars(parser.parse_args())
     rollouts = args.pop("rollouts")

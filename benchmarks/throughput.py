@@ -328,14 +328,22 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in Setting()._asdict().items():
+def add_setting_arguments(parser: argparse.ArgumentParser, defaults: Setting) -> None:
+    """
+    :param parser: gets an option for each field of a setting
+    :param defaults: their defaults
+    """
+    for name, default in defaults._asdict().items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true")
         else:
             parser.add_argument(flag, type=type(default), default=default, choices=list(BUFFERS) if name == "buffer" else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_setting_arguments(parser, Setting())
     parser.add_argument("--pairs", type=int, default=11, help="turns of each contestant")
     parser.add_argument("--rollouts", type=int, default=2, help="rollouts per turn")
     parser.add_argument("--csv", type=pathlib.Path, default=CSV, help="file to which a row is appended")

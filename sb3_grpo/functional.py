@@ -257,6 +257,11 @@ def process_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndar
     return linear_recurrence(rescale(centre_within(rewards, labels), labels, scale), same_trajectory_continues(lengths))
 
 
+def _centred_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float, labels: np.ndarray) -> np.ndarray:
+    magnitudes = discounted_returns(np.abs(rewards), lengths, gamma)
+    return centre_within(discounted_returns(rewards, lengths, gamma), labels, magnitudes)
+
+
 def return_to_go_advantages(
     rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, gamma: float, scale: Scale = "group"
 ) -> np.ndarray:
@@ -272,8 +277,7 @@ def return_to_go_advantages(
     :return: shape ``(n,)``
     """
     labels = np.repeat(groups, lengths)
-    magnitudes = discounted_returns(np.abs(rewards), lengths, gamma)
-    return rescale(centre_within(discounted_returns(rewards, lengths, gamma), labels, magnitudes), labels, scale)
+    return rescale(_centred_returns(rewards, lengths, gamma, labels), labels, scale)
 
 
 def peers_at_each_step(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -305,8 +309,7 @@ def stepwise_advantages(
     :return: shape ``(n,)``
     """
     peers = peers_at_each_step(lengths, groups)
-    magnitudes = discounted_returns(np.abs(rewards), lengths, gamma)
-    centred = centre_within(discounted_returns(rewards, lengths, gamma), peers, magnitudes) * leave_one_out_factor(peers)
+    centred = _centred_returns(rewards, lengths, gamma, peers) * leave_one_out_factor(peers)
     return rescale(centred, np.repeat(groups, lengths), scale)
 
 

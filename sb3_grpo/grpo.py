@@ -28,6 +28,10 @@ from sb3_grpo.buffers import (
     Observations,
     check_buffer_arguments,
     map_observations,
+    resolve_buffer_class,
+    take_observations,
+)
+from sb3_grpo.checks import (
     require_at_least,
     require_between,
     require_device,
@@ -35,8 +39,6 @@ from sb3_grpo.buffers import (
     require_one_of,
     require_positive,
     require_schedule,
-    resolve_buffer_class,
-    take_observations,
 )
 from sb3_grpo.closed_form import ClosedFormActor
 from sb3_grpo.doctor import Doctor
@@ -608,7 +610,8 @@ class GRPO(OnPolicyAlgorithm):
         closed_form = self.policy.closed_form() if self.kl_coef == 0 else None
 
         try:
-            self._make_update(clip_range, closed_form, dealt)
+            with th.set_grad_enabled(closed_form is None):
+                self._make_update(clip_range, closed_form, dealt)
         except BaseException:  # an interrupt too: the policy is that of an update or of the next, nothing between
             self._restore(before)
             raise
@@ -628,14 +631,12 @@ class GRPO(OnPolicyAlgorithm):
             first_of_epoch = len(minibatches)
             stopped_early = False
             for rollout_data in self.rollout_buffer.get(self.batch_size, **dealt):
-                with th.set_grad_enabled(closed_form is None):
-                    losses = self._minibatch_loss(rollout_data, clip_range, closed_form)
+                losses = self._minibatch_loss(rollout_data, clip_range, closed_form)
                 minibatches.append(losses if closed_form is not None else losses.detached())
                 stopped_early = self._is_too_far(losses.log_ratio, epoch)
                 if stopped_early:
                     break
-                with th.set_grad_enabled(closed_form is None):
-                    gradient_norms.append(self._set_gradient(losses, rollout_data.weights, closed_form))
+                gradient_norms.append(self._set_gradient(losses, rollout_data.weights, closed_form))
                 self.policy.optimizer.step()
             self._n_updates += 1
             if stopped_early:

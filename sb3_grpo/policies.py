@@ -1,7 +1,6 @@
 """Actor-only policies: what Stable-Baselines3's actor-critic policies are once the critic is taken away."""
 
 import inspect
-import math
 import pathlib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,6 +28,7 @@ from stable_baselines3.common.torch_layers import (
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
+from sb3_grpo.checks import is_finite_number, require_between, require_flag
 from sb3_grpo.closed_form import ClosedFormActor, closed_form_layers, has_hooks
 from sb3_grpo.distributions import LEAN_DISTRIBUTIONS, LeanDistribution
 
@@ -102,10 +102,8 @@ class ActorPolicy(BasePolicy):
             normalize_images=normalize_images,
         )
         for name, flag in flags.items():
-            if not isinstance(flag, (bool, np.bool_)):
-                raise ValueError(f"`{name}` must be True or False, not {flag!r}.")
-        if not _is_finite_number(log_std_init):
-            raise ValueError(f"`log_std_init` must be a finite number, not {log_std_init!r}.")
+            require_flag(name, flag)
+        require_between("log_std_init", log_std_init, -np.inf, np.inf)
         _check_schedule(lr_schedule)
         _check_factory("activation_fn", activation_fn, nn.Module, "as torch.nn.Tanh")
         if features_extractor_class is not None:
@@ -589,15 +587,6 @@ def _check_factory(name: str, value: Any, product: type, hint: str) -> None:
         raise ValueError(f"`{name}` must be a subclass of torch's {product.__name__}, {hint}, not {value!r}.")
 
 
-def _is_finite_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return False
-
-
 def _check_schedule(lr_schedule: Any) -> None:
     """
     Refuse what gives no learning rate to begin with.
@@ -607,7 +596,7 @@ def _check_schedule(lr_schedule: Any) -> None:
     if not callable(lr_schedule):
         raise ValueError(f"`lr_schedule` must be a function of the progress remaining, not {lr_schedule!r}.")
     first = lr_schedule(1)
-    if not _is_finite_number(first) or first < 0:
+    if not is_finite_number(first) or first < 0:
         raise ValueError(f"`lr_schedule` must give a finite number of at least 0, and gives {first!r} at 1.")
 
 

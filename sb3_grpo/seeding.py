@@ -243,8 +243,7 @@ class SeededVecEnv(VecEnv):
     def step_async(self, actions: np.ndarray) -> None:
         if self.start_queue is None:
             self._forget_starts()
-            self.venv.step_async(actions)
-        elif type(self.venv) is SubprocVecEnv:
+        if self.start_queue is not None and type(self.venv) is SubprocVecEnv:
             send_actions(self.venv, actions)
         else:
             self.venv.step_async(actions)

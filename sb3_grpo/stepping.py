@@ -38,18 +38,13 @@ class EnvironmentFault(RuntimeError):
         )
         self.env_idx = env_idx
         self.what = what
+        self.hint = hint
         #: Of the process of the environment, where that has ended.
         self.exit_code: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # From another process it arrives as what it is: pickle would construct it from its message
-        return _fault_with_message, (self.env_idx, self.what, str(self))
-
-
-def _fault_with_message(env_idx: int, what: str, message: str) -> EnvironmentFault:
-    fault = EnvironmentFault(env_idx, what)
-    fault.args = (message,)
-    return fault
+        return EnvironmentFault, (self.env_idx, self.what, self.hint), {"exit_code": self.exit_code}
 
 
 def step_in_process(venv: DummyVecEnv) -> VecEnvStepReturn:

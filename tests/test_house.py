@@ -38,17 +38,18 @@ CORE = {
     "grpo",
 }
 MAY_IMPORT: dict[str, set[str]] = {
+    "checks": set(),
     "functional": set(),
     "baselines": {"functional"},
-    "buffers": {"functional", "baselines"},
+    "buffers": {"checks", "functional", "baselines"},
     "distributions": set(),
     "closed_form": {"distributions"},
-    "policies": {"distributions", "closed_form"},
+    "policies": {"checks", "distributions", "closed_form"},
     "stepping": set(),
     "persistence": set(),
     "seeding": {"stepping"},
     "doctor": set(),
-    "grpo": {"functional", "baselines", "buffers", "closed_form", "policies", "seeding", "stepping", "persistence", "doctor"},
+    "grpo": CORE - {"distributions", "grpo"} | {"checks", "closed_form"},
     "__init__": CORE,
     "zoo": {*CORE, "__init__", "zoo"},
 }
