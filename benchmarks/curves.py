@@ -1,5 +1,7 @@
 """What the benchmarks keep of a training run: the return of each episode, and when it ended."""
 
+import time
+
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
 
@@ -8,18 +10,24 @@ WINDOW = 20  # episodes over which the training return is averaged
 
 
 class TrainingCurve(BaseCallback):
-    """Keeps the return of each training episode and the step at which it ended."""
+    """Keeps the return of each training episode, and the step and the second at which it ended."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[int] = []
         self.returns: list[float] = []
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def _on_training_start(self) -> None:
+        self._began = time.perf_counter()
 
     def _on_step(self) -> bool:
         for info in self.locals["infos"]:
             if "episode" in info:
                 self.steps.append(self.num_timesteps)
                 self.returns.append(float(info["episode"]["r"]))
+                self.seconds.append(time.perf_counter() - self._began)
         return True
 
     def windows(self) -> np.ndarray:
@@ -27,6 +35,15 @@ class TrainingCurve(BaseCallback):
         return (
             np.convolve(self.returns, np.ones(WINDOW) / WINDOW, mode="valid") if len(self.returns) >= WINDOW else np.empty(0)
         )
+
+    def first_held(self, threshold: float) -> int | None:
+        """
+        :param threshold: return
+        :return: index of the first episode that ends ``WINDOW`` episodes whose mean return is at least that, ``None`` if there
+            is none
+        """
+        reached = np.flatnonzero(self.windows() >= threshold)
+        return int(reached[0]) + WINDOW - 1 if len(reached) else None
 
     def area(self, timesteps: int) -> float:
         """

@@ -38,7 +38,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from tqdm import tqdm
 
-from benchmarks.curves import N_EVAL_EPISODES, WINDOW, TrainingCurve
+from benchmarks.curves import N_EVAL_EPISODES, TrainingCurve
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import resolve_buffer_class
 
@@ -244,13 +244,13 @@ def run(name: str, case: Case, seed: int) -> dict[str, Any]:
     eval_mean, eval_std = evaluate_policy(model, eval_env, N_EVAL_EPISODES)
 
     windows = curve.windows()
-    reached = np.flatnonzero(windows >= case.threshold)
+    reached = curve.first_held(case.threshold)
     return {
         "case": name,
         "seed": seed,
         "settings_hash": case.settings_hash(),
         "settings": repr(case.settings),
-        "steps_to_threshold": curve.steps[reached[0] + WINDOW - 1] if len(reached) else "",
+        "steps_to_threshold": "" if reached is None else curve.steps[reached],
         "best_window": f"{windows.max():.2f}" if len(windows) else "",
         "auc": f"{curve.area(case.timesteps):.2f}",
         "eval_mean": f"{eval_mean:.2f}",
@@ -307,24 +307,25 @@ def append_row(path: pathlib.Path, row: dict[str, Any], fields: list[str]) -> No
 
 
 @functools.cache
-def random_return(env_id: str) -> float:
+def random_return(env_id: str, n_episodes: int = N_EVAL_EPISODES) -> float:
     """
     The control: what an agent gets that has learned nothing.
 
     :param env_id: Gymnasium environment
-    :return: mean return of 20 episodes of uniformly random actions
+    :param n_episodes: episodes
+    :return: mean return of uniformly random actions
     """
     env = gym.make(env_id)
     env.action_space.seed(0)
     total = 0.0
-    for episode in range(N_EVAL_EPISODES):
+    for episode in range(n_episodes):
         env.reset(seed=episode)
         done = False
         while not done:
             _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
             total += float(reward)
             done = terminated or truncated
-    return total / N_EVAL_EPISODES
+    return total / n_episodes
 
 
 def passed(case: Case, row: dict[str, str]) -> bool:
