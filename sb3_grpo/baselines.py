@@ -92,6 +92,17 @@ class RidgeStatistics:
         self.moment *= forgetting
         self.count *= forgetting
 
+    def spread(self, known: th.Tensor) -> "RidgeStatistics":
+        """
+        :param known: which of the features of a wider regression are those of this one, in order, shape ``(p',)``
+        :return: statistics of the wider regression on the same samples, the new features having been zero in all of them
+        """
+        wider = RidgeStatistics(len(known))
+        wider.gram[th.outer(known, known)] = self.gram.flatten()
+        wider.moment[known] = self.moment
+        wider.count = self.count.clone()
+        return wider
+
     def leave_fold_out(self, features: th.Tensor, targets: th.Tensor, folds: th.Tensor, ridge: float) -> th.Tensor:
         """
         Add samples, and return for each fold the weights of the regression on everything but that fold: by subtracting the
@@ -123,6 +134,9 @@ class KernelBaseline:
     """
     Running standardisation of the inputs, random Fourier features, and a forgetting ridge regression on them.
 
+    Inputs that have had one value so far say nothing and are left out, until they vary: of the thousands that MiniGrid's flat
+    observations have, all but a few dozen.
+
     :param n_features: ``D``, number of random Fourier features
     :param bandwidth: standard deviation of the random frequencies, hence the reciprocal of the Gaussian kernel's length
         scale in units of one standard deviation of the inputs
@@ -151,30 +165,47 @@ class KernelBaseline:
         self.clip = clip
         self.seed = seed
         self._input_statistics: RunningMeanStd | None = None
+        self._first_input = np.empty(0)
+        self._varies = np.empty(0, dtype=bool)
         self._frequencies = th.empty(0, 0, dtype=th.float64)
         self._phases = th.empty(0, dtype=th.float64)
         self._statistics = RidgeStatistics(0)
 
     def observe(self, inputs: np.ndarray) -> None:
         """
-        Update the running mean and variance by which inputs are standardised.
+        Update the running mean and variance by which inputs are standardised, and which of them vary.
 
         :param inputs: shape ``(n, d)``
         """
         if self._input_statistics is None:
             self._draw_features(inputs.shape[1])
             self._input_statistics = RunningMeanStd(epsilon=1e-4, shape=(inputs.shape[1],))
+            self._first_input = inputs[0].copy()
+            self._varies = np.zeros(inputs.shape[1], dtype=bool)
+            self._statistics = RidgeStatistics(len(self._feature_columns(self._varies)))
         # Replaced as a whole, as are the statistics of the fit: an interrupt leaves the ones or the others
         updated = self._input_statistics.copy()
         updated.update(inputs)
         self._input_statistics = updated
+        varies = self._varies | (inputs != self._first_input).any(axis=0)
+        if varies.sum() > self._varies.sum():
+            # What did not vary was zero in all features so far, and so are its rows and columns of the statistics
+            known = np.isin(self._feature_columns(varies), self._feature_columns(self._varies))
+            self._varies, self._statistics = varies, self._statistics.spread(th.from_numpy(known))
+
+    def _feature_columns(self, varies: np.ndarray) -> np.ndarray:
+        """
+        :param varies: which inputs do, shape ``(d,)``
+        :return: which of the features for all ``d`` inputs are in use
+        """
+        n_others = int(self.time_feature) + self.n_features
+        return np.flatnonzero(np.concatenate([[True], varies, np.ones(n_others, dtype=bool)]))
 
     def _draw_features(self, input_dim: int) -> None:
         rng = np.random.default_rng(self.seed)
         argument_dim = input_dim + int(self.time_feature)
         self._frequencies = th.from_numpy(self.bandwidth * rng.standard_normal((argument_dim, self.n_features)))
         self._phases = th.from_numpy(rng.uniform(0.0, 2.0 * np.pi, size=self.n_features))
-        self._statistics = RidgeStatistics(1 + argument_dim + self.n_features)
 
     def features(self, inputs: np.ndarray, times: np.ndarray) -> th.Tensor:
         """
@@ -183,12 +214,15 @@ class KernelBaseline:
         :return: shape ``(n, p)``
         """
         assert self._input_statistics is not None, "observe() comes before features()"
-        standardised = (inputs - self._input_statistics.mean) / np.sqrt(self._input_statistics.var + 1e-8)
-        standardised = np.clip(standardised, -self.clip, self.clip)
+        mean, var, frequencies = self._input_statistics.mean, self._input_statistics.var, self._frequencies
+        if not self._varies.all():
+            inputs, mean, var = inputs[:, self._varies], mean[self._varies], var[self._varies]
+            frequencies = frequencies[np.flatnonzero(np.append(self._varies, [True] * self.time_feature))]
+        standardised = np.clip((inputs - mean) / np.sqrt(var + 1e-8), -self.clip, self.clip)
         return fourier_features(
             th.as_tensor(standardised, dtype=th.float64),
             th.as_tensor(times, dtype=th.float64),
-            self._frequencies,
+            frequencies,
             self._phases,
             self.time_feature,
         )
@@ -218,6 +252,8 @@ class KernelBaseline:
         """:return: all that a fit depends on, to be given to :meth:`set_state`"""
         return {
             "input_statistics": self._input_statistics,
+            "first_input": self._first_input,
+            "varies": self._varies,
             "frequencies": self._frequencies,
             "phases": self._phases,
             "statistics": self._statistics,
@@ -228,6 +264,8 @@ class KernelBaseline:
         :param state: from :meth:`get_state`
         """
         self._input_statistics = state["input_statistics"]
+        self._first_input = state["first_input"]
+        self._varies = state["varies"]
         self._frequencies = state["frequencies"]
         self._phases = state["phases"]
         self._statistics = state["statistics"]
