@@ -4,6 +4,7 @@ The comparison with PPO: every arm of a suite in `benchmarks/matrix.yml` on each
     python -m benchmarks.run --dry-run                      # what is missing, with the hours it will take
     python -m benchmarks.run --jobs 2                       # do it; interrupted, the same command goes on
     python -m benchmarks.run --suite full --envs Hopper-v5
+    python -m benchmarks.run --speed                        # seconds per step of PPO and GRPO, in turns, on a quiet machine
     python -m benchmarks.run --arms grpo --envs Acrobot-v1 --seeds 0 1 --set gae_lambda=0.95 --results runs/try   # a trial
 
 Models are made by rl-zoo3 from hyperparameter files: PPO by rl-zoo3's own code from the file that it ships, read at run time
@@ -18,6 +19,7 @@ settings are shared.
 import argparse
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.resources
 import io
@@ -46,6 +48,7 @@ from tqdm import tqdm
 
 from benchmarks.curves import N_EVAL_EPISODES, TrainingCurve
 from benchmarks.learning import NEUTRAL, append_row, commit, defaults, random_return, read_rows, versions
+from benchmarks.timing import take_turns
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.zoo import register
@@ -62,6 +65,10 @@ FIELDS = [
     "arm", "env", "timesteps", "seed", "settings_hash", "auc", "final", "eval_mean", "eval_std", "threshold",
     "steps_to_threshold", "seconds_to_threshold", "wall_clock", "steps_per_second", "commit", "versions",
 ]  # fmt: skip
+SPEED_FIELDS = ["arm", "env", "settings_hash", "steps", "seconds_per_step", "commit", "versions"]
+#: Turns of each arm when speed is measured, and steps in each, at least.
+N_TURNS = 5
+SHORTEST_TURN = 4096
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class Run:
         elif self.algo == "grpo":
             settings = {**defaults(GRPO), **settings}
             kwargs = settings["rollout_buffer_kwargs"]
-            kwargs = ast.literal_eval(kwargs) if isinstance(kwargs, str) else kwargs
+            kwargs = eval(kwargs) if isinstance(kwargs, str) else kwargs  # as the zoo reads it
             buffer = {**defaults(resolve_buffer_class(settings["rollout_buffer_class"])), **(kwargs or {})}
             buffer = {key: value for key, value in buffer.items() if (key, value) not in NEUTRAL.items()}
             settings = {key: value for key, value in settings.items() if (key, value) not in NEUTRAL.items()}
@@ -102,19 +109,16 @@ class Run:
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
 
-    def is_in(self, row: dict[str, str]) -> bool:
-        """
-        :param row: of the CSV
-        :return: whether it is of this run under the present settings
-        """
-        return (row["env"], row["seed"], row["settings_hash"]) == (self.env, str(self.seed), self.settings_hash())
+    def key(self) -> tuple[str, str, str]:
+        """:return: by which its row is known: environment, seed and hash, as in the CSV"""
+        return self.env, str(self.seed), self.settings_hash()
 
     def curve_path(self, results: pathlib.Path) -> pathlib.Path:
         """
         :param results: folder
         :return: where the learning curve is
         """
-        return results / "curves" / f"{self.arm}-{self.env}-{self.timesteps}-{self.seed}-{self.settings_hash()}.npz"
+        return results / "curves" / ("-".join([self.algo, *self.key()]) + ".npz")
 
 
 def load_matrix(path: pathlib.Path = MATRIX) -> dict[str, Any]:
@@ -154,6 +158,8 @@ def expand(
         environment, so that what is compared is run close together; first of all the random controls
     :raises ValueError: if a name is not in the matrix
     """
+    if suite not in matrix["suites"]:
+        raise ValueError(f"Unknown suite {suite!r}: choose from {', '.join(matrix['suites'])}.")
     chosen = matrix["suites"][suite]
     for what, names, known in (("arm", arms, chosen["arms"]), ("environment", envs, chosen["timesteps"])):
         for name in names or []:
@@ -304,6 +310,39 @@ def execute_apart(run: Run, results: pathlib.Path) -> dict[str, Any]:
     raise RuntimeError(f"{describe(run)} failed twice") from failure
 
 
+def measure_speed(runs: list[Run]) -> list[dict[str, Any]]:
+    """
+    Training in turns, each of them whole rollouts of every arm: what the machine does besides slows all arms alike.
+
+    :param runs: to compare, of one environment
+    :return: a row for each turn
+    """
+    th.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        models = {run.arm: stack.enter_context(experiment(run))[1] for run in runs}
+        rollouts = [model.n_steps * model.n_envs for model in models.values()]  # type: ignore[attr-defined]
+        steps = max(*rollouts, SHORTEST_TURN)
+
+        def train(model: BaseAlgorithm) -> None:
+            model.learn(steps, reset_num_timesteps=False, log_interval=None)  # type: ignore[arg-type]
+
+        turns = take_turns({arm: functools.partial(train, model) for arm, model in models.items()}, N_TURNS)
+        taken = {arm: model.num_timesteps / (N_TURNS + 1) for arm, model in models.items()}
+    return [
+        {
+            "arm": run.arm,
+            "env": run.env,
+            "settings_hash": run.settings_hash(),
+            "steps": round(taken[run.arm]),
+            "seconds_per_step": f"{seconds / taken[run.arm]:.4g}",
+            "commit": commit(),
+            "versions": versions(),
+        }
+        for run in runs
+        for seconds in turns[run.arm]
+    ]
+
+
 def describe(run: Run) -> str:
     """
     :param run: to describe
@@ -338,19 +377,18 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def parse_arguments(matrix: dict[str, Any]) -> argparse.Namespace:
-    """
-    :param matrix: from :func:`load_matrix`
-    :return: the command line
-    """
+def parse_arguments() -> argparse.Namespace:
+    """:return: the command line"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=list(matrix["suites"]), default="short")
+    parser.add_argument("--suite", default="short")
     parser.add_argument("--arms", nargs="+", metavar="ARM")
     parser.add_argument("--envs", nargs="+", metavar="ENV")
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of those that are reported")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other hyperparameters, for trials")
+    parser.add_argument("--matrix", type=pathlib.Path, default=MATRIX, help="YAML file")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--speed", action="store_true", help="measure seconds per step instead, into speed.csv")
     parser.add_argument("--dry-run", action="store_true", help="print the matrix and the estimated hours, run nothing")
     args = parser.parse_args()
     args.changes = {key: parse_value(value) for key, _, value in (each.partition("=") for each in args.set)}
@@ -359,17 +397,37 @@ def parse_arguments(matrix: dict[str, Any]) -> argparse.Namespace:
     return args
 
 
+def run_speed(runs: list[Run], csv: pathlib.Path) -> int:
+    """
+    :param runs: of a suite; what has no row yet is measured, environment by environment, with the first seed
+    :param csv: for the rows
+    :return: exit status: 0
+    """
+    done = {(row["env"], row["settings_hash"]) for row in read_rows(csv)}
+    by_env: dict[str, dict[str, Run]] = {}
+    for run in runs:
+        if run.algo != "random":
+            by_env.setdefault(run.env, {}).setdefault(run.arm, run)
+    for env, arms in tqdm(by_env.items(), unit="environment"):
+        if any((env, run.settings_hash()) not in done for run in arms.values()):
+            for row in measure_speed(list(arms.values())):
+                append_row(csv, row, SPEED_FIELDS)
+    return 0
+
+
 def main() -> int:
     """:return: exit status: 0 if nothing failed"""
-    matrix = load_matrix()
-    args = parse_arguments(matrix)
+    args = parse_arguments()
     csv = args.results / "runs.csv"
     rows = read_rows(csv)
     try:
-        runs = expand(matrix, args.suite, args.arms, args.envs, args.seeds, args.changes)
+        runs = expand(load_matrix(args.matrix), args.suite, args.arms, args.envs, args.seeds, args.changes)
     except ValueError as error:
         sys.exit(str(error))
-    missing = [run for run in runs if not any(run.is_in(row) for row in rows)]
+    done = {(row["env"], row["seed"], row["settings_hash"]) for row in rows}
+    if args.speed:
+        return run_speed(runs, args.results / "speed.csv")
+    missing = [run for run in runs if run.key() not in done]
     if args.dry_run:
         for run in missing:
             print(f"{describe(run)}: {json.dumps(run.entry, sort_keys=True)}")

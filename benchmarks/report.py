@@ -1,0 +1,440 @@
+"""
+Tables and pictures of what `benchmarks/run.py` has measured, written into `docs/benchmark.md` and beside it.
+
+    python -m benchmarks.report           # from benchmarks/results alone; nothing is run
+    python -m benchmarks.report --print   # to the terminal, docs stay as they are
+
+Definitions: the *area* is the mean over the budget of the mean return of the last 20 training episodes; an area *over PPO's*
+is what lies above the return of random actions, divided by the mean of the same for PPO. Aggregates over environments are
+rliable's (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264): interquartile mean over runs and environments, with 95%
+intervals of a bootstrap stratified by environment, and the probability that a run is better than one of PPO. Other intervals
+are 95% bootstraps of the mean over seeds.
+"""
+
+import argparse
+import math
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from rliable import library as rly
+from rliable import metrics, plot_utils
+from scipy import stats
+
+from benchmarks.curves import WINDOW, LearningCurve
+from benchmarks.learning import read_rows
+from benchmarks.run import RESULTS, Run, expand, load_matrix
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "benchmark.md"
+N_RESAMPLES = 2000
+LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
+COLOURS = {"grpo": "tab:blue", "ppo": "tab:orange", "grpo-default": "tab:cyan", "ppo-default": "tab:brown"}
+
+
+class Finished(NamedTuple):
+    """
+    :param run: what was run
+    :param row: of the CSV
+    """
+
+    run: Run
+    row: dict[str, str]
+
+    def curve(self, results: pathlib.Path) -> LearningCurve:
+        """
+        :param results: folder
+        :return: the learning curve
+        """
+        with np.load(self.run.curve_path(results)) as file:
+            return LearningCurve(file["steps"], file["returns"])
+
+
+class Suite:
+    """
+    The finished runs of a suite.
+
+    :param name: of the suite
+    :param results: folder
+    :param matrix: from :func:`benchmarks.run.load_matrix`
+    """
+
+    def __init__(self, name: str, results: pathlib.Path = RESULTS, matrix: dict[str, Any] | None = None):
+        matrix = load_matrix() if matrix is None else matrix
+        self.name, self.results = name, results
+        self.arms: list[str] = matrix["suites"][name]["arms"]
+        self.timesteps: dict[str, int] = matrix["suites"][name]["timesteps"]
+        rows = {(row["env"], row["seed"], row["settings_hash"]): row for row in read_rows(results / "runs.csv")}
+        self._finished: dict[tuple[str, str], list[Finished]] = {}
+        for run in expand(matrix, name):
+            if (row := rows.get(run.key())) is not None:
+                self._finished.setdefault((run.arm, run.env), []).append(Finished(run, row))
+
+    def runs(self, arm: str, env: str) -> list[Finished]:
+        """
+        :param arm: name
+        :param env: Gymnasium environment
+        :return: finished runs, by seed
+        """
+        return self._finished.get((arm, env), [])
+
+    def column(self, arm: str, env: str, name: str) -> np.ndarray:
+        """
+        :param arm: name
+        :param env: Gymnasium environment
+        :param name: of a column of the CSV
+        :return: its values, shape ``(n_seeds,)``
+        """
+        return np.array([float(each.row[name]) for each in self.runs(arm, env)])
+
+    def curves(self, arm: str, env: str) -> list[LearningCurve]:
+        """
+        :param arm: name
+        :param env: Gymnasium environment
+        :return: learning curves, by seed
+        """
+        return [each.curve(self.results) for each in self.runs(arm, env)]
+
+    def compared(self, *arms: str) -> list[str]:
+        """
+        :param arms: names
+        :return: environments with finished runs of all of them
+        """
+        return [env for env in self.timesteps if all(self.runs(arm, env) for arm in ("random", *arms))]
+
+
+def normalised_areas(suite: Suite, arm: str, reference: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """
+    :param suite: of finished runs
+    :param arm: to judge
+    :param reference: by whose mean areas are divided
+    :return: areas over the reference's of the arm and of the reference, each of shape ``(n_seeds, n_envs)``, and the
+        environments. The seeds are the first that all of these have. An environment where the reference is no better than
+        random actions has no such area, and is left out
+    """
+    columns: list[tuple[np.ndarray, np.ndarray]] = []
+    envs = []
+    for env in suite.compared(arm, reference):
+        random = suite.column("random", env, "auc")[0]
+        ours, theirs = suite.column(arm, env, "auc") - random, suite.column(reference, env, "auc") - random
+        if theirs.mean() > 0.0:
+            columns.append((ours / theirs.mean(), theirs / theirs.mean()))
+            envs.append(env)
+    if not columns:
+        return np.empty((0, 0)), np.empty((0, 0)), []
+    n_seeds = min(min(len(ours), len(theirs)) for ours, theirs in columns)
+    first = [np.stack([each[side][:n_seeds] for each in columns], axis=1) for side in (0, 1)]
+    return first[0], first[1], envs
+
+
+class Estimate(NamedTuple):
+    """
+    :param value: point estimate
+    :param low: lower end of a 95% interval
+    :param high: upper end
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{format_number(self.value)} ({format_number(self.low)} to {format_number(self.high)})"
+
+
+def format_number(value: float) -> str:
+    """
+    :param value: to print
+    :return: with as many digits as its size deserves
+    """
+    return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2}f}"
+
+
+def bootstrapped(scores: dict[str, Any], statistic: Callable[..., float], seed: int = 0) -> Estimate:
+    """
+    :param scores: one entry: an array of shape ``(n_seeds, n_envs)``, or a pair of such
+    :param statistic: of rliable
+    :param seed: of the bootstrap
+    :return: with rliable's stratified bootstrap interval
+    """
+    points, intervals = rly.get_interval_estimates(
+        scores,
+        lambda *arrays: np.array([statistic(*arrays)]),
+        reps=N_RESAMPLES,
+        random_state=np.random.RandomState(seed),
+    )
+    (name,) = scores
+    return Estimate(float(points[name][0]), float(intervals[name][0][0]), float(intervals[name][1][0]))
+
+
+def interquartile_mean(areas: np.ndarray) -> Estimate:
+    """
+    :param areas: shape ``(n_seeds, n_envs)``
+    :return: over all of them
+    """
+    return bootstrapped({"areas": areas}, metrics.aggregate_iqm)
+
+
+def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> Estimate:
+    """
+    :param ours: shape ``(n_seeds, n_envs)``
+    :param theirs: shape ``(n_seeds, n_envs)``
+    :return: that a run of ours is better than one of theirs in the same environment, averaged over environments
+    """
+    return bootstrapped({"pair": (ours, theirs)}, metrics.probability_of_improvement)
+
+
+def mean_over_seeds(values: np.ndarray) -> Estimate:
+    """
+    :param values: shape ``(n_seeds,)``
+    :return: mean
+    """
+    if len(values) < 2 or np.ptp(values) == 0.0:
+        return Estimate(float(values.mean()), float(values.mean()), float(values.mean()))
+    interval = stats.bootstrap(
+        (values,), np.mean, n_resamples=N_RESAMPLES, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    return Estimate(float(values.mean()), float(interval.low), float(interval.high))
+
+
+def area_table(suite: Suite, arm: str, reference: str) -> str:
+    """
+    :param suite: of finished runs
+    :param arm: to judge
+    :param reference: to compare with
+    :return: one line per environment
+    """
+    ours, theirs = LABELS[arm], LABELS[reference]
+    lines = [
+        f"| environment | steps | seeds | random | area, {ours} | area, {theirs} | over {theirs}'s | evaluation, {ours} "
+        f"| evaluation, {theirs} |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for env in suite.compared(arm, reference):
+        random = suite.column("random", env, "auc")[0]
+        areas = [suite.column(each, env, "auc") for each in (arm, reference)]
+        evaluations = [suite.column(each, env, "eval_mean") for each in (arm, reference)]
+        above = areas[1].mean() - random
+        ratio = format_number((areas[0].mean() - random) / above) if above > 0.0 else "none: no better than random"
+        cells: list[Any] = [
+            env, f"{suite.timesteps[env]:,}", " and ".join(str(n) for n in sorted({len(each) for each in areas})),
+            format_number(random), *map(mean_over_seeds, areas), ratio, *map(mean_over_seeds, evaluations),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
+    """
+    :param suite: of finished runs
+    :param pairs: arms, and with what each is compared
+    :return: one line per pair
+    """
+    lines = [
+        "| comparison | environments | seeds | area at least as large | interquartile mean of areas over the other's "
+        "| probability of improvement |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for arm, reference in pairs:
+        ours, theirs, envs = normalised_areas(suite, arm, reference)
+        compared = suite.compared(arm, reference)
+        if not envs:
+            continue
+        at_least = sum(suite.column(arm, env, "auc").mean() >= suite.column(reference, env, "auc").mean() for env in compared)
+        lines.append(
+            f"| {LABELS[arm]} against {LABELS[reference]} | {len(envs)} | {len(ours)} | {at_least} of {len(compared)} "
+            f"| {interquartile_mean(ours)} | {probability_of_improvement(ours, theirs)} |"
+        )
+    return "\n".join(lines)
+
+
+def seconds_per_step(suite: Suite, arm: str, env: str) -> float | None:
+    """
+    :param suite: of finished runs
+    :param arm: name
+    :param env: Gymnasium environment
+    :return: median of the turns in ``speed.csv``, ``None`` if there are none
+    """
+    wanted = {(env, finished.run.settings_hash()) for finished in suite.runs(arm, env)}
+    rows = [row for row in read_rows(suite.results / "speed.csv") if (row["env"], row["settings_hash"]) in wanted]
+    return float(np.median([float(row["seconds_per_step"]) for row in rows])) if rows else None
+
+
+def steps_to(curve: LearningCurve, target: float) -> float:
+    """
+    :param curve: of a run
+    :param target: return
+    :return: first step at which 20 episodes had that mean return, infinity if there is none
+    """
+    held = curve.first_held(target)
+    return math.inf if held is None else float(curve.steps[held])
+
+
+def seconds_table(suite: Suite, arm: str, reference: str) -> tuple[str, Estimate | None]:
+    """
+    Seconds until the mean return of 20 training episodes is what the reference's last 100 had, on average over its seeds. A
+    run of the reference that never gets there counts with its whole budget, one of the arm as never.
+
+    :param suite: of finished runs
+    :param arm: to judge
+    :param reference: to compare with
+    :return: one line per environment, and the interquartile mean, over runs, of the arm's seconds over the mean of the
+        reference's
+    """
+    lines = [
+        f"| environment | {LABELS[reference]}'s final return | steps, {LABELS[arm]} | steps, {LABELS[reference]} "
+        f"| steps/s, {LABELS[arm]} | steps/s, {LABELS[reference]} | seconds over {LABELS[reference]}'s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    ratios = []
+    for env in suite.compared(arm, reference):
+        speeds = [seconds_per_step(suite, each, env) for each in (arm, reference)]
+        if None in speeds:
+            continue
+        target = suite.column(reference, env, "final").mean()
+        ours, theirs = (np.array([steps_to(curve, target) for curve in suite.curves(each, env)]) for each in (arm, reference))
+        theirs = np.minimum(theirs, suite.timesteps[env])
+        ratio = ours * speeds[0] / (theirs.mean() * speeds[1])
+        ratios.append(ratio)
+        middle = float(np.median(ours))
+        cells = [
+            env, format_number(target), "never" if np.isinf(middle) else f"{middle:,.0f}", f"{np.median(theirs):,.0f}",
+            *(f"{1 / speed:,.0f}" for speed in speeds if speed is not None),
+            "never" if np.isinf(middle) else format_number(float(np.median(ratio))),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    if not ratios:
+        return "", None
+    n_seeds = min(len(ratio) for ratio in ratios)
+    runs = np.stack([ratio[:n_seeds] for ratio in ratios], axis=1)
+    # An infinite time is a long one to a mean that leaves out the longest quarter, but the bootstrap needs a number
+    return "\n".join(lines), interquartile_mean(np.where(np.isinf(runs), 1e6, runs))
+
+
+def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
+    """
+    A panel per environment: mean over seeds of the training return, with the range of the seeds.
+
+    :param suite: of finished runs
+    :param path: of the picture
+    :param by_seconds: draw seconds, at the speeds in ``speed.csv``, instead of steps
+    """
+    envs = [env for env in suite.timesteps if any(suite.runs(arm, env) for arm in suite.arms)]
+    columns = max(1, min(len(envs), 5))
+    rows = max(1, math.ceil(len(envs) / columns))
+    figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.6 * rows), squeeze=False, layout="constrained")
+    handles: dict[str, Any] = {}
+    for axis, env in zip(axes.flat, envs, strict=False):
+        for arm in suite.arms:
+            curves = suite.curves(arm, env)
+            speed = seconds_per_step(suite, arm, env) if by_seconds else 1.0
+            if not curves or speed is None:
+                continue
+            begin = max(curve.steps[0] for curve in curves)
+            steps = np.linspace(begin, suite.timesteps[env], 200)
+            returns = np.array([curve.smoothed(steps) for curve in curves])
+            (handles[arm],) = axis.plot(steps * speed, returns.mean(axis=0), color=COLOURS[arm], lw=1.4)
+            axis.fill_between(steps * speed, returns.min(axis=0), returns.max(axis=0), color=COLOURS[arm], alpha=0.15, lw=0)
+        axis.set_title(env, fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 4))
+    for axis in axes.flat[len(envs) :]:
+        axis.remove()
+    figure.supxlabel("seconds" if by_seconds else "environment steps", fontsize=9)
+    figure.supylabel(f"training return, mean of {WINDOW} episodes", fontsize=9)
+    figure.legend(handles.values(), [LABELS[arm] for arm in handles], loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_profile(suite: Suite, path: pathlib.Path) -> None:
+    """
+    rliable's performance profiles: the share of runs whose area over PPO's exceeds a value.
+
+    :param suite: of finished runs
+    :param path: of the picture
+    """
+    scores = {"ppo": normalised_areas(suite, "grpo", "ppo")[1]}
+    for arm in suite.arms:
+        areas, _, _ = normalised_areas(suite, arm, "ppo")
+        if areas.size:
+            scores[arm] = areas
+    thresholds = np.linspace(0.0, 2.5, 101)
+    profiles, intervals = rly.create_performance_profile(
+        scores, thresholds, reps=N_RESAMPLES, custom_profile_func=None, use_score_distribution=True
+    )
+    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    plot_utils.plot_performance_profiles(
+        {LABELS[arm]: profile for arm, profile in profiles.items()},
+        thresholds,
+        performance_profile_cis={LABELS[arm]: interval for arm, interval in intervals.items()},
+        colors={LABELS[arm]: COLOURS[arm] for arm in scores},
+        xlabel="area over that of PPO with rl-zoo3's settings",
+        ax=axis,
+        labelsize="medium",
+        ticklabelsize="small",
+    )
+    axis.set_ylabel("share of runs above", fontsize="medium")
+    axis.axvline(1.0, color="grey", lw=0.8, ls=":")
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def sections(results: pathlib.Path = RESULTS) -> dict[str, str]:
+    """
+    :param results: folder
+    :return: what the page shows, by name of the place
+    """
+    short, full = Suite("short", results), Suite("full", results)
+    seconds, ratio = seconds_table(short, "grpo", "ppo")
+    if ratio is not None:
+        seconds += f"\n\nInterquartile mean, over runs, of the seconds over the mean of PPO's: {ratio}."
+    return {
+        "aggregate": aggregate_table(short, [("grpo", "ppo"), ("grpo-default", "ppo-default"), ("grpo-default", "ppo")]),
+        "short": area_table(short, "grpo", "ppo"),
+        "default": area_table(short, "grpo-default", "ppo-default"),
+        "seconds": seconds,
+        "full": area_table(full, "grpo", "ppo"),
+    }
+
+
+def fill(page: str, contents: dict[str, str]) -> str:
+    """
+    :param page: with places ``<!-- report: name -->`` ... ``<!-- end -->``
+    :param contents: of each place, by name
+    :return: the page with the places filled
+    :raises KeyError: if the page has a place that nothing fills
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"<!-- report: {match[1]} -->\n{contents[match[1]]}\n<!-- end -->"
+
+    return re.sub(r"<!-- report: (\w+) -->\n.*?<!-- end -->", replaced, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder")
+    parser.add_argument("--print", action="store_true", dest="only_print", help="leave docs as they are")
+    args = parser.parse_args()
+    contents = sections(args.results)
+    if args.only_print:
+        for name, text in contents.items():
+            print(f"\n{name}\n\n{text}")
+        return
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), contents), encoding="utf-8")
+    short = Suite("short", args.results)
+    draw_curves(short, PAGE.with_name("benchmark_steps.png"), by_seconds=False)
+    draw_curves(short, PAGE.with_name("benchmark_seconds.png"), by_seconds=True)
+    draw_profile(short, PAGE.with_name("benchmark_profile.png"))
+    print(f"wrote {PAGE} and the pictures beside it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,405 @@
+"""The comparison with PPO: that it runs what it says, and counts what it ran."""
+
+import importlib.resources
+import math
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+
+from benchmarks import report, run
+from benchmarks.curves import LearningCurve, TrainingCurve
+from benchmarks.learning import append_row, read_rows
+
+MATRIX = run.load_matrix()
+#: One environment, two seeds of its own, and another that has one more.
+SMALL: dict[str, Any] = {
+    "arms": {"ppo": {"algo": "ppo", "entry": "zoo"}, "grpo": {"algo": "grpo", "entry": "default"}},
+    "environments": {"CartPole-v1": {"threshold": 25}, "Acrobot-v1": {"threshold": -100}},
+    "suites": {
+        "short": {
+            "arms": ["ppo", "grpo"],
+            "seeds": [100],
+            "more_seeds": {"CartPole-v1": [100, 101]},
+            "timesteps": {"CartPole-v1": 2048, "Acrobot-v1": 1024},
+        },
+        "full": {"arms": ["ppo", "grpo"], "seeds": [100], "timesteps": {"CartPole-v1": 4096}},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "the_page" not in request.node.name:
+        monkeypatch.setattr(report, "N_RESAMPLES", 50)
+
+
+# The matrix
+
+
+def test_runs_come_seed_by_seed_with_arms_side_by_side() -> None:
+    runs = [(each.arm, each.env, each.seed) for each in run.expand(SMALL, "short")]
+    assert runs == [
+        ("random", "CartPole-v1", 0),
+        ("random", "Acrobot-v1", 0),
+        ("ppo", "CartPole-v1", 100),
+        ("grpo", "CartPole-v1", 100),
+        ("ppo", "Acrobot-v1", 100),
+        ("grpo", "Acrobot-v1", 100),
+        ("ppo", "CartPole-v1", 101),
+        ("grpo", "CartPole-v1", 101),
+    ]
+
+
+def test_a_part_of_the_matrix_can_be_chosen() -> None:
+    runs = run.expand(SMALL, "short", arms=["grpo"], envs=["Acrobot-v1"], seeds=[3, 4])
+    assert [(each.arm, each.env, each.seed) for each in runs[1:]] == [("grpo", "Acrobot-v1", 3), ("grpo", "Acrobot-v1", 4)]
+
+
+@pytest.mark.parametrize(
+    "wrong, quoted",
+    [
+        (dict(suite="long"), "'long'.*short, full"),
+        (dict(suite="short", arms=["a2c"]), "'a2c'.*ppo, grpo"),
+        (dict(suite="short", envs=["Acrobot-v2"]), "'Acrobot-v2'.*CartPole-v1, Acrobot-v1"),
+    ],
+)
+def test_unknown_names_are_refused(wrong: dict[str, Any], quoted: str) -> None:
+    with pytest.raises(ValueError, match=quoted):
+        run.expand(SMALL, **wrong)
+
+
+@pytest.mark.parametrize("suite", MATRIX["suites"])
+def test_tuned_ppo_has_rl_zoo3s_settings(suite: str) -> None:
+    shipped = yaml.safe_load((importlib.resources.files("rl_zoo3") / "hyperparams" / "ppo.yml").read_text())
+    for each in run.expand(MATRIX, suite):
+        if each.arm == "ppo":
+            name = each.env if each.env in shipped else each.env.replace("-v5", "-v4")
+            assert each.entry == {**shipped[name], "n_timesteps": each.timesteps}
+
+
+def test_default_arms_have_nothing_but_defaults() -> None:
+    for each in run.expand(MATRIX, "short"):
+        if each.arm.endswith("-default"):
+            assert set(each.entry) <= {"policy", "n_timesteps", "env_wrapper"}
+            assert each.entry["policy"] == "MlpPolicy"
+
+
+def test_reported_seeds_are_not_those_of_tuning() -> None:
+    for suite in MATRIX["suites"]:
+        assert min(each.seed for each in run.expand(MATRIX, suite) if each.algo != "random") >= 100
+
+
+def make_run(**changes: Any) -> run.Run:
+    fields: dict[str, Any] = dict(
+        arm="grpo", algo="grpo", env="CartPole-v1", timesteps=1000, seed=100, threshold=475.0, entry={"policy": "MlpPolicy"}
+    )
+    return run.Run(**{**fields, **changes})
+
+
+def test_hash_is_of_what_decides_the_outcome() -> None:
+    same = [
+        make_run(),
+        make_run(arm="another name"),
+        make_run(seed=101),
+        make_run(threshold=1.0),
+        make_run(entry={"policy": "MlpPolicy", "gamma": 0.99}),  # a default, spelt out
+        make_run(entry={"policy": "MlpPolicy", "rollout_buffer_class": "kernel"}),
+        make_run(entry={"policy": "MlpPolicy", "rollout_buffer_kwargs": {"forgetting": 0.8}}),
+        make_run(entry={"policy": "MlpPolicy", "rollout_buffer_kwargs": "dict(forgetting=0.8)"}),
+    ]
+    others = [
+        make_run(algo="ppo"),
+        make_run(env="Acrobot-v1"),
+        make_run(timesteps=2000),
+        make_run(entry={"policy": "MlpPolicy", "gamma": 0.98}),
+        make_run(entry={"policy": "MlpPolicy", "rollout_buffer_kwargs": {"forgetting": 0.9}}),
+        make_run(entry={"policy": "MlpPolicy", "rollout_buffer_class": "outcome"}),
+    ]
+    assert len({each.settings_hash() for each in same}) == 1
+    assert len({each.settings_hash() for each in [same[0], *others]}) == 1 + len(others)
+
+
+def test_changes_of_a_mapping_leave_its_other_entries() -> None:
+    matrix = {**MATRIX, "arms": {"grpo": {"algo": "grpo", "entry": "zoo", "set": {"rollout_buffer_kwargs": {"ridge": 0.5}}}}}
+    shipped = run.zoo_entry("grpo", "Pendulum-v1")["rollout_buffer_kwargs"]
+    entry = run.entry_of(matrix, "grpo", "Pendulum-v1", 1000, {"gamma": 0.5})
+    assert entry["rollout_buffer_kwargs"] == {**shipped, "ridge": 0.5} and entry["gamma"] == 0.5
+
+
+# The runner
+
+
+class Command:
+    """
+    ``python -m benchmarks.run`` on a matrix.
+
+    :param matrix: of its own
+    :param folder: for that and for the results
+    """
+
+    def __init__(self, matrix: dict[str, Any], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+        self.results = folder / "results"
+        self.monkeypatch = monkeypatch
+        (folder / "matrix.yml").write_text(yaml.safe_dump(matrix))
+        self.where = ["--matrix", str(folder / "matrix.yml"), "--results", str(self.results)]
+
+    def __call__(self, *arguments: str) -> int:
+        """:return: exit status"""
+        self.monkeypatch.setattr(sys, "argv", ["run.py", *self.where, *arguments])
+        return run.main()
+
+
+def test_the_runner_leaves_a_row_and_a_curve_per_run_and_goes_on_where_it_stopped(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = Command(SMALL, tmp_path, monkeypatch)
+    results = command.results
+    assert command("--dry-run", "--envs", "CartPole-v1") == 0
+    planned = capsys.readouterr().out
+    assert "5 of 5 runs to do" in planned and "hours" in planned
+    assert not results.exists()
+
+    assert command("--envs", "CartPole-v1", "--seeds", "100") == 0
+    rows = {row["arm"]: row for row in read_rows(results / "runs.csv")}
+    assert set(rows) == {"random", "ppo", "grpo"}
+    for arm in ("ppo", "grpo"):
+        (cell,) = [each for each in run.expand(SMALL, "short", [arm], ["CartPole-v1"], [100]) if each.arm == arm]
+        with np.load(cell.curve_path(results)) as file:
+            curve = LearningCurve(file["steps"], file["returns"])
+            assert np.all(np.diff(file["seconds"]) >= 0) and np.all(np.diff(file["steps"]) >= 0)
+        row = rows[arm]
+        assert float(row["auc"]) == pytest.approx(curve.area(2048), abs=1e-4)
+        held = curve.first_held(25.0)
+        assert row["steps_to_threshold"] == ("" if held is None else str(curve.steps[held]))
+        # Each episode of CartPole is as long as its return
+        assert sum(curve.returns) <= 2048 + 8 * 512
+        assert float(row["eval_mean"]) >= 8
+
+    capsys.readouterr()
+    assert command("--envs", "CartPole-v1", "--arms", "grpo") == 0
+    assert "1 runs done, 0 failed, 2 were there already" in capsys.readouterr().out
+
+
+def test_tuned_ppo_is_stable_baselines3s_ppo(tmp_path: pathlib.Path) -> None:
+    _, cell = run.expand(SMALL, "short", ["ppo"], ["CartPole-v1"], [7])
+    run.execute(cell, tmp_path)
+    curve = TrainingCurve()
+    env = make_vec_env("CartPole-v1", 8, seed=7)
+    model = PPO(
+        "MlpPolicy", env, n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98, n_epochs=20, ent_coef=0.0, seed=7,
+        learning_rate=lambda remaining: remaining * 1e-3, clip_range=lambda remaining: remaining * 0.2, device="cpu",
+    )  # fmt: skip
+    model.learn(2048, callback=curve)
+    with np.load(cell.curve_path(tmp_path)) as file:
+        np.testing.assert_array_equal(file["returns"], np.array(curve.returns, dtype=np.float32))
+        np.testing.assert_array_equal(file["steps"], curve.steps)
+
+
+def test_a_run_that_fails_is_tried_again_and_told_loudly(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = {**SMALL, "arms": {**SMALL["arms"], "ppo": {"algo": "ppo", "entry": "zoo", "set": {"batch_size": -1}}}}
+    command = Command(broken, tmp_path, monkeypatch)
+    assert command("--envs", "Acrobot-v1") == 1
+    printed = capsys.readouterr()
+    assert "FAILED (attempt 1 of 2): ppo Acrobot-v1" in printed.err and "FAILED (attempt 2 of 2)" in printed.err
+    assert {row["arm"] for row in read_rows(command.results / "runs.csv")} == {"random", "grpo"}
+    assert "2 runs done, 1 failed" in printed.out
+
+
+def test_trials_do_not_mix_with_what_is_reported(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = Command(SMALL, tmp_path, monkeypatch)
+    with pytest.raises(SystemExit) as refused:
+        command("--set", "gamma=0.5", "--results", str(run.RESULTS))
+    assert refused.value.code == 2
+    printed = capsys.readouterr().err
+    assert "gamma=0.5" in printed and "--results" in printed
+
+
+def test_speed_is_measured_for_every_arm(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "SHORTEST_TURN", 256)
+    monkeypatch.setattr(run, "N_TURNS", 2)
+    cells = run.expand(SMALL, "short", envs=["CartPole-v1"])
+    run.run_speed(cells, tmp_path / "speed.csv")
+    rows = read_rows(tmp_path / "speed.csv")
+    assert sorted(row["arm"] for row in rows) == ["grpo", "grpo", "ppo", "ppo"]
+    # A turn is made of whole rollouts of either arm: 256 transitions of PPO's, 2048 of GRPO's
+    assert {row["steps"] for row in rows} == {"2048"}
+    assert all(1e-6 < float(row["seconds_per_step"]) < 1e-1 for row in rows)
+    run.run_speed(cells, tmp_path / "speed.csv")
+    assert read_rows(tmp_path / "speed.csv") == rows
+
+
+# Curves
+
+
+def test_learning_curve() -> None:
+    curve = LearningCurve(np.arange(1, 41) * 10, np.concatenate([np.zeros(20), np.full(20, 100.0)]))
+    assert curve.first_held(0.0) == 19 and curve.first_held(50.0) == 29 and curve.first_held(100.5) is None
+    np.testing.assert_allclose(curve.smoothed(np.array([0, 5, 200, 205, 215, 300, 400])), [0, 0, 0, 0, 5, 50, 100])
+    # 0 until step 200, then a straight line in steps of ten
+    steps = np.linspace(0, 400, 201)[1:]
+    expected = np.maximum(steps // 10 - 20, 0) * 5
+    assert curve.area(400) == pytest.approx(expected.mean())
+
+
+# The report
+
+
+def write_toy(
+    results: pathlib.Path,
+    areas: dict[str, dict[str, list[float]]],
+    random: float = 0.0,
+    speeds: dict[str, float] | None = None,
+) -> report.Suite:
+    """
+    :param results: folder for the rows
+    :param areas: by arm and environment, one for each seed; a run's return is its area throughout
+    :param random: return of random actions
+    :param speeds: seconds per step by arm
+    :return: the suite
+    """
+    n_seeds = max(len(each) for by_env in areas.values() for each in by_env.values())
+    envs = list(next(iter(areas.values())))
+    matrix = {
+        "arms": SMALL["arms"],
+        "environments": {env: {"threshold": 0.0} for env in envs},
+        "suites": {
+            "toy": {"arms": list(areas), "seeds": list(range(100, 100 + n_seeds)), "timesteps": {env: 1000 for env in envs}}
+        },
+    }
+    for each in run.expand(matrix, "toy"):
+        if each.arm != "random" and each.seed - 100 >= len(areas[each.arm][each.env]):
+            continue
+        area = random if each.arm == "random" else areas[each.arm][each.env][each.seed - 100]
+        row = {
+            "arm": each.arm, "env": each.env, "seed": each.seed, "settings_hash": each.settings_hash(),
+            **{name: area for name in ("auc", "final", "eval_mean")},
+        }  # fmt: skip
+        append_row(results / "runs.csv", row, run.FIELDS)
+        path = each.curve_path(results)
+        path.parent.mkdir(exist_ok=True)
+        np.savez(path, steps=np.arange(1, 101) * 10, returns=np.linspace(0.0, 2 * area, 100), seconds=np.zeros(100))
+        if speeds and each.seed == 100:
+            row = {"arm": each.arm, "env": each.env, "settings_hash": each.settings_hash()}
+            row["seconds_per_step"] = speeds[each.arm]
+            append_row(results / "speed.csv", row, run.SPEED_FIELDS)
+    return report.Suite("toy", results, matrix)
+
+
+BETTER = {"CartPole-v1": [30.0, 31.0, 32.0], "Acrobot-v1": [300.0, 310.0, 320.0]}
+WORSE = {"CartPole-v1": [10.0, 11.0, 12.0], "Acrobot-v1": [100.0, 110.0, 120.0]}
+
+
+@pytest.mark.parametrize("grpo, ppo, probability", [(BETTER, WORSE, 1.0), (WORSE, BETTER, 0.0), (WORSE, WORSE, 0.5)])
+def test_probability_of_improvement_of_a_toy(
+    grpo: dict[str, list[float]], ppo: dict[str, list[float]], probability: float, tmp_path: pathlib.Path
+) -> None:
+    suite = write_toy(tmp_path, {"grpo": grpo, "ppo": ppo})
+    ours, theirs, envs = report.normalised_areas(suite, "grpo", "ppo")
+    assert envs == list(grpo)
+    estimate = report.probability_of_improvement(ours, theirs)
+    assert estimate.value == probability
+    assert estimate.low <= probability <= estimate.high
+    if probability != 0.5:
+        assert estimate.low == estimate.high == probability
+
+
+def test_areas_are_above_random_and_over_ppos_mean(tmp_path: pathlib.Path) -> None:
+    suite = write_toy(tmp_path, {"grpo": {"CartPole-v1": [50.0, 70.0]}, "ppo": {"CartPole-v1": [20.0, 40.0]}}, random=10.0)
+    ours, theirs, _ = report.normalised_areas(suite, "grpo", "ppo")
+    np.testing.assert_allclose(ours, [[2.0], [3.0]])
+    np.testing.assert_allclose(theirs, [[0.5], [1.5]])
+    assert "| 2.50 |" in report.area_table(suite, "grpo", "ppo")
+
+
+def test_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
+    areas = np.array([[1.0, -50.0], [2.0, 100.0]])
+    assert report.interquartile_mean(areas).value == pytest.approx(1.5)
+
+
+def test_seeds_that_only_some_environments_have_stay_out_of_the_aggregate(tmp_path: pathlib.Path) -> None:
+    areas = {
+        "grpo": {"CartPole-v1": [4.0, 4.0, 9.0], "Acrobot-v1": [4.0, 6.0]},
+        "ppo": {"CartPole-v1": [2.0], "Acrobot-v1": [2.0]},
+    }
+    areas["ppo"] = {"CartPole-v1": [2.0, 2.0, 2.0], "Acrobot-v1": [2.0, 2.0]}
+    ours, theirs, _ = report.normalised_areas(write_toy(tmp_path, areas), "grpo", "ppo")
+    np.testing.assert_allclose(ours, [[2.0, 2.0], [2.0, 3.0]])
+    assert theirs.shape == (2, 2)
+
+
+def test_an_environment_where_ppo_is_no_better_than_random_has_no_ratio(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [4.0], "Acrobot-v1": [4.0]}, "ppo": {"CartPole-v1": [2.0], "Acrobot-v1": [-1.0]}}
+    suite = write_toy(tmp_path, areas)
+    assert report.normalised_areas(suite, "grpo", "ppo")[2] == ["CartPole-v1"]
+    assert "no better than random" in report.area_table(suite, "grpo", "ppo")
+    # It still counts where no ratio is needed
+    assert "| 2 of 2 |" in report.aggregate_table(suite, [("grpo", "ppo")])
+
+
+def test_rows_of_other_settings_do_not_count(tmp_path: pathlib.Path) -> None:
+    suite = write_toy(tmp_path, {"grpo": WORSE, "ppo": WORSE})
+    text = (tmp_path / "runs.csv").read_text()
+    first = suite.runs("grpo", "CartPole-v1")[0].run.settings_hash()
+    (tmp_path / "runs.csv").write_text(text.replace(first, "00000000"))
+    matrix = load_toy_matrix(suite)
+    assert report.Suite("toy", tmp_path, matrix).runs("grpo", "CartPole-v1") == []
+
+
+def load_toy_matrix(suite: report.Suite) -> dict[str, Any]:
+    toy = {"arms": suite.arms, "seeds": [100, 101, 102], "timesteps": suite.timesteps}
+    return {"arms": SMALL["arms"], "environments": {env: {"threshold": 0} for env in suite.timesteps}, "suites": {"toy": toy}}
+
+
+def test_seconds_to_ppos_final_return(tmp_path: pathlib.Path) -> None:
+    # Returns rise evenly from 0 to twice the area; PPO's "final" is its area. Means of 20 episodes lag ten episodes behind
+    suite = write_toy(
+        tmp_path, {"grpo": {"CartPole-v1": [40.0]}, "ppo": {"CartPole-v1": [20.0]}}, speeds={"grpo": 0.001, "ppo": 0.003}
+    )
+    curves = {arm: suite.curves(arm, "CartPole-v1")[0] for arm in ("grpo", "ppo")}
+    steps = {arm: report.steps_to(curve, 20.0) for arm, curve in curves.items()}
+    assert steps == {"grpo": 360.0, "ppo": 600.0}
+    table, ratio = report.seconds_table(suite, "grpo", "ppo")
+    assert ratio is not None and ratio.value == pytest.approx(360 * 0.001 / (600 * 0.003))
+    assert "| 360 | 600 | 1,000 | 333 | 0.20 |" in table
+
+
+def test_a_run_that_never_gets_there_counts_as_never(tmp_path: pathlib.Path) -> None:
+    suite = write_toy(
+        tmp_path, {"grpo": {"CartPole-v1": [5.0]}, "ppo": {"CartPole-v1": [20.0]}}, speeds={"grpo": 0.001, "ppo": 0.003}
+    )
+    assert math.isinf(report.steps_to(suite.curves("grpo", "CartPole-v1")[0], 20.0))
+    table, ratio = report.seconds_table(suite, "grpo", "ppo")
+    assert "never" in table and ratio is not None and ratio.value > 1000
+
+
+def test_pictures_are_drawn(tmp_path: pathlib.Path) -> None:
+    suite = write_toy(tmp_path, {"grpo": BETTER, "ppo": WORSE}, speeds={"grpo": 0.001, "ppo": 0.003})
+    report.draw_curves(suite, tmp_path / "steps.png", by_seconds=False)
+    report.draw_curves(suite, tmp_path / "seconds.png", by_seconds=True)
+    report.draw_profile(suite, tmp_path / "profile.png")
+    for name in ("steps", "seconds", "profile"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_places_of_the_page_are_filled() -> None:
+    page = "a\n<!-- report: one -->\nold\n<!-- end -->\nb\n<!-- report: two -->\n<!-- end -->\n"
+    filled = report.fill(page, {"one": "1", "two": "2"})
+    assert filled == "a\n<!-- report: one -->\n1\n<!-- end -->\nb\n<!-- report: two -->\n2\n<!-- end -->\n"
+    assert report.fill(filled, {"one": "1", "two": "2"}) == filled
+    with pytest.raises(KeyError):
+        report.fill(page, {"one": "1"})
+
+
+def test_the_page_is_what_the_rows_say() -> None:
+    page = report.PAGE.read_text(encoding="utf-8")
+    assert report.fill(page, report.sections()) == page, "run: python -m benchmarks.report"
