@@ -377,3 +377,72 @@ def test_inputs_that_tell_nothing_leave_the_mean_as_a_finite_prediction(inputs):
         assert features.isfinite().all() and by_fold.isfinite().all()
     np.testing.assert_allclose(predict(baseline, inputs, times).mean(), targets.mean(), rtol=0.02)
     assert np.abs(predict(baseline, inputs, times)).max() < 10.0
+
+
+# --- inputs that do not vary ------------------------------------------------------------------------------------------
+
+
+def widened(inputs: np.ndarray, columns: tuple[int, ...], constants: np.ndarray) -> np.ndarray:
+    """The inputs in some columns, and constants in the others."""
+    wide = np.tile(constants, (len(inputs), 1))
+    wide[:, columns] = inputs
+    return wide
+
+
+@pytest.mark.parametrize("time_feature", [True, False])
+def test_inputs_that_never_vary_are_as_if_they_were_not_there(time_feature):
+    inputs, times, targets = draw_regression(300, seed=0)
+    columns, constants = (1, 4), np.array([3.0, 0.0, -1e6, 0.1, 0.0, 255.0])
+    wide = KernelBaseline(time_feature=time_feature)
+    wide.observe(widened(inputs, columns, constants))
+    narrow = KernelBaseline(time_feature=time_feature)
+    narrow.observe(inputs)
+    # The same random features for the inputs that there are
+    frequencies = wide._frequencies[[*columns, 6][: 2 + time_feature]]
+    narrow._frequencies, narrow._phases = frequencies, wide._phases
+    features = [
+        wide.features(widened(inputs, columns, constants), times),
+        narrow.features(inputs, times),
+    ]
+    assert features[0].shape == (300, 1 + 2 + time_feature + 128)
+    th.testing.assert_close(features[0], features[1], rtol=0.0, atol=0.0)
+    folds = th.arange(300) % 4
+    fits = [one.fit(each, tensor(targets), folds) for one, each in zip((wide, narrow), features, strict=True)]
+    th.testing.assert_close(*fits, rtol=0.0, atol=0.0)
+
+
+def test_an_input_that_begins_to_vary_joins_a_fit_that_keeps_what_it_knew():
+    rng = np.random.default_rng(0)
+    inputs, times = rng.normal(size=(2000, 3)), rng.uniform(size=2000)
+    inputs[:1000, 1] = 0.0
+    targets = inputs[:, 0] - 2.0 * inputs[:, 1]
+    baseline = KernelBaseline(forgetting=1.0, ridge=1e-6)
+    folds = th.zeros(1000, dtype=th.int64)
+    for half in (slice(0, 1000), slice(1000, 2000)):
+        before = baseline._statistics
+        baseline.observe(inputs[half])
+        if half.start:
+            # What was fitted is where it was, in the order constant, inputs, time, cosines; the new input has said nothing yet
+            known = np.r_[0, 1, 3 : len(baseline._statistics.moment)]
+            th.testing.assert_close(baseline._statistics.gram[np.ix_(known, known)], before.gram, rtol=0.0, atol=0.0)
+            th.testing.assert_close(baseline._statistics.moment[known], before.moment, rtol=0.0, atol=0.0)
+            assert not baseline._statistics.gram[2].any() and not baseline._statistics.gram[:, 2].any()
+            assert baseline._statistics.count == before.count == 1000
+        features = baseline.features(inputs[half], times[half])
+        baseline.fit(features, tensor(targets[half]), folds)
+    # An input that varied in half of what was fitted is standardised by all of it, so that the first half's zeros stay zero only
+    # if its mean is: that of a normal sample nearly is
+    assert explained_variance(predict(baseline, inputs[1000:], times[1000:]), targets[1000:]) > 0.99
+
+
+def test_what_varies_is_part_of_the_state():
+    inputs, times, targets = draw_regression(100, seed=0)
+    wide = widened(inputs, (0, 2), np.ones(4))
+    baseline = fitted(wide, times, targets)
+    restored = KernelBaseline(seed=9)
+    restored.set_state(pickle.loads(pickle.dumps(baseline.get_state())))
+    np.testing.assert_array_equal(predict(restored, wide, times), predict(baseline, wide, times))
+    for one in (baseline, restored):
+        one.observe(widened(inputs, (0, 3), np.ones(4)))
+        assert one._varies.tolist() == [True, False, True, True]
+        assert len(one.weights) == 1 + 3 + 1 + 128
