@@ -430,8 +430,7 @@ def test_an_input_that_begins_to_vary_joins_a_fit_that_keeps_what_it_knew():
             assert baseline._statistics.count == before.count == 1000
         features = baseline.features(inputs[half], times[half])
         baseline.fit(features, tensor(targets[half]), folds)
-    # An input that varied in half of what was fitted is standardised by all of it, so that the first half's zeros stay zero only
-    # if its mean is: that of a normal sample nearly is
+    # The first half's zeros are still zero after standardisation by both halves, because the mean is close to zero
     assert explained_variance(predict(baseline, inputs[1000:], times[1000:]), targets[1000:]) > 0.99
 
 
