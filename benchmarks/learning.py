@@ -58,6 +58,7 @@ NEUTRAL: dict[str, Any] = dict(
     reward_weights=None,
     component_aggregation="sum_then_normalize",
     worker_timeout=None,
+    actor_features=False,
 )
 
 

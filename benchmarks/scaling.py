@@ -106,7 +106,7 @@ def seconds_per_rollout(largest: int, repetitions: int) -> Iterator[Point]:
             for _ in range(repetitions):
                 buffer = filled_buffer(name, n_transitions)
                 began = time.perf_counter()
-                buffer.finish_rollout(last_obs, lambda observations: np.empty(0))
+                buffer.finish_rollout(last_obs, lambda observations, hidden=False: np.empty(0))
                 seconds.append(time.perf_counter() - began)
             yield Point("seconds per rollout", name, n_transitions, float(np.median(seconds)))
         n_transitions *= 4

@@ -8,12 +8,13 @@ the transitions to train on in minibatches. Every variant overrides one hook:
 - :meth:`CompleteGroupRolloutBuffer._group_advantages` for whole groups of whole trajectories (the four others).
 """
 
+import functools
 import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch as th
@@ -35,8 +36,17 @@ REWARD_COMPONENTS = "reward_components"
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 #: Below, the normal equations of features that depend on one another are singular in double precision.
 SMALLEST_RIDGE = 1e-8
-#: Maps a batch of ``n`` observations to the actor's features, shape ``(n, features_dim)``.
-ActorFeatures = Callable[[Observations], np.ndarray]
+
+
+class ActorFeatures(Protocol):
+    """What the actor makes of observations."""
+
+    def __call__(self, observations: Observations, hidden: bool = False) -> np.ndarray:
+        """
+        :param observations: a batch of ``n``
+        :param hidden: the outputs of the actor's last hidden layer, instead of those of its features extractor
+        :return: shape ``(n, dim)``
+        """
 
 
 def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
@@ -501,8 +511,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     by a fit to itself: trajectories are dealt into folds, and each fold is judged by the fit to the others (and, through the
     statistics' memory, to earlier rollouts). With a single trajectory in the rollout that leaves the earlier rollouts alone.
 
-    Its inputs are the observations, flattened and one-hot encoded where they are discrete; for spaces with images the actor's
-    features take their place.
+    Its inputs are the observations, flattened and one-hot encoded where they are discrete; for spaces with images what the
+    actor's features extractor makes of them takes their place.
 
     :param buffer_size: steps per environment and rollout
     :param observation_space: observation space
@@ -520,6 +530,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param forgetting: weight that the statistics of earlier rollouts keep
     :param n_folds: number of folds
     :param time_feature: whether the baseline depends on the step within the episode
+    :param actor_features: fit to the outputs of the actor's last hidden layer instead of the observations. They change with
+        every update, what is kept of earlier rollouts does not
     :param reward_weights: see :class:`GroupRolloutBuffer`
     """
 
@@ -542,6 +554,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         forgetting: float = 0.8,
         n_folds: int = 4,
         time_feature: bool = True,
+        actor_features: bool = False,
         reward_weights: Mapping[str, float] | None = None,
     ):
         super().__init__(
@@ -567,7 +580,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
         require_flag("time_feature", time_feature)
+        require_flag("actor_features", actor_features)
         self.n_folds = n_folds
+        self.actor_features = actor_features
         # SB3 has seeded numpy's global generator with the model's seed at this point
         self.baseline = KernelBaseline(
             n_features, bandwidth, ridge, forgetting, time_feature, seed=np.random.randint(np.iinfo(np.int32).max)
@@ -579,7 +594,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self._n_features_kept = 0
 
     def keep_features(self, features: th.Tensor) -> None:
-        if not self._has_images:
+        if not self._has_images or self.actor_features:
             return
         shape = (self.n_envs, self.buffer_size, features.shape[1])
         if self._features.shape != shape:
@@ -594,7 +609,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     def _form_update(
         self, rollout: Transitions, last_obs: Observations, actor_features: ActorFeatures
     ) -> tuple[Transitions, np.ndarray]:
-        encode = actor_features if self._has_images else self._encode
+        encode: Callable[[Observations], np.ndarray] = actor_features if self._has_images else self._encode
+        if self.actor_features:
+            encode = functools.partial(actor_features, hidden=True)
         time_unit = self._time_unit(rollout.steps)
         if self._n_features_kept == self.buffer_size:
             inputs = self._features.flatten(end_dim=1).double().cpu().numpy()
@@ -663,11 +680,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return {**state, "options": self._options_of_features()}
 
     def _options_of_features(self) -> dict[str, Any]:
-        baseline = self.baseline
-        return {name: getattr(baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
+        options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
+        return {**options, "actor_features": self.actor_features}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        options = state.get("options", self._options_of_features())
+        options = {"actor_features": False, **state.get("options", self._options_of_features())}
         if options != self._options_of_features():
             warnings.warn(
                 f"The saved kernel baseline has features with {options}, this buffer asks for {self._options_of_features()}: "

@@ -570,19 +570,19 @@ class GRPO(OnPolicyAlgorithm):
             return self.policy.unscale_action(actions)
         return np.clip(actions, self.action_space.low, self.action_space.high)
 
-    def _actor_features(self, observations: Observations) -> np.ndarray:
+    def _actor_features(self, observations: Observations, hidden: bool = False) -> np.ndarray:
         """
         :param observations: a batch of ``n``
-        :return: the actor's features, shape ``(n, features_dim)``
+        :param hidden: the outputs of the actor's last hidden layer, instead of those of its features extractor
+        :return: shape ``(n, dim)``
         """
         n_observations = len(next(iter(observations.values())) if isinstance(observations, dict) else observations)
         features = []
         for first in range(0, n_observations, ENCODING_BATCH):
             batch = take_observations(observations, slice(first, first + ENCODING_BATCH))
             with th.no_grad():
-                features.append(
-                    self.policy.extract_features(obs_as_tensor(batch, self.device), self.policy.features_extractor)
-                )
+                of_batch = self.policy.extract_features(obs_as_tensor(batch, self.device), self.policy.features_extractor)
+                features.append(self.policy.policy_net(of_batch) if hidden else of_batch)
         return th.cat(features).double().cpu().numpy()
 
     def _log_rollout(self, start_mismatches: int) -> None:

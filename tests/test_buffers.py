@@ -1811,3 +1811,38 @@ def test_a_component_is_any_single_number(number: Any):
 def test_reward_weights_that_are_no_weights_are_refused_and_quoted(buffer: str, reward_weights: Any, message: str):
     with pytest.raises(ValueError, match=message):
         make_model(SpaceEnv(VECTOR), buffer, rollout_buffer_kwargs=dict(reward_weights=reward_weights))
+
+
+def test_the_kernel_baseline_can_see_the_actors_hidden_layer_instead_of_the_observations(monkeypatch):
+    model = GRPO(
+        "MlpPolicy", "CartPole-v1", n_steps=64, seed=0, device="cpu", rollout_buffer_kwargs=dict(actor_features=True),
+        policy_kwargs=dict(net_arch=[32, 16]),
+    )  # fmt: skip
+    seen: list[np.ndarray] = []
+    hidden: list[np.ndarray] = []
+    buffer = model.rollout_buffer
+    assert isinstance(buffer, KernelRolloutBuffer)
+    observe = buffer.baseline.observe
+
+    def spy(inputs: np.ndarray) -> None:
+        seen.append(inputs)
+        observations = th.as_tensor(np.reshape(buffer.observations, (64, 4)))  # type: ignore[arg-type]
+        with th.no_grad():
+            hidden.append(model.policy.policy_net(observations).double().numpy())
+        observe(inputs)
+
+    monkeypatch.setattr(buffer.baseline, "observe", spy)
+    model.learn(128)
+    assert [inputs.shape for inputs in seen] == [(64, 16), (64, 16)]
+    np.testing.assert_array_equal(seen, hidden)
+    assert np.isfinite(buffer.metrics["train/explained_variance"])
+
+
+@pytest.mark.parametrize("saved, present", [(False, True), (True, False)])
+def test_a_fit_to_other_inputs_is_not_taken_over(saved, present):
+    def make(actor_features: bool) -> KernelRolloutBuffer:
+        return KernelRolloutBuffer(8, spaces.Box(-1, 1, (3,)), spaces.Discrete(2), actor_features=actor_features)
+
+    state = make(saved).get_state()
+    with pytest.warns(UserWarning, match=f"'actor_features': {saved}.*'actor_features': {present}"):
+        make(present).set_state(state)

@@ -125,7 +125,7 @@ def test_each_buffer_is_timed_on_a_whole_rollout_of_each_size(tmp_path: pathlib.
 @pytest.mark.parametrize("name", BUFFERS)
 def test_the_rollouts_that_are_timed_make_an_update_of_all_their_complete_groups(name: str):
     buffer = scaling.filled_buffer(name, 8 * 500)  # two episodes of 200 steps in each environment, and half of a third
-    buffer.finish_rollout(np.zeros((8, scaling.OBSERVATION_DIM), np.float32), lambda observations: np.empty(0))
+    buffer.finish_rollout(np.zeros((8, scaling.OBSERVATION_DIM), np.float32), lambda observations, hidden=False: np.empty(0))
     assert buffer.n_samples == (4000 if name == "kernel" else 3200)
     assert buffer.metrics["rollout/groups_completed"] == 2
 
