@@ -33,6 +33,8 @@ from benchmarks.run import RESULTS, Run, expand, load_matrix
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "benchmark.md"
 N_RESAMPLES = 2000
+#: Suites of which a table of areas is made.
+ABLATIONS = ("buffers", "groups", "starts", "baseline")
 LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
 COLOURS = {"grpo": "tab:blue", "ppo": "tab:orange", "grpo-default": "tab:cyan", "ppo-default": "tab:brown"}
 
@@ -229,6 +231,23 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
     return "\n".join(lines)
 
 
+def ablation_table(suite: Suite) -> str:
+    """
+    :param suite: of finished runs
+    :return: areas, one line per arm that has any, one column per environment
+    """
+    arms = [arm for arm in suite.arms if any(suite.runs(arm, env) for env in suite.timesteps)]
+    envs = [env for env in suite.timesteps if any(suite.runs(arm, env) for arm in arms)]
+    lines = [
+        "| | " + " | ".join(f"{env}, {suite.timesteps[env]:,}" for env in envs) + " |",
+        "| --- |" + " --- |" * len(envs),
+    ]
+    for arm in arms:
+        areas = [mean_over_seeds(suite.column(arm, env, "auc")) if suite.runs(arm, env) else "not run" for env in envs]
+        lines.append(f"| {arm} | " + " | ".join(map(str, areas)) + " |")
+    return "\n".join(lines)
+
+
 def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
     """
     :param suite: of finished runs
@@ -401,6 +420,7 @@ def sections(results: pathlib.Path = RESULTS) -> dict[str, str]:
         "default": area_table(short, "grpo-default", "ppo-default"),
         "seconds": seconds,
         "full": area_table(full, "grpo", "ppo"),
+        **{name: ablation_table(Suite(name, results)) for name in ABLATIONS},
     }
 
 
