@@ -1,0 +1,171 @@
+"""
+The drawn figures of the documentation, from short runs made here: `python docs/figures.py`.
+
+`group.png` and `credit.png` show one group of CartPole trajectories and what each buffer makes of their rewards; `baseline.png`
+holds the kernel baseline against the value of the policy, estimated by many rollouts from the same states.
+"""
+
+import pathlib
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch as th
+
+from sb3_grpo import GRPO
+from sb3_grpo import KernelRolloutBuffer
+from sb3_grpo import functional as F
+
+HERE = pathlib.Path(__file__).parent
+GAMMA = 0.99
+SEED = 3
+#: Of CartPole's observation.
+ANGLE = 2
+CARTPOLE_LIMIT = 500
+
+
+class Trajectory(NamedTuple):
+    """
+    :param observations: from the first to the last, shape ``(n + 1, 4)``
+    :param rewards: of each step, shape ``(n,)``
+    """
+
+    observations: np.ndarray
+    rewards: np.ndarray
+
+
+def sample_trajectory(env: gym.Env, model: GRPO, seed: int) -> Trajectory:
+    """
+    :param env: CartPole
+    :param model: whose policy acts
+    :param seed: of the start
+    :return: an episode
+    """
+    observation, _ = env.reset(seed=seed)
+    observations, rewards, done = [observation], [], False
+    while not done:
+        action, _ = model.predict(observation)
+        observation, reward, terminated, truncated, _ = env.step(action)
+        observations.append(observation)
+        rewards.append(float(reward))
+        done = terminated or truncated
+    return Trajectory(np.array(observations), np.array(rewards))
+
+
+def draw_group(groups: list[list[Trajectory]], path: pathlib.Path) -> None:
+    """
+    :param groups: trajectories of each
+    :param path: of the picture
+    """
+    figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
+    for number, (group, colour) in enumerate(zip(groups, ("tab:blue", "tab:orange"), strict=True)):
+        for member, trajectory in enumerate(group):
+            angles = np.degrees(trajectory.observations[:, ANGLE])
+            label = f"group {number}: one seed, {len(group)} members" if member == 0 else None
+            axis.plot(angles, color=colour, lw=1.2, alpha=0.8, label=label)
+            axis.plot(len(angles) - 1, angles[-1], "x", color=colour, ms=6)
+        axis.plot(0, np.degrees(group[0].observations[0, ANGLE]), "o", color=colour, ms=7)
+    axis.set(xlabel="step", ylabel="angle of the pole, degrees")
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_credit(group: list[Trajectory], path: pathlib.Path) -> None:
+    """
+    :param group: its trajectories
+    :param path: of the picture
+    """
+    rewards = np.concatenate([each.rewards for each in group])
+    lengths = np.array([len(each.rewards) for each in group])
+    groups = np.zeros(len(group), dtype=np.int64)
+    credit = {
+        "outcome": F.outcome_advantages(rewards, lengths, groups),
+        "process": F.process_advantages(rewards, lengths, groups),
+        "return_to_go": F.return_to_go_advantages(rewards, lengths, groups, GAMMA),
+        "stepwise": F.stepwise_advantages(rewards, lengths, groups, GAMMA),
+    }
+    figure, axes = plt.subplots(1, 4, figsize=(11, 2.8), layout="constrained")
+    for axis, (name, advantages) in zip(axes, credit.items(), strict=True):
+        axis.axhline(0.0, color="grey", lw=0.8)
+        for member, own in enumerate(np.split(advantages, np.cumsum(lengths)[:-1])):
+            axis.plot(own, lw=1.6, label=f"{lengths[member]} steps")
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("step", fontsize=9)
+        axis.tick_params(labelsize=8)
+    axes[0].set_ylabel("advantage", fontsize=9)
+    axes[-1].legend(frameon=False, fontsize=8, title="member of", title_fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_baseline(model: GRPO, trajectory: Trajectory, path: pathlib.Path, every: int = 10, n_rollouts: int = 32) -> None:
+    """
+    :param model: trained with the kernel buffer
+    :param trajectory: along which the baseline is drawn
+    :param path: of the picture
+    :param every: how many steps lie between the states that rollouts begin in
+    :param n_rollouts: from each state
+    """
+    buffer = model.rollout_buffer
+    assert isinstance(buffer, KernelRolloutBuffer)
+    steps = np.arange(len(trajectory.observations))
+    features = buffer.baseline.features(trajectory.observations, steps / CARTPOLE_LIMIT)
+    predicted = (features @ buffer.baseline.weights).numpy()
+    starts = steps[::every]
+    returns = np.array([returns_from(model, trajectory.observations[step], n_rollouts) for step in starts])
+    mean, error = returns.mean(axis=1), returns.std(axis=1) / np.sqrt(n_rollouts)
+    figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
+    axis.plot(starts, mean, color="tab:orange", label=f"value: mean of {n_rollouts} rollouts from the state")
+    axis.fill_between(starts, mean - 2 * error, mean + 2 * error, color="tab:orange", alpha=0.25, lw=0)
+    axis.plot(steps, predicted, color="tab:blue", label="kernel baseline")
+    axis.set(xlabel="step of an episode", ylabel="discounted return")
+    axis.set_ylim(bottom=0.0)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def returns_from(model: GRPO, observation: np.ndarray, n_rollouts: int) -> np.ndarray:
+    """
+    :param model: whose policy acts
+    :param observation: of CartPole, which is its state
+    :param n_rollouts: from there
+    :return: discounted return of each, shape ``(n_rollouts,)``. The time limit does not count: what it cuts off is what the
+        baseline stands for
+    """
+    envs: list[Any] = [gym.make("CartPole-v1").unwrapped for _ in range(n_rollouts)]
+    for env in envs:
+        env.reset()
+        env.state = observation.astype(np.float64)
+    observations = np.tile(observation, (n_rollouts, 1))
+    returns, running = np.zeros(n_rollouts), np.ones(n_rollouts, dtype=bool)
+    for later in range(CARTPOLE_LIMIT):
+        if not running.any():
+            break
+        actions, _ = model.predict(observations)
+        for i in np.flatnonzero(running):
+            observations[i], reward, terminated, _, _ = envs[i].step(actions[i])
+            returns[i] += GAMMA**later * float(reward)
+            running[i] = not terminated
+    return returns
+
+
+def main() -> None:
+    th.set_num_threads(1)
+    model = GRPO("MlpPolicy", "CartPole-v1", seed=SEED, device="cpu")
+    model.learn(4096)
+    env = gym.make("CartPole-v1")
+    groups = [[sample_trajectory(env, model, seed) for _ in range(4)] for seed in (1, 8)]
+    draw_group(groups, HERE / "group.png")
+    draw_credit(groups[0], HERE / "credit.png")
+    model.learn(40_960, reset_num_timesteps=False)
+    draw_baseline(model, sample_trajectory(env, model, SEED), HERE / "baseline.png")
+
+
+if __name__ == "__main__":
+    main()
