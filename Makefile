@@ -9,10 +9,10 @@ PYTEST_ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-SOURCES := sb3_grpo benchmarks tests setup.py
+SOURCES := sb3_grpo benchmarks tests docs setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train learning test test-slow lint type format clean
+.PHONY: help venv train learning test test-slow docs lint type format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,10 @@ test: lint type ## lint, type check and run every test that is not slow
 test-slow: $(STAMP) ## run the slow tests
 	$(PY) -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
 
+docs: $(STAMP) ## build the documentation into docs/_build/html, warnings being errors
+	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo 'docs/_build/html/index.html'
+
 lint: $(STAMP) ## ruff and black, changing nothing
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m black --check -q $(SOURCES)
@@ -52,5 +56,5 @@ format: $(STAMP) ## sort imports, apply ruff's safe fixes, reformat
 	$(PY) -m black -q $(SOURCES)
 
 clean: ## remove caches and build output; .venv and runs stay
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

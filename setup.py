@@ -11,6 +11,7 @@ MUJOCO = ["gymnasium[mujoco]"]
 MINIGRID = ["minigrid"]
 # rl_zoo3 imports requests and pandas, and needs moviepy and pygame for videos, without asking for them
 ZOO = ["rl_zoo3[plots]>=2.9,<3", "gymnasium[classic-control]", "moviepy", "pandas", "requests"]
+DOCS = ["furo", "myst-parser", "sphinx"]
 TESTS = ["ale-py", "black", "hypothesis", "mypy", "opencv-python-headless", "pytest", "pytest-xdist", "ruff"]
 
 setup(
@@ -39,7 +40,8 @@ setup(
         "mujoco": MUJOCO,
         "minigrid": MINIGRID,
         "zoo": ZOO + EXTRA,
-        "tests": TESTS + EXTRA + MINIGRID + ZOO,
+        "docs": DOCS,
+        "tests": TESTS + DOCS + EXTRA + MINIGRID + ZOO,
         "benchmarks": EXTRA + BOX2D + MUJOCO + MINIGRID + ZOO,
     },
     classifiers=[

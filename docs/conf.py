@@ -9,11 +9,9 @@ author = "sb3-grpo contributors"
 copyright = "the sb3-grpo contributors"
 release = version = (ROOT / "sb3_grpo" / "version.txt").read_text(encoding="utf-8").strip()
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "myst_parser"]
 exclude_patterns = ["_build"]
-myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 4
-nitpicky = False
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"

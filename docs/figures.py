@@ -1,8 +1,8 @@
 """
 The drawn figures of the documentation, from short runs made here: `python docs/figures.py`.
 
-`group.png` and `credit.png` show one group of CartPole trajectories and what each buffer makes of their rewards; `baseline.png`
-holds the kernel baseline against the value of the policy, estimated by many rollouts from the same states.
+`group.png` and `credit.png` show one group of CartPole trajectories and what each buffer makes of their rewards;
+`baseline.png` holds the kernel baseline against the value of the policy, estimated by many rollouts from the same states.
 """
 
 import pathlib
@@ -16,8 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch as th
 
-from sb3_grpo import GRPO
-from sb3_grpo import KernelRolloutBuffer
+from sb3_grpo import GRPO, KernelRolloutBuffer
 from sb3_grpo import functional as F
 
 HERE = pathlib.Path(__file__).parent

@@ -1,0 +1,47 @@
+"""The documentation builds without a warning, and has every name that the package exports."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+
+import sb3_grpo
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The built site."""
+    out = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(out / "trees"), str(DOCS)]
+    done = subprocess.run([*build, str(out / "html")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / "html"
+
+
+def test_every_exported_name_is_in_the_reference(site: pathlib.Path) -> None:
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    documented = {name for kind in inventory.data.values() for name in kind}
+    missing = [name for name in sb3_grpo.__all__ if f"sb3_grpo.{name}" not in documented]
+    assert not missing
+
+
+def test_every_page_is_reachable_from_the_first(site: pathlib.Path) -> None:
+    first = (site / "index.html").read_text(encoding="utf-8")
+    for page in DOCS.glob("*.md"):
+        assert page.stem == "index" or f'href="{page.stem}.html"' in first, page.name
+
+
+def test_every_picture_is_shown_and_has_a_script() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"])
+    scripts = "".join(
+        script.read_text(encoding="utf-8")
+        for folder in ("docs", "benchmarks")
+        for script in (DOCS.parent / folder).glob("*.py")
+    )
+    for picture in DOCS.glob("*.png"):
+        assert picture.name in text, f"{picture.name} is on no page"
+        assert picture.name in scripts or picture.stem in scripts, f"no script draws {picture.name}"
