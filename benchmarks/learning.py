@@ -59,6 +59,7 @@ NEUTRAL: dict[str, Any] = dict(
     component_aggregation="sum_then_normalize",
     worker_timeout=None,
     actor_features=False,
+    target_lambda=None,
 )
 
 

@@ -518,7 +518,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param observation_space: observation space
     :param action_space: action space
     :param device: PyTorch device of the minibatches
-    :param gae_lambda: lambda of the advantages and of the targets of the fit
+    :param gae_lambda: lambda of the advantages
     :param gamma: discount factor
     :param n_envs: number of environments
     :param group_size: trajectories per group
@@ -532,6 +532,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param time_feature: whether the baseline depends on the step within the episode
     :param actor_features: fit to the outputs of the actor's last hidden layer instead of the observations. They change with
         every update, what is kept of earlier rollouts does not
+    :param target_lambda: lambda of the returns that the baseline is fitted to, ``None`` for ``gae_lambda``. What is less than
+        1 leaves the rest to the baseline of the rollout before, which then lags behind
     :param reward_weights: see :class:`GroupRolloutBuffer`
     """
 
@@ -555,6 +557,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         n_folds: int = 4,
         time_feature: bool = True,
         actor_features: bool = False,
+        target_lambda: float | None = None,
         reward_weights: Mapping[str, float] | None = None,
     ):
         super().__init__(
@@ -581,6 +584,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_between("forgetting", forgetting, 0.0, 1.0)
         require_flag("time_feature", time_feature)
         require_flag("actor_features", actor_features)
+        if target_lambda is not None:
+            require_between("target_lambda", target_lambda, 0.0, 1.0)
+        self.target_lambda = gae_lambda if target_lambda is None else target_lambda
         self.n_folds = n_folds
         self.actor_features = actor_features
         # SB3 has seeded numpy's global generator with the model's seed at this point
@@ -629,21 +635,21 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         continues = 1.0 - ends
         rewards = rollout.rewards.astype(np.float64)
 
-        def advantages_against(baseline: np.ndarray, cut_baseline: np.ndarray) -> np.ndarray:
+        def advantages_against(baseline: np.ndarray, cut_baseline: np.ndarray, lambda_: float) -> np.ndarray:
             next_baseline = np.append(baseline[1:], 0.0) * continues
             next_baseline[cuts] = cut_baseline
-            return F.generalized_advantages(rewards, baseline, next_baseline, continues, self.gamma, self.gae_lambda)
+            return F.generalized_advantages(rewards, baseline, next_baseline, continues, self.gamma, lambda_)
 
         earlier = self.baseline.weights
         prior = (features @ earlier).numpy()
-        targets = prior + advantages_against(prior, (cut_features @ earlier).numpy())
+        targets = prior + advantages_against(prior, (cut_features @ earlier).numpy(), self.target_lambda)
 
         trajectory = np.cumsum(ends) - ends
         folds = th.as_tensor(trajectory % self.n_folds)
         weights = self.baseline.fit(features, th.as_tensor(targets), folds)
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
-        advantages = advantages_against(baseline, cut_baseline)
+        advantages = advantages_against(baseline, cut_baseline, self.gae_lambda)
         self.metrics["train/explained_variance"] = F.explained_variance(baseline, targets)
         # Without a baseline a transition would be judged by its lambda-return as it is
         self.metrics["train/baseline_variance_reduction"] = F.explained_variance(baseline, baseline + advantages)

@@ -329,6 +329,7 @@ BUFFER_TABLE: Table = {
     "n_folds": integers(1, None),
     "time_feature": flags(),
     "actor_features": flags(),
+    "target_lambda": all_of(FROM_0_TO_1, *NO_NUMBER, np.inf, -0.1, 1.01, 2),
     # of the four others
     "scale": all_of("must be 'group', 'batch' or 'none'", *[value for value in NO_CHOICE if value is not None]),
     "max_waiting": integers(1),
@@ -586,7 +587,12 @@ def test_a_value_on_the_boundary_is_accepted_and_the_model_acts(kwargs: dict[str
 
 ACCEPTED_BY_BUFFERS: list[tuple[str, dict[str, Any]]] = [
     ("kernel", dict(forgetting=0, n_folds=1, n_features=np.int64(1), bandwidth=np.float32(1), ridge=1)),
-    ("kernel", dict(forgetting=1, time_feature=np.False_, actor_features=np.True_, horizon=1, device=th.device("cpu"))),
+    (
+        "kernel",
+        dict(
+            forgetting=1, time_feature=np.False_, actor_features=np.True_, target_lambda=1, horizon=1, device=th.device("cpu")
+        ),
+    ),
     ("kernel", dict(observation_space=DICT, action_space=DISCRETE, buffer_size=1)),
     ("kernel", dict(gamma=1, gae_lambda=0, n_envs=np.int64(3), reward_weights={"a": 0, "b": np.float32(-1)})),
     ("outcome", dict(scale=None, max_waiting=1, leave_one_out=np.True_, tied_groups="skip")),

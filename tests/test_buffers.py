@@ -600,13 +600,18 @@ def slow_gae(rewards: list[float], values: np.ndarray, last_value: float, gae_la
 
 
 def slow_advantages(
-    rollouts: list[KernelRollout], time_unit: int | None, departure: Departure | None = None, gae_lambda: float = 0.98
+    rollouts: list[KernelRollout],
+    time_unit: int | None,
+    departure: Departure | None = None,
+    gae_lambda: float = 0.98,
+    target_lambda: float | None = None,
 ) -> list[np.ndarray]:
     """
     :param rollouts: all rollouts so far
     :param time_unit: the horizon; ``None`` for the longest trajectory so far, rounded up to a power of two
     :param departure: what is done otherwise
     :param gae_lambda: lambda
+    :param target_lambda: lambda of what the baseline is fitted to
     :return: the advantages of each rollout, segment by segment
     """
     departure = departure or Departure()
@@ -637,7 +642,8 @@ def slow_advantages(
         targets = []
         for i, segment in enumerate(segments):
             values, last_value = judged(i, earlier)
-            targets.append(values + slow_gae(segment.rewards, values, last_value, gae_lambda))
+            lambda_ = gae_lambda if target_lambda is None else target_lambda
+            targets.append(values + slow_gae(segment.rewards, values, last_value, lambda_))
         advantages = []
         for i, segment in enumerate(segments):
             others = [j for j in range(len(segments)) if j % departure.n_folds != i % departure.n_folds]
@@ -732,6 +738,50 @@ def test_the_kernel_buffer_equals_a_slow_computation_from_scratch(space: spaces.
     ends = {segment.end for rollout in recorder.rollouts for segment in rollout.segments}
     assert ends == {"terminated", "truncated", "unfinished"}
     assert_kernel_advantages(recorder, time_unit=7)
+
+
+@pytest.mark.parametrize("target_lambda", [0.0, 0.5, 1.0])
+def test_the_baseline_can_be_fitted_to_returns_of_another_lambda(target_lambda: float):
+    recorder = record_kernel(VECTOR, buffer_kwargs=dict(target_lambda=target_lambda), gae_lambda=0.9)
+    assert_kernel_advantages(recorder, time_unit=7, gae_lambda=0.9, target_lambda=target_lambda)
+    with pytest.raises(AssertionError):
+        assert_kernel_advantages(recorder, time_unit=7, gae_lambda=0.9)
+
+
+def test_with_a_lambda_of_one_the_baseline_does_not_lag_behind_a_value_that_jumps():
+    # The same reward at every step, gamma 0.9, episodes that go on: the value is 10 times the reward, hence 10 and then 100
+    errors = {}
+    for target_lambda in (0.5, 1.0):
+        buffer = KernelRolloutBuffer(
+            200,
+            VECTOR,
+            spaces.Discrete(2),
+            gamma=0.9,
+            n_envs=2,
+            n_folds=1,
+            ridge=1e-6,
+            forgetting=0.0,
+            target_lambda=target_lambda,
+        )
+        rng = np.random.default_rng(0)
+        for reward in (1.0, 1.0, 10.0):
+            buffer.reset()
+            for _ in range(200):
+                observations = rng.uniform(-1, 1, (2, 3)).astype(np.float32)
+                buffer.add(
+                    observations,
+                    np.zeros((2, 1)),
+                    np.full(2, reward),
+                    np.zeros(2, dtype=bool),
+                    th.zeros(2),
+                    np.arange(2),
+                    [{}, {}],
+                )
+            buffer.finish_rollout(observations, lambda observations, hidden=False: np.empty(0))
+        features = buffer.baseline.features(observations, np.full(2, 0.5))
+        errors[target_lambda] = abs(float((features @ buffer.baseline.weights).mean()) - 100.0)
+    assert errors[1.0] < 15.0  # towards the end of the rollout the old value still stands for what follows
+    assert errors[0.5] > 40.0
 
 
 @pytest.mark.parametrize(
