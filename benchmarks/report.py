@@ -1,5 +1,5 @@
 """
-Tables and pictures of what `benchmarks/run.py` has measured, written into `docs/benchmark.md` and beside it.
+Tables and pictures of what `benchmarks/run.py` has measured, written into `docs/benchmark.md`, README and beside them.
 
     python -m benchmarks.report           # from benchmarks/results alone; nothing is run
     python -m benchmarks.report --print   # to the terminal, docs stay as they are
@@ -31,7 +31,9 @@ from benchmarks.curves import WINDOW, LearningCurve
 from benchmarks.learning import read_rows
 from benchmarks.run import RESULTS, Run, expand, load_matrix
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "benchmark.md"
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = (ROOT / "docs" / "benchmark.md", ROOT / "README.md")
+PICTURES = ROOT / "docs"
 N_RESAMPLES = 2000
 #: Suites of which a table of areas is made.
 ABLATIONS = ("buffers", "groups", "starts", "baseline")
@@ -448,12 +450,13 @@ def main() -> None:
         for name, text in contents.items():
             print(f"\n{name}\n\n{text}")
         return
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), contents), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(fill(page.read_text(encoding="utf-8"), contents), encoding="utf-8")
     short = Suite("short", args.results)
-    draw_curves(short, PAGE.with_name("benchmark_steps.png"), by_seconds=False)
-    draw_curves(short, PAGE.with_name("benchmark_seconds.png"), by_seconds=True)
-    draw_profile(short, PAGE.with_name("benchmark_profile.png"))
-    print(f"wrote {PAGE} and the pictures beside it")
+    draw_curves(short, PICTURES / "benchmark_steps.png", by_seconds=False)
+    draw_curves(short, PICTURES / "benchmark_seconds.png", by_seconds=True)
+    draw_profile(short, PICTURES / "benchmark_profile.png")
+    print(f"wrote {', '.join(str(page) for page in PAGES)} and the pictures in {PICTURES}")
 
 
 if __name__ == "__main__":

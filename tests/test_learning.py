@@ -99,7 +99,7 @@ def test_a_run_reports_what_it_trained():
 def test_the_readme_shows_what_the_rows_say():
     text, everything = table(learning.CASES, read_rows(learning.CSV))
     assert everything
-    assert text in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text in (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
 
 
 ABLATIONS = re.findall(
