@@ -15,6 +15,7 @@ import argparse
 import math
 import pathlib
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -166,12 +167,15 @@ def bootstrapped(scores: dict[str, Any], statistic: Callable[..., float], seed: 
     :param seed: of the bootstrap
     :return: with rliable's stratified bootstrap interval
     """
-    points, intervals = rly.get_interval_estimates(
-        scores,
-        lambda *arrays: np.array([statistic(*arrays)]),
-        reps=N_RESAMPLES,
-        random_state=np.random.RandomState(seed),
-    )
+    with warnings.catch_warnings():
+        # rliable hands the random state to arch in a way that arch means to drop
+        warnings.simplefilter("ignore", FutureWarning)
+        points, intervals = rly.get_interval_estimates(
+            scores,
+            lambda *arrays: np.array([statistic(*arrays)]),
+            reps=N_RESAMPLES,
+            random_state=np.random.RandomState(seed),
+        )
     (name,) = scores
     return Estimate(float(points[name][0]), float(intervals[name][0][0]), float(intervals[name][1][0]))
 

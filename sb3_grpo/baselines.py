@@ -179,19 +179,20 @@ class KernelBaseline:
         """
         if self._input_statistics is None:
             self._draw_features(inputs.shape[1])
-            self._input_statistics = RunningMeanStd(epsilon=1e-4, shape=(inputs.shape[1],))
             self._first_input = inputs[0].copy()
             self._varies = np.zeros(inputs.shape[1], dtype=bool)
             self._statistics = RidgeStatistics(len(self._feature_columns(self._varies)))
-        # Replaced as a whole, as are the statistics of the fit: an interrupt leaves the ones or the others
-        updated = self._input_statistics.copy()
+            updated = RunningMeanStd(epsilon=1e-4, shape=(inputs.shape[1],))
+        else:
+            updated = self._input_statistics.copy()
         updated.update(inputs)
-        self._input_statistics = updated
-        varies = self._varies | (inputs != self._first_input).any(axis=0)
+        varies, statistics = self._varies | (inputs != self._first_input).any(axis=0), self._statistics
         if varies.sum() > self._varies.sum():
             # What did not vary was zero in all features so far, and so are its rows and columns of the statistics
             known = np.isin(self._feature_columns(varies), self._feature_columns(self._varies))
-            self._varies, self._statistics = varies, self._statistics.spread(th.from_numpy(known))
+            statistics = statistics.spread(th.from_numpy(known))
+        # At the end and as wholes, so that an interrupt leaves the ones or the others
+        self._varies, self._statistics, self._input_statistics = varies, statistics, updated
 
     def _feature_columns(self, varies: np.ndarray) -> np.ndarray:
         """
@@ -264,8 +265,10 @@ class KernelBaseline:
         :param state: from :meth:`get_state`
         """
         self._input_statistics = state["input_statistics"]
-        self._first_input = state["first_input"]
-        self._varies = state["varies"]
+        # Files of the first commits have neither: there every input was in use
+        n_inputs = 0 if self._input_statistics is None else len(self._input_statistics.mean)
+        self._first_input = state.get("first_input", np.zeros(n_inputs))
+        self._varies = state.get("varies", np.ones(n_inputs, dtype=bool))
         self._frequencies = state["frequencies"]
         self._phases = state["phases"]
         self._statistics = state["statistics"]

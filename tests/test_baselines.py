@@ -445,3 +445,31 @@ def test_what_varies_is_part_of_the_state():
         one.observe(widened(inputs, (0, 3), np.ones(4)))
         assert one._varies.tolist() == [True, False, True, True]
         assert len(one.weights) == 1 + 3 + 1 + 128
+
+
+def test_an_interrupt_of_the_first_look_at_inputs_leaves_a_baseline_that_can_begin(monkeypatch):
+    inputs, times, targets = draw_regression(50, seed=0)
+    baseline = KernelBaseline()
+    original = baseline._feature_columns
+
+    def interrupted(varies: np.ndarray) -> np.ndarray:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(baseline, "_feature_columns", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        baseline.observe(inputs)
+    monkeypatch.setattr(baseline, "_feature_columns", original)
+    baseline.observe(inputs)
+    baseline.fit(baseline.features(inputs, times), tensor(targets), th.zeros(50, dtype=th.int64))
+    assert predict(baseline, inputs, times).shape == (50,)
+
+
+def test_a_state_from_before_inputs_could_be_left_out_is_one_where_all_are_used():
+    inputs, times, targets = draw_regression(50, seed=0)
+    baseline = fitted(inputs, times, targets)
+    state = {key: value for key, value in baseline.get_state().items() if key not in ("varies", "first_input")}
+    restored = KernelBaseline(seed=9)
+    restored.set_state(state)
+    np.testing.assert_array_equal(predict(restored, inputs, times), predict(baseline, inputs, times))
+    restored.observe(inputs)
+    assert len(restored.weights) == len(baseline.weights)
