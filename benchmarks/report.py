@@ -12,11 +12,11 @@ are 95% bootstraps of the mean over seeds.
 """
 
 import argparse
+import contextlib
 import math
 import pathlib
 import re
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -36,6 +36,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "benchmark.md", ROOT / "README.md")
 PICTURES = ROOT / "docs"
 N_RESAMPLES = 2000
+#: Stands for infinity where a library needs a number: a mean with any of these in it is told from all others.
+VERY_LARGE = 1e12
 #: Suites of which a table of areas is made.
 ABLATIONS = ("buffers", "groups", "starts", "baseline")
 LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
@@ -97,6 +99,22 @@ class Suite:
         """
         return np.array([float(each.row[name]) for each in self.runs(arm, env)])
 
+    def by_seed(self, arm: str, env: str) -> dict[int, float]:
+        """
+        :param arm: name
+        :param env: Gymnasium environment
+        :return: area of each run, by seed
+        """
+        return {each.run.seed: float(each.row["auc"]) for each in self.runs(arm, env)}
+
+    def above_random(self, arm: str, env: str) -> float:
+        """
+        :param arm: name
+        :param env: Gymnasium environment
+        :return: mean area above the return of random actions
+        """
+        return float(self.column(arm, env, "auc").mean() - self.column("random", env, "auc")[0])
+
     def curves(self, arm: str, env: str) -> list[LearningCurve]:
         """
         :param arm: name
@@ -113,34 +131,49 @@ class Suite:
         return [env for env in self.timesteps if all(self.runs(arm, env) for arm in ("random", *arms))]
 
 
-def normalised_areas(suite: Suite, arm: str, reference: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def common_seeds(suite: Suite, arms: Sequence[str], envs: Sequence[str]) -> list[int]:
     """
     :param suite: of finished runs
-    :param arm: to judge
-    :param reference: by whose mean areas are divided
-    :return: areas over the reference's of the arm and of the reference, each of shape ``(n_seeds, n_envs)``, and the
-        environments. The seeds are the first that all of these have. An environment where the reference is no better than
-        random actions has no such area, and is left out
+    :param arms: names
+    :param envs: Gymnasium environments
+    :return: seeds of which every arm has a run in every environment
     """
-    columns: list[tuple[np.ndarray, np.ndarray]] = []
-    envs = []
-    for env in suite.compared(arm, reference):
-        random = suite.column("random", env, "auc")[0]
-        ours, theirs = suite.column(arm, env, "auc") - random, suite.column(reference, env, "auc") - random
-        if theirs.mean() > 0.0:
-            columns.append((ours / theirs.mean(), theirs / theirs.mean()))
-            envs.append(env)
-    if not columns:
-        return np.empty((0, 0)), np.empty((0, 0)), []
-    n_seeds = min(min(len(ours), len(theirs)) for ours, theirs in columns)
-    first = [np.stack([each[side][:n_seeds] for each in columns], axis=1) for side in (0, 1)]
-    return first[0], first[1], envs
+    return sorted(set.intersection(*(set(suite.by_seed(arm, env)) for arm in arms for env in envs)))
+
+
+def raw_areas(suite: Suite, arm: str, envs: Sequence[str], seeds: Sequence[int]) -> np.ndarray:
+    """
+    :param suite: of finished runs
+    :param arm: name
+    :param envs: Gymnasium environments
+    :param seeds: of the runs
+    :return: areas, shape ``(n_seeds, n_envs)``
+    """
+    return np.array([[suite.by_seed(arm, env)[seed] for env in envs] for seed in seeds]).reshape(len(seeds), len(envs))
+
+
+def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
+    """
+    :param suite: of finished runs
+    :param arms: names
+    :param reference: by whose mean areas are divided; the mean of all its seeds, taken as known
+    :return: areas over the reference's by arm, each of shape ``(n_seeds, n_envs)``, the environments, and the seeds, those
+        that all arms have in all of them. An environment where the reference is no better than random actions has no such
+        area, and is left out
+    """
+    envs = [env for env in suite.compared(*arms, reference) if suite.above_random(reference, env) > 0.0]
+    if not envs:
+        return {}, [], []
+    seeds = common_seeds(suite, arms, envs)
+    random = np.array([suite.column("random", env, "auc")[0] for env in envs])
+    scale = np.array([suite.above_random(reference, env) for env in envs])
+    return {arm: (raw_areas(suite, arm, envs, seeds) - random) / scale for arm in arms}, envs, seeds
 
 
 class Estimate(NamedTuple):
     """
     :param value: point estimate
-    :param low: lower end of a 95% interval
+    :param low: lower end of a 95% interval, NaN where there is none
     :param high: upper end
     """
 
@@ -149,15 +182,34 @@ class Estimate(NamedTuple):
     high: float
 
     def __str__(self) -> str:
+        if math.isnan(self.low):
+            return format_number(self.value)
         return f"{format_number(self.value)} ({format_number(self.low)} to {format_number(self.high)})"
 
 
 def format_number(value: float) -> str:
     """
     :param value: to print
-    :return: with as many digits as its size deserves
+    :return: with as many digits as its size deserves, "never" for infinity
     """
+    if math.isinf(value):
+        return "never"
     return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2}f}"
+
+
+@contextlib.contextmanager
+def seeded_numpy(seed: int) -> Iterator[None]:
+    """
+    rliable draws from numpy's global generator, whatever random state it is given.
+
+    :param seed: of the generator within the context
+    """
+    state = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
 
 
 def bootstrapped(scores: dict[str, Any], statistic: Callable[..., float], seed: int = 0) -> Estimate:
@@ -165,27 +217,25 @@ def bootstrapped(scores: dict[str, Any], statistic: Callable[..., float], seed: 
     :param scores: one entry: an array of shape ``(n_seeds, n_envs)``, or a pair of such
     :param statistic: of rliable
     :param seed: of the bootstrap
-    :return: with rliable's stratified bootstrap interval
+    :return: with rliable's stratified bootstrap interval, where there are several seeds
     """
-    with warnings.catch_warnings():
-        # rliable hands the random state to arch in a way that arch means to drop
-        warnings.simplefilter("ignore", FutureWarning)
-        points, intervals = rly.get_interval_estimates(
-            scores,
-            lambda *arrays: np.array([statistic(*arrays)]),
-            reps=N_RESAMPLES,
-            random_state=np.random.RandomState(seed),
-        )
+    (arrays,) = scores.values()
+    arrays = arrays if isinstance(arrays, tuple) else (arrays,)
+    if len(arrays[0]) < 2:
+        return Estimate(float(statistic(*arrays)), math.nan, math.nan)
+    with seeded_numpy(seed):
+        points, intervals = rly.get_interval_estimates(scores, lambda *each: np.array([statistic(*each)]), reps=N_RESAMPLES)
     (name,) = scores
     return Estimate(float(points[name][0]), float(intervals[name][0][0]), float(intervals[name][1][0]))
 
 
-def interquartile_mean(areas: np.ndarray) -> Estimate:
+def interquartile_mean(scores: np.ndarray) -> Estimate:
     """
-    :param areas: shape ``(n_seeds, n_envs)``
-    :return: over all of them
+    :param scores: shape ``(n_seeds, n_envs)``; infinity is larger than any number
+    :return: over all of them, infinity where infinite ones are within the middle half
     """
-    return bootstrapped({"areas": areas}, metrics.aggregate_iqm)
+    estimate = bootstrapped({"scores": np.where(np.isinf(scores), VERY_LARGE, scores)}, metrics.aggregate_iqm)
+    return Estimate(*(math.inf if value > VERY_LARGE / 1000 else value for value in estimate))
 
 
 def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> Estimate:
@@ -202,8 +252,10 @@ def mean_over_seeds(values: np.ndarray) -> Estimate:
     :param values: shape ``(n_seeds,)``
     :return: mean
     """
-    if len(values) < 2 or np.ptp(values) == 0.0:
-        return Estimate(float(values.mean()), float(values.mean()), float(values.mean()))
+    if len(values) < 2:
+        return Estimate(float(values.mean()), math.nan, math.nan)
+    if np.ptp(values) == 0.0:
+        return Estimate(float(values[0]), float(values[0]), float(values[0]))
     interval = stats.bootstrap(
         (values,), np.mean, n_resamples=N_RESAMPLES, method="percentile", rng=np.random.default_rng(0)
     ).confidence_interval
@@ -219,7 +271,7 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
     """
     ours, theirs = LABELS[arm], LABELS[reference]
     lines = [
-        f"| environment | steps | seeds | random | area, {ours} | area, {theirs} | over {theirs}'s | evaluation, {ours} "
+        f"| environment | steps | seeds | random | area, {ours} | area, {theirs} | ratio | evaluation, {ours} "
         f"| evaluation, {theirs} |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -227,8 +279,8 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
         random = suite.column("random", env, "auc")[0]
         areas = [suite.column(each, env, "auc") for each in (arm, reference)]
         evaluations = [suite.column(each, env, "eval_mean") for each in (arm, reference)]
-        above = areas[1].mean() - random
-        ratio = format_number((areas[0].mean() - random) / above) if above > 0.0 else "none: no better than random"
+        above = suite.above_random(reference, env)
+        ratio = format_number(suite.above_random(arm, env) / above) if above > 0.0 else f"{theirs} no better than random"
         cells: list[Any] = [
             env, f"{suite.timesteps[env]:,}", " and ".join(str(n) for n in sorted({len(each) for each in areas})),
             format_number(random), *map(mean_over_seeds, areas), ratio, *map(mean_over_seeds, evaluations),
@@ -261,33 +313,49 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
     :return: one line per pair
     """
     lines = [
-        "| comparison | environments | seeds | area at least as large | interquartile mean of areas over the other's "
+        "| comparison | environments | seeds | area at least as large | interquartile mean of ratios "
         "| probability of improvement |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
+    notes = []
     for arm, reference in pairs:
-        ours, theirs, envs = normalised_areas(suite, arm, reference)
         compared = suite.compared(arm, reference)
-        if not envs:
+        if not compared:
             continue
+        title = f"{LABELS[arm]} against {LABELS[reference]}"
+        seeds = common_seeds(suite, (arm, reference), compared)
+        ours, theirs = (raw_areas(suite, each, compared, seeds) for each in (arm, reference))
         at_least = sum(suite.column(arm, env, "auc").mean() >= suite.column(reference, env, "auc").mean() for env in compared)
+        scores, envs, ratio_seeds = normalised_areas(suite, (arm, reference), reference)
+        ratio = str(interquartile_mean(scores[arm])) if ratio_seeds else "none"
         lines.append(
-            f"| {LABELS[arm]} against {LABELS[reference]} | {len(envs)} | {len(ours)} | {at_least} of {len(compared)} "
-            f"| {interquartile_mean(ours)} | {probability_of_improvement(ours, theirs)} |"
+            f"| {title} | {len(compared)} | {len(seeds)} | {at_least} of {len(compared)} | {ratio} "
+            f"| {probability_of_improvement(ours, theirs) if seeds else 'none'} |"
         )
-    return "\n".join(lines)
+        if left_out := [env for env in compared if env not in envs]:
+            names = ", ".join(left_out)
+            notes.append(f"{title}: no ratio on {names}, where {LABELS[reference]} is no better than random actions.")
+    return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 
-def seconds_per_step(suite: Suite, arm: str, env: str) -> float | None:
+def seconds_per_step(suite: Suite, arms: Sequence[str], env: str) -> dict[str, float]:
     """
     :param suite: of finished runs
-    :param arm: name
+    :param arms: to compare
     :param env: Gymnasium environment
-    :return: median of the turns in ``speed.csv``, ``None`` if there are none
+    :return: by arm, the median of the turns of the latest session in ``speed.csv`` that all of them took part in; empty if
+        there is none
     """
-    wanted = {(env, finished.run.settings_hash()) for finished in suite.runs(arm, env)}
-    rows = [row for row in read_rows(suite.results / "speed.csv") if (row["env"], row["settings_hash"]) in wanted]
-    return float(np.median([float(row["seconds_per_step"]) for row in rows])) if rows else None
+    wanted = {arm: {finished.run.settings_hash() for finished in suite.runs(arm, env)} for arm in arms}
+    sessions: dict[str, dict[str, list[float]]] = {}
+    for row in read_rows(suite.results / "speed.csv"):
+        for arm in arms:
+            if row["env"] == env and row["settings_hash"] in wanted[arm]:
+                sessions.setdefault(row["session"], {}).setdefault(arm, []).append(float(row["seconds_per_step"]))
+    for session in sorted(sessions, key=float, reverse=True):
+        if len(sessions[session]) == len(arms):
+            return {arm: float(np.median(turns)) for arm, turns in sessions[session].items()}
+    return {}
 
 
 def steps_to(curve: LearningCurve, target: float) -> float:
@@ -296,14 +364,16 @@ def steps_to(curve: LearningCurve, target: float) -> float:
     :param target: return
     :return: first step at which 20 episodes had that mean return, infinity if there is none
     """
-    held = curve.first_held(target)
+    # Rows and curves are rounded differently
+    held = curve.first_held(target - 1e-6 * abs(target))
     return math.inf if held is None else float(curve.steps[held])
 
 
 def seconds_table(suite: Suite, arm: str, reference: str) -> tuple[str, Estimate | None]:
     """
-    Seconds until the mean return of 20 training episodes is what the reference's last 100 had, on average over its seeds. A
-    run of the reference that never gets there counts with its whole budget, one of the arm as never.
+    Seconds until the mean return of 20 training episodes is what the reference's last 100 had, on average over its seeds;
+    where it learned more than random actions have. A run of the reference that never gets there counts with its whole
+    budget, one of the arm as never.
 
     :param suite: of finished runs
     :param arm: to judge
@@ -313,32 +383,37 @@ def seconds_table(suite: Suite, arm: str, reference: str) -> tuple[str, Estimate
     """
     lines = [
         f"| environment | {LABELS[reference]}'s final return | steps, {LABELS[arm]} | steps, {LABELS[reference]} "
-        f"| steps/s, {LABELS[arm]} | steps/s, {LABELS[reference]} | seconds over {LABELS[reference]}'s |",
+        f"| steps/s, {LABELS[arm]} | steps/s, {LABELS[reference]} | ratio of seconds |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    ratios = []
+    ratios: list[dict[int, float]] = []
     for env in suite.compared(arm, reference):
-        speeds = [seconds_per_step(suite, each, env) for each in (arm, reference)]
-        if None in speeds:
+        speeds = seconds_per_step(suite, (arm, reference), env)
+        if not speeds or suite.above_random(reference, env) <= 0.0:
             continue
         target = suite.column(reference, env, "final").mean()
         ours, theirs = (np.array([steps_to(curve, target) for curve in suite.curves(each, env)]) for each in (arm, reference))
-        theirs = np.minimum(theirs, suite.timesteps[env])
-        ratio = ours * speeds[0] / (theirs.mean() * speeds[1])
-        ratios.append(ratio)
-        middle = float(np.median(ours))
+        censored = np.minimum(theirs, suite.timesteps[env])
+        ratio = ours * speeds[arm] / (censored.mean() * speeds[reference])
+        ratios.append({each.run.seed: float(value) for each, value in zip(suite.runs(arm, env), ratio, strict=True)})
         cells = [
-            env, format_number(target), "never" if np.isinf(middle) else f"{middle:,.0f}", f"{np.median(theirs):,.0f}",
-            *(f"{1 / speed:,.0f}" for speed in speeds if speed is not None),
-            "never" if np.isinf(middle) else format_number(float(np.median(ratio))),
+            env, format_number(target), *(format_steps(float(np.median(steps))) for steps in (ours, theirs)),
+            *(f"{1 / speeds[each]:,.0f}" for each in (arm, reference)), format_number(float(np.median(ratio))),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     if not ratios:
         return "", None
-    n_seeds = min(len(ratio) for ratio in ratios)
-    runs = np.stack([ratio[:n_seeds] for ratio in ratios], axis=1)
-    # An infinite time is a long one to a mean that leaves out the longest quarter, but the bootstrap needs a number
-    return "\n".join(lines), interquartile_mean(np.where(np.isinf(runs), 1e6, runs))
+    seeds = sorted(set.intersection(*(set(each) for each in ratios)))
+    runs = np.array([[each[seed] for each in ratios] for seed in seeds])
+    return "\n".join(lines), interquartile_mean(runs) if seeds else None
+
+
+def format_steps(steps: float) -> str:
+    """
+    :param steps: to print
+    :return: as a whole number, "never" for infinity
+    """
+    return "never" if math.isinf(steps) else f"{steps:,.0f}"
 
 
 def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
@@ -355,11 +430,10 @@ def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
     figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.6 * rows), squeeze=False, layout="constrained")
     handles: dict[str, Any] = {}
     for axis, env in zip(axes.flat, envs, strict=False):
-        for arm in suite.arms:
+        arms = [arm for arm in suite.arms if suite.runs(arm, env)]
+        speeds = seconds_per_step(suite, arms, env) if by_seconds else dict.fromkeys(arms, 1.0)
+        for arm, speed in speeds.items():
             curves = suite.curves(arm, env)
-            speed = seconds_per_step(suite, arm, env) if by_seconds else 1.0
-            if not curves or speed is None:
-                continue
             begin = max(curve.steps[0] for curve in curves)
             steps = np.linspace(begin, suite.timesteps[env], 200)
             returns = np.array([curve.smoothed(steps) for curve in curves])
@@ -379,20 +453,19 @@ def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
 
 def draw_profile(suite: Suite, path: pathlib.Path) -> None:
     """
-    rliable's performance profiles: the share of runs whose area over PPO's exceeds a value.
+    rliable's performance profiles: the share of runs whose area over PPO's exceeds a value, over the environments and seeds
+    that all arms with any runs have; nothing is drawn if there are none.
 
     :param suite: of finished runs
     :param path: of the picture
     """
-    scores = {"ppo": normalised_areas(suite, "grpo", "ppo")[1]}
-    for arm in suite.arms:
-        areas, _, _ = normalised_areas(suite, arm, "ppo")
-        if areas.size:
-            scores[arm] = areas
+    arms = [arm for arm in suite.arms if any(suite.runs(arm, env) for env in suite.timesteps)]
+    scores, _, seeds = normalised_areas(suite, arms, "ppo")
+    if not seeds:
+        return
     thresholds = np.linspace(0.0, 2.5, 101)
-    profiles, intervals = rly.create_performance_profile(
-        scores, thresholds, reps=N_RESAMPLES, custom_profile_func=None, use_score_distribution=True
-    )
+    with seeded_numpy(0):
+        profiles, intervals = rly.create_performance_profile(scores, thresholds, reps=N_RESAMPLES)
     figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
     plot_utils.plot_performance_profiles(
         {LABELS[arm]: profile for arm, profile in profiles.items()},
@@ -411,6 +484,17 @@ def draw_profile(suite: Suite, path: pathlib.Path) -> None:
     plt.close(figure)
 
 
+def provenance(results: pathlib.Path) -> str:
+    """
+    :param results: folder
+    :return: which code the rows are of
+    """
+    rows = read_rows(results / "runs.csv")
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    versions = "; ".join(dict.fromkeys(row["versions"] for row in rows))
+    return f"{len(rows)} rows, of the commits {commits}, with {versions}."
+
+
 def sections(results: pathlib.Path = RESULTS) -> dict[str, str]:
     """
     :param results: folder
@@ -421,6 +505,7 @@ def sections(results: pathlib.Path = RESULTS) -> dict[str, str]:
     if ratio is not None:
         seconds += f"\n\nInterquartile mean, over runs, of the seconds over the mean of PPO's: {ratio}."
     return {
+        "provenance": provenance(results),
         "aggregate": aggregate_table(short, [("grpo", "ppo"), ("grpo-default", "ppo-default"), ("grpo-default", "ppo")]),
         "short": area_table(short, "grpo", "ppo"),
         "default": area_table(short, "grpo-default", "ppo-default"),

@@ -28,6 +28,7 @@ import multiprocessing
 import pathlib
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -65,7 +66,9 @@ FIELDS = [
     "arm", "env", "timesteps", "seed", "settings_hash", "auc", "final", "eval_mean", "eval_std", "threshold",
     "steps_to_threshold", "seconds_to_threshold", "wall_clock", "steps_per_second", "commit", "versions",
 ]  # fmt: skip
-SPEED_FIELDS = ["arm", "env", "settings_hash", "steps", "seconds_per_step", "commit", "versions"]
+SPEED_FIELDS = ["session", "arm", "env", "settings_hash", "steps", "seconds_per_step", "commit", "versions"]
+#: Set by Ctrl-C.
+INTERRUPTED = threading.Event()
 #: Turns of each arm when speed is measured, and steps in each, at least.
 N_TURNS = 5
 SHORTEST_TURN = 4096
@@ -102,7 +105,9 @@ class Run:
             settings = {**defaults(GRPO), **settings}
             kwargs = settings["rollout_buffer_kwargs"]
             kwargs = eval(kwargs) if isinstance(kwargs, str) else kwargs  # as the zoo reads it
-            buffer = {**defaults(resolve_buffer_class(settings["rollout_buffer_class"])), **(kwargs or {})}
+            buffer = {**buffer_defaults(settings["rollout_buffer_class"]), **(kwargs or {})}
+            if buffer["default_scale"] is None:
+                del buffer["default_scale"]
             buffer = {key: value for key, value in buffer.items() if (key, value) not in NEUTRAL.items()}
             settings = {key: value for key, value in settings.items() if (key, value) not in NEUTRAL.items()}
             settings["rollout_buffer_kwargs"] = sorted(buffer.items())
@@ -119,6 +124,16 @@ class Run:
         :return: where the learning curve is
         """
         return results / "curves" / ("-".join([self.algo, *self.key()]) + ".npz")
+
+
+def buffer_defaults(buffer: str | None) -> dict[str, Any]:
+    """
+    :param buffer: short name, ``None`` for the default
+    :return: the defaults of its constructor, those that it hands on to its bases included
+    """
+    buffer_class = resolve_buffer_class(buffer)
+    merged = {key: value for base in reversed(buffer_class.__mro__[:-1]) for key, value in defaults(base).items()}
+    return {**merged, "default_scale": getattr(buffer_class, "default_scale", None)}
 
 
 def load_matrix(path: pathlib.Path = MATRIX) -> dict[str, Any]:
@@ -250,6 +265,9 @@ def execute(run: Run, results: pathlib.Path) -> dict[str, Any]:
         began = time.perf_counter()
         manager.learn(model)
         wall_clock = time.perf_counter() - began
+        if model.num_timesteps < run.timesteps:
+            # rl-zoo3 takes Ctrl-C for the end of a training
+            raise RuntimeError(f"interrupted after {model.num_timesteps} of {run.timesteps} steps")
         eval_mean, eval_std = evaluate(manager, model, seed=10_000 + run.seed)
     held = curve.first_held(run.threshold)
     path = run.curve_path(results)
@@ -257,7 +275,7 @@ def execute(run: Run, results: pathlib.Path) -> dict[str, Any]:
     np.savez_compressed(
         path,
         steps=np.array(curve.steps, dtype=np.int32),
-        returns=np.array(curve.returns, dtype=np.float32),
+        returns=np.array(curve.returns),
         seconds=np.array(curve.seconds, dtype=np.float32),
     )
     return {
@@ -298,13 +316,15 @@ def execute_apart(run: Run, results: pathlib.Path) -> dict[str, Any]:
     :param run: to execute
     :param results: folder
     :return: a row of the CSV
-    :raises RuntimeError: if it fails twice
+    :raises RuntimeError: if it fails twice, or the command was interrupted
     """
     for attempt in (1, 2):
         try:
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 return pool.submit(execute, run, results).result()
         except Exception as error:
+            if INTERRUPTED.is_set():
+                raise RuntimeError("interrupted") from error
             tqdm.write(f"FAILED (attempt {attempt} of 2): {describe(run)}: {error!r}", file=sys.stderr)
             failure = error
     raise RuntimeError(f"{describe(run)} failed twice") from failure
@@ -328,8 +348,10 @@ def measure_speed(runs: list[Run]) -> list[dict[str, Any]]:
 
         turns = take_turns({arm: functools.partial(train, model) for arm, model in models.items()}, N_TURNS)
         taken = {arm: model.num_timesteps / (N_TURNS + 1) for arm, model in models.items()}
+    session = f"{time.time():.0f}"
     return [
         {
+            "session": session,
             "arm": run.arm,
             "env": run.env,
             "settings_hash": run.settings_hash(),
@@ -391,6 +413,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--speed", action="store_true", help="measure seconds per step instead, into speed.csv")
     parser.add_argument("--dry-run", action="store_true", help="print the matrix and the estimated hours, run nothing")
     args = parser.parse_args()
+    for assignment in args.set:
+        if "=" not in assignment:
+            parser.error(f"--set {assignment}: pass KEY=VALUE, as --set gae_lambda=0.95.")
     args.changes = {key: parse_value(value) for key, _, value in (each.partition("=") for each in args.set)}
     if args.changes and args.results.resolve() == RESULTS.resolve():
         parser.error(f"--set {' '.join(args.set)} is a trial: pass another folder than that of the report with --results.")
@@ -425,19 +450,20 @@ def main() -> int:
     except ValueError as error:
         sys.exit(str(error))
     done = {(row["env"], row["seed"], row["settings_hash"]) for row in rows}
-    if args.speed:
-        return run_speed(runs, args.results / "speed.csv")
-    missing = [run for run in runs if run.key() not in done]
+    missing = list({run.key(): run for run in runs if run.key() not in done}.values())
     if args.dry_run:
         for run in missing:
             print(f"{describe(run)}: {json.dumps(run.entry, sort_keys=True)}")
         hours = estimated_hours(missing, rows)
         print(f"{len(missing)} of {len(runs)} runs to do, about {hours:.1f} hours on one core, {hours / args.jobs:.1f} here")
         return 0
+    if args.speed:
+        return run_speed(runs, args.results / "speed.csv")
     failures = 0
-    with ThreadPoolExecutor(args.jobs) as pool, tqdm(total=len(missing), unit="run") as progress:
-        for future in as_completed([pool.submit(execute_apart, run, args.results) for run in missing]):
-            progress.update()
+    pool = ThreadPoolExecutor(args.jobs)
+    try:
+        futures = [pool.submit(execute_apart, run, args.results) for run in missing]
+        for future in tqdm(as_completed(futures), total=len(missing), unit="run"):
             try:
                 row = future.result()
             except RuntimeError as error:
@@ -446,6 +472,14 @@ def main() -> int:
                 continue
             append_row(csv, row, FIELDS)
             tqdm.write(f"{row['arm']} {row['env']} seed {row['seed']}: auc {row['auc']}, evaluation {row['eval_mean']}")
+    except KeyboardInterrupt:
+        INTERRUPTED.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+        print("interrupted: what was under way is lost, the same command goes on with the rest", file=sys.stderr)
+        return 130
+    pool.shutdown()
     print(f"{len(missing) - failures} runs done, {failures} failed, {len(runs) - len(missing)} were there already")
     return 1 if failures else 0
 

@@ -1,9 +1,12 @@
 """The comparison with PPO: that it runs what it says, and counts what it ran."""
 
+import dataclasses
 import importlib.resources
 import math
 import pathlib
 import sys
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -33,10 +36,9 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def few_resamples(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "the_pages" not in request.node.name:
-        monkeypatch.setattr(report, "N_RESAMPLES", 50)
+@pytest.fixture
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "N_RESAMPLES", 50)
 
 
 # The matrix
@@ -84,10 +86,11 @@ def test_tuned_ppo_has_rl_zoo3s_settings(suite: str) -> None:
 
 
 def test_default_arms_have_nothing_but_defaults() -> None:
-    for each in run.expand(MATRIX, "short"):
-        if each.arm.endswith("-default"):
-            assert set(each.entry) <= {"policy", "n_timesteps", "env_wrapper"}
-            assert each.entry["policy"] == "MlpPolicy"
+    default_arms = [each for each in run.expand(MATRIX, "short") if each.arm.endswith("-default")]
+    assert {each.algo for each in default_arms} == {"ppo", "grpo"}
+    for each in default_arms:
+        assert set(each.entry) <= {"policy", "n_timesteps", "env_wrapper"}
+        assert each.entry["policy"] == "MlpPolicy"
 
 
 def test_reported_seeds_are_not_those_of_tuning() -> None:
@@ -124,6 +127,18 @@ def test_hash_is_of_what_decides_the_outcome() -> None:
     ]
     assert len({each.settings_hash() for each in same}) == 1
     assert len({each.settings_hash() for each in [same[0], *others]}) == 1 + len(others)
+
+
+def test_a_changed_default_changes_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    for buffer in ("kernel", "outcome"):
+        cell = make_run(entry={"policy": "MlpPolicy", "rollout_buffer_class": buffer})
+        before = cell.settings_hash()
+        changed = {**run.buffer_defaults(buffer), "group_size": 99}
+        with monkeypatch.context() as patch:
+            patch.setattr(run, "buffer_defaults", lambda _: changed)  # noqa: B023  # called within the iteration
+            assert cell.settings_hash() != before
+    # What a buffer hands on to its bases is among them
+    assert {"scale", "max_waiting", "tied_groups", "leave_one_out"} <= set(run.buffer_defaults("outcome"))
 
 
 def test_changes_of_a_mapping_leave_its_other_entries() -> None:
@@ -179,8 +194,8 @@ def test_the_runner_leaves_a_row_and_a_curve_per_run_and_goes_on_where_it_stoppe
         held = curve.first_held(25.0)
         assert row["steps_to_threshold"] == ("" if held is None else str(curve.steps[held]))
         # Each episode of CartPole is as long as its return
-        assert sum(curve.returns) <= 2048 + 8 * 512
-        assert float(row["eval_mean"]) >= 8
+        assert sum(curve.returns) <= 2048
+        assert 8 <= float(row["eval_mean"]) <= 500
 
     capsys.readouterr()
     assert command("--envs", "CartPole-v1", "--arms", "grpo") == 0
@@ -212,6 +227,38 @@ def test_a_run_that_fails_is_tried_again_and_told_loudly(
     assert "FAILED (attempt 1 of 2): ppo Acrobot-v1" in printed.err and "FAILED (attempt 2 of 2)" in printed.err
     assert {row["arm"] for row in read_rows(command.results / "runs.csv")} == {"random", "grpo"}
     assert "2 runs done, 1 failed" in printed.out
+
+
+def test_ctrl_c_starts_nothing_more_and_a_run_cut_short_is_no_row(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+
+    def interrupted(cell: run.Run, results: pathlib.Path) -> dict[str, Any]:
+        started.append(cell)
+        if len(started) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.5)
+        return {}
+
+    monkeypatch.setattr(run, "execute_apart", interrupted)
+    monkeypatch.setattr(run, "INTERRUPTED", threading.Event())
+    command = Command(SMALL, tmp_path, monkeypatch)
+    assert command() == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert len(started) < len(run.expand(SMALL, "short")) and read_rows(command.results / "runs.csv") == []
+
+    # rl-zoo3 swallows the interrupt of a training: what it returns is not a finished run
+    _, cell = run.expand(SMALL, "short", ["grpo"], ["Acrobot-v1"], [0])
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"interrupted after .* of 1024 steps"):
+        patch.setattr(TrainingCurve, "_on_rollout_end", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        run.execute(dataclasses.replace(cell, entry={**cell.entry, "n_steps": 256}), tmp_path)
+
+
+def test_a_setting_without_a_value_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as refused:
+        Command(SMALL, tmp_path, monkeypatch)("--set", "gae_lambda")
+    assert refused.value.code == 2
 
 
 def test_trials_do_not_mix_with_what_is_reported(
@@ -255,6 +302,9 @@ def test_learning_curve() -> None:
 # The report
 
 
+quick = pytest.mark.usefixtures("few_resamples")
+
+
 def write_toy(
     results: pathlib.Path,
     areas: dict[str, dict[str, list[float]]],
@@ -290,7 +340,7 @@ def write_toy(
         path.parent.mkdir(exist_ok=True)
         np.savez(path, steps=np.arange(1, 101) * 10, returns=np.linspace(0.0, 2 * area, 100), seconds=np.zeros(100))
         if speeds and each.seed == 100:
-            row = {"arm": each.arm, "env": each.env, "settings_hash": each.settings_hash()}
+            row = {"session": 1, "arm": each.arm, "env": each.env, "settings_hash": each.settings_hash()}
             row["seconds_per_step"] = speeds[each.arm]
             append_row(results / "speed.csv", row, run.SPEED_FIELDS)
     return report.Suite("toy", results, matrix)
@@ -300,13 +350,19 @@ BETTER = {"CartPole-v1": [30.0, 31.0, 32.0], "Acrobot-v1": [300.0, 310.0, 320.0]
 WORSE = {"CartPole-v1": [10.0, 11.0, 12.0], "Acrobot-v1": [100.0, 110.0, 120.0]}
 
 
-@pytest.mark.parametrize("grpo, ppo, probability", [(BETTER, WORSE, 1.0), (WORSE, BETTER, 0.0), (WORSE, WORSE, 0.5)])
+@quick
+@pytest.mark.parametrize(
+    "grpo, ppo, probability",
+    [(BETTER, WORSE, 1.0), (WORSE, BETTER, 0.0), (WORSE, WORSE, 0.5)],
+    ids=["better", "swapped", "equal"],
+)
 def test_probability_of_improvement_of_a_toy(
     grpo: dict[str, list[float]], ppo: dict[str, list[float]], probability: float, tmp_path: pathlib.Path
 ) -> None:
     suite = write_toy(tmp_path, {"grpo": grpo, "ppo": ppo})
-    ours, theirs, envs = report.normalised_areas(suite, "grpo", "ppo")
-    assert envs == list(grpo)
+    seeds = report.common_seeds(suite, ("grpo", "ppo"), list(grpo))
+    assert seeds == [100, 101, 102]
+    ours, theirs = (report.raw_areas(suite, arm, list(grpo), seeds) for arm in ("grpo", "ppo"))
     estimate = report.probability_of_improvement(ours, theirs)
     assert estimate.value == probability
     assert estimate.low <= probability <= estimate.high
@@ -316,9 +372,10 @@ def test_probability_of_improvement_of_a_toy(
 
 def test_areas_are_above_random_and_over_ppos_mean(tmp_path: pathlib.Path) -> None:
     suite = write_toy(tmp_path, {"grpo": {"CartPole-v1": [50.0, 70.0]}, "ppo": {"CartPole-v1": [20.0, 40.0]}}, random=10.0)
-    ours, theirs, _ = report.normalised_areas(suite, "grpo", "ppo")
-    np.testing.assert_allclose(ours, [[2.0], [3.0]])
-    np.testing.assert_allclose(theirs, [[0.5], [1.5]])
+    scores, envs, seeds = report.normalised_areas(suite, ("grpo", "ppo"), "ppo")
+    assert (envs, seeds) == (["CartPole-v1"], [100, 101])
+    np.testing.assert_allclose(scores["grpo"], [[2.0], [3.0]])
+    np.testing.assert_allclose(scores["ppo"], [[0.5], [1.5]])
     assert "| 2.50 |" in report.area_table(suite, "grpo", "ppo")
 
 
@@ -333,29 +390,82 @@ def test_an_ablation_has_a_line_per_arm_and_a_column_per_environment(tmp_path: p
     ]
 
 
+@quick
 def test_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
     areas = np.array([[1.0, -50.0], [2.0, 100.0]])
     assert report.interquartile_mean(areas).value == pytest.approx(1.5)
 
 
-def test_seeds_that_only_some_environments_have_stay_out_of_the_aggregate(tmp_path: pathlib.Path) -> None:
+@quick
+def test_what_never_ends_is_left_out_with_the_longest_quarter_and_is_never_beyond_it() -> None:
+    finite = np.array([[1.0, 2.0], [3.0, math.inf]])
+    assert report.interquartile_mean(finite).value == pytest.approx(2.5)
+    assert report.interquartile_mean(finite).high == math.inf
+    half = np.array([[1.0, 2.0], [math.inf, math.inf]])
+    assert str(report.interquartile_mean(half)).startswith("never")
+
+
+def test_intervals_are_the_same_each_time_and_leave_numpys_generator_alone() -> None:
+    scores = np.random.default_rng(0).normal(size=(4, 5))
+    np.random.seed(7)
+    expected = np.random.random(3)
+    np.random.seed(7)
+    first = report.interquartile_mean(scores)
+    np.testing.assert_array_equal(np.random.random(3), expected)
+    assert report.interquartile_mean(scores) == first
+    assert first.low < first.value < first.high
+
+
+def test_a_single_seed_has_no_interval() -> None:
+    assert str(report.interquartile_mean(np.array([[1.0, 2.0]]))) == "1.50"
+    assert str(report.mean_over_seeds(np.array([3.0]))) == "3.00"
+
+
+def test_seeds_are_matched_by_number(tmp_path: pathlib.Path) -> None:
     areas = {
         "grpo": {"CartPole-v1": [4.0, 4.0, 9.0], "Acrobot-v1": [4.0, 6.0]},
-        "ppo": {"CartPole-v1": [2.0], "Acrobot-v1": [2.0]},
+        "ppo": {"CartPole-v1": [2.0, 2.0, 2.0], "Acrobot-v1": [2.0, 2.0]},
     }
-    areas["ppo"] = {"CartPole-v1": [2.0, 2.0, 2.0], "Acrobot-v1": [2.0, 2.0]}
-    ours, theirs, _ = report.normalised_areas(write_toy(tmp_path, areas), "grpo", "ppo")
-    np.testing.assert_allclose(ours, [[2.0, 2.0], [2.0, 3.0]])
-    assert theirs.shape == (2, 2)
+    suite = write_toy(tmp_path, areas)
+    scores, _, seeds = report.normalised_areas(suite, ("grpo", "ppo"), "ppo")
+    assert seeds == [100, 101]
+    np.testing.assert_allclose(scores["grpo"], [[2.0, 2.0], [2.0, 3.0]])
+    # Without the first run of one arm, the second is still compared with the second
+    rows = (tmp_path / "runs.csv").read_text().splitlines(keepends=True)
+    gone = suite.runs("grpo", "CartPole-v1")[0].run
+    kept = [row for row in rows if not (row.startswith("grpo,CartPole") and ",100," in row and gone.settings_hash() in row)]
+    (tmp_path / "runs.csv").write_text("".join(kept))
+    scores, _, seeds = report.normalised_areas(report.Suite("toy", tmp_path, load_toy_matrix(suite)), ("grpo", "ppo"), "ppo")
+    assert seeds == [101]
+    np.testing.assert_allclose(scores["grpo"], [[2.0, 3.0]])
 
 
 def test_an_environment_where_ppo_is_no_better_than_random_has_no_ratio(tmp_path: pathlib.Path) -> None:
     areas = {"grpo": {"CartPole-v1": [4.0], "Acrobot-v1": [4.0]}, "ppo": {"CartPole-v1": [2.0], "Acrobot-v1": [-1.0]}}
     suite = write_toy(tmp_path, areas)
-    assert report.normalised_areas(suite, "grpo", "ppo")[2] == ["CartPole-v1"]
+    assert report.normalised_areas(suite, ("grpo", "ppo"), "ppo")[1] == ["CartPole-v1"]
     assert "no better than random" in report.area_table(suite, "grpo", "ppo")
-    # It still counts where no ratio is needed
-    assert "| 2 of 2 |" in report.aggregate_table(suite, [("grpo", "ppo")])
+    # It still counts where no ratio is needed, and is named where one is
+    table = report.aggregate_table(suite, [("grpo", "ppo")])
+    assert "| GRPO against PPO | 2 | 1 | 2 of 2 | 2.00 | 1.00 |" in table
+    assert table.endswith("GRPO against PPO: no ratio on Acrobot-v1, where PPO is no better than random actions.")
+
+
+def test_an_environment_where_ppo_learned_nothing_has_no_seconds(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [4.0], "Acrobot-v1": [4.0]}, "ppo": {"CartPole-v1": [2.0], "Acrobot-v1": [-1.0]}}
+    table, _ = report.seconds_table(write_toy(tmp_path, areas, speeds={"grpo": 0.1, "ppo": 0.1}), "grpo", "ppo")
+    assert "CartPole-v1" in table and "Acrobot-v1" not in table
+
+
+def test_speeds_are_those_of_one_session(tmp_path: pathlib.Path) -> None:
+    suite = write_toy(
+        tmp_path, {"grpo": {"CartPole-v1": [4.0]}, "ppo": {"CartPole-v1": [2.0]}}, speeds={"grpo": 1.0, "ppo": 2.0}
+    )
+    later = suite.runs("ppo", "CartPole-v1")[0].run
+    row = {"session": 2, "env": "CartPole-v1", "settings_hash": later.settings_hash(), "seconds_per_step": 50.0}
+    append_row(tmp_path / "speed.csv", row, run.SPEED_FIELDS)
+    assert report.seconds_per_step(suite, ("grpo", "ppo"), "CartPole-v1") == {"grpo": 1.0, "ppo": 2.0}
+    assert report.seconds_per_step(suite, ("ppo",), "CartPole-v1") == {"ppo": 50.0}
 
 
 def test_rows_of_other_settings_do_not_count(tmp_path: pathlib.Path) -> None:
@@ -391,9 +501,10 @@ def test_a_run_that_never_gets_there_counts_as_never(tmp_path: pathlib.Path) -> 
     )
     assert math.isinf(report.steps_to(suite.curves("grpo", "CartPole-v1")[0], 20.0))
     table, ratio = report.seconds_table(suite, "grpo", "ppo")
-    assert "never" in table and ratio is not None and ratio.value > 1000
+    assert "| never |" in table and str(ratio) == "never"
 
 
+@quick
 def test_pictures_are_drawn(tmp_path: pathlib.Path) -> None:
     suite = write_toy(tmp_path, {"grpo": BETTER, "ppo": WORSE}, speeds={"grpo": 0.001, "ppo": 0.003})
     report.draw_curves(suite, tmp_path / "steps.png", by_seconds=False)
