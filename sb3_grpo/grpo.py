@@ -116,8 +116,8 @@ class GRPO(OnPolicyAlgorithm):
     :param batch_size: minibatch size
     :param n_epochs: passes over the transitions of an update
     :param gamma: discount factor
-    :param gae_lambda: lambda of generalized advantage estimation, and of the targets of the kernel baseline; buffers that
-        judge whole trajectories do not use it
+    :param gae_lambda: lambda of generalized advantage estimation, and, without a ``target_lambda`` of its own, of
+        the targets of the kernel baseline; buffers that judge whole trajectories do not use it
     :param clip_range: clipping parameter of the surrogate, a number or a function of the progress remaining (from 1 to 0)
     :param clip_range_high: the same for ratios above one, ``None`` for ``clip_range`` (clip-higher, DAPO)
     :param dual_clip: bound, greater than 1, on the ratio of transitions with a negative advantage, ``None`` for none
