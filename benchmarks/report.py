@@ -454,14 +454,14 @@ def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
 def draw_profile(suite: Suite, path: pathlib.Path) -> None:
     """
     rliable's performance profiles: the share of runs whose area over PPO's exceeds a value, over the environments and seeds
-    that all arms with any runs have; nothing is drawn if there are none.
+    that all arms with any runs have; nothing is drawn for fewer than two seeds.
 
     :param suite: of finished runs
     :param path: of the picture
     """
     arms = [arm for arm in suite.arms if any(suite.runs(arm, env) for env in suite.timesteps)]
     scores, _, seeds = normalised_areas(suite, arms, "ppo")
-    if not seeds:
+    if len(seeds) < 2:
         return
     thresholds = np.linspace(0.0, 2.5, 101)
     with seeded_numpy(0):
@@ -543,7 +543,8 @@ def main() -> None:
         page.write_text(fill(page.read_text(encoding="utf-8"), contents), encoding="utf-8")
     short = Suite("short", args.results)
     draw_curves(short, PICTURES / "benchmark_steps.png", by_seconds=False)
-    draw_curves(short, PICTURES / "benchmark_seconds.png", by_seconds=True)
+    if read_rows(args.results / "speed.csv"):
+        draw_curves(short, PICTURES / "benchmark_seconds.png", by_seconds=True)
     draw_profile(short, PICTURES / "benchmark_profile.png")
     print(f"wrote {', '.join(str(page) for page in PAGES)} and the pictures in {PICTURES}")
 

@@ -275,10 +275,10 @@ GRPO_TABLE: Table = {
     ),
     "rollout_buffer_kwargs": [
         *all_of("must be a dict or None", *NO_DICT),
-        Wrong({"rigde": 0.1}, "it takes ['bandwidth'", "['rigde']"),
-        Wrong({3: 0.1, "rigde": 0.1}, "it takes ['bandwidth'", "[3, 'rigde']"),
+        Wrong({"rigde": 0.1}, "it takes ['actor_features'", "['rigde']"),
+        Wrong({3: 0.1, "rigde": 0.1}, "it takes ['actor_features'", "[3, 'rigde']"),
         Wrong({"tied_groups": "skip"}, "Another `rollout_buffer_class` may", "['tied_groups']"),
-        Wrong({"gamma": 0.9, "n_envs": 2}, "it takes ['bandwidth'", "['gamma', 'n_envs']"),
+        Wrong({"gamma": 0.9, "n_envs": 2}, "it takes ['actor_features'", "['gamma', 'n_envs']"),
         Wrong({"group_size": 3}, "pass `group_size` to GRPO itself", "group_size=3"),
     ],
     "target_kl": positives(),

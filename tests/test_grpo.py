@@ -1115,7 +1115,7 @@ def test_tensorboard_gets_the_curves(tmp_path: pathlib.Path):
         ),
         pytest.param(
             dict(rollout_buffer_kwargs=dict(tied_groups="skip", ridge=0.1)),
-            r"KernelRolloutBuffer does not take \['tied_groups'\] .*takes \['bandwidth', .*'ridge'.*Another `rollout_buffer",
+            r"KernelRolloutBuffer does not take \['tied_groups'\] .*takes \['actor_features', .*'ridge'.*Another `rollout",
             id="option-of-another-buffer",
         ),
         pytest.param(

@@ -1138,7 +1138,9 @@ def test_weights_without_a_fold_are_those_of_a_plain_fit_to_all_other_folds(
     before: Samples, case: Samples, forgetting: float, unit: float
 ):
     ridge = 1e-2
-    features = [features_of(before), features_of(case)]
+    baseline = KernelBaseline(N_FOURIER)
+    baseline.observe(np.vstack([before.inputs, case.inputs]))
+    features = [baseline.features(each.inputs, each.times) for each in (before, case)]
     targets = [unit * before.tensors()[0], unit * case.tensors()[0]]
     folds = case.tensors()[1]
     statistics = RidgeStatistics(features[0].shape[1])
