@@ -95,9 +95,16 @@ class Case:
         """:return: eight characters that change with the settings of a run, defaults of GRPO and of its buffer included"""
         algorithm = {**defaults(GRPO), **self.settings}
         buffer = defaults(resolve_buffer_class(algorithm["rollout_buffer_class"]))
-        arguments = [sorted(each for each in kwargs.items() if each not in NEUTRAL.items()) for kwargs in (algorithm, buffer)]
-        what = (self.env_id, self.n_envs, self.timesteps, *arguments, self.normalize)
+        what = (self.env_id, self.n_envs, self.timesteps, *map(without_neutral, (algorithm, buffer)), self.normalize)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+
+
+def without_neutral(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """
+    :param arguments: by name
+    :return: names and values, sorted, but for those at which a run is what it was before the argument came
+    """
+    return sorted(each for each in arguments.items() if each not in NEUTRAL.items())
 
 
 def defaults(callable_class: type) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from scipy import stats
 
 from benchmarks.curves import WINDOW, LearningCurve
 from benchmarks.learning import read_rows
-from benchmarks.run import RESULTS, Run, expand, load_matrix
+from benchmarks.run import RESULTS, Run, expand, load_matrix, row_key
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "benchmark.md", ROOT / "README.md")
@@ -76,7 +76,7 @@ class Suite:
         self.name, self.results = name, results
         self.arms: list[str] = matrix["suites"][name]["arms"]
         self.timesteps: dict[str, int] = matrix["suites"][name]["timesteps"]
-        rows = {(row["env"], row["seed"], row["settings_hash"]): row for row in read_rows(results / "runs.csv")}
+        rows = {row_key(row): row for row in read_rows(results / "runs.csv")}
         self._finished: dict[tuple[str, str], list[Finished]] = {}
         for run in expand(matrix, name):
             if (row := rows.get(run.key())) is not None:
@@ -198,35 +198,30 @@ def format_number(value: float) -> str:
 
 
 @contextlib.contextmanager
-def seeded_numpy(seed: int) -> Iterator[None]:
-    """
-    rliable draws from numpy's global generator, whatever random state it is given.
-
-    :param seed: of the generator within the context
-    """
+def seeded_numpy() -> Iterator[None]:
+    """Seed numpy's global generator for a while: rliable draws from it, whatever random state it is given."""
     state = np.random.get_state()
-    np.random.seed(seed)
+    np.random.seed(0)
     try:
         yield
     finally:
         np.random.set_state(state)
 
 
-def bootstrapped(scores: dict[str, Any], statistic: Callable[..., float], seed: int = 0) -> Estimate:
+def bootstrapped(statistic: Callable[..., float], *scores: np.ndarray) -> Estimate:
     """
-    :param scores: one entry: an array of shape ``(n_seeds, n_envs)``, or a pair of such
     :param statistic: of rliable
-    :param seed: of the bootstrap
+    :param scores: that it takes, each of shape ``(n_seeds, n_envs)``
     :return: with rliable's stratified bootstrap interval, where there are several seeds
     """
-    (arrays,) = scores.values()
-    arrays = arrays if isinstance(arrays, tuple) else (arrays,)
-    if len(arrays[0]) < 2:
-        return Estimate(float(statistic(*arrays)), math.nan, math.nan)
-    with seeded_numpy(seed):
-        points, intervals = rly.get_interval_estimates(scores, lambda *each: np.array([statistic(*each)]), reps=N_RESAMPLES)
-    (name,) = scores
-    return Estimate(float(points[name][0]), float(intervals[name][0][0]), float(intervals[name][1][0]))
+    if len(scores[0]) < 2:
+        return Estimate(float(statistic(*scores)), math.nan, math.nan)
+    with seeded_numpy():
+        points, intervals = rly.get_interval_estimates(
+            {"": scores if len(scores) > 1 else scores[0]}, lambda *each: np.array([statistic(*each)]), reps=N_RESAMPLES
+        )
+    (low,), (high,) = intervals[""]
+    return Estimate(float(points[""][0]), float(low), float(high))
 
 
 def interquartile_mean(scores: np.ndarray) -> Estimate:
@@ -234,7 +229,7 @@ def interquartile_mean(scores: np.ndarray) -> Estimate:
     :param scores: shape ``(n_seeds, n_envs)``; infinity is larger than any number
     :return: over all of them, infinity where infinite ones are within the middle half
     """
-    estimate = bootstrapped({"scores": np.where(np.isinf(scores), VERY_LARGE, scores)}, metrics.aggregate_iqm)
+    estimate = bootstrapped(metrics.aggregate_iqm, np.where(np.isinf(scores), VERY_LARGE, scores))
     return Estimate(*(math.inf if value > VERY_LARGE / 1000 else value for value in estimate))
 
 
@@ -244,7 +239,7 @@ def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> Estimate
     :param theirs: shape ``(n_seeds, n_envs)``
     :return: that a run of ours is better than one of theirs in the same environment, averaged over environments
     """
-    return bootstrapped({"pair": (ours, theirs)}, metrics.probability_of_improvement)
+    return bootstrapped(metrics.probability_of_improvement, ours, theirs)
 
 
 def mean_over_seeds(values: np.ndarray) -> Estimate:
@@ -464,7 +459,7 @@ def draw_profile(suite: Suite, path: pathlib.Path) -> None:
     if len(seeds) < 2:
         return
     thresholds = np.linspace(0.0, 2.5, 101)
-    with seeded_numpy(0):
+    with seeded_numpy():
         profiles, intervals = rly.create_performance_profile(scores, thresholds, reps=N_RESAMPLES)
     figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
     plot_utils.plot_performance_profiles(

@@ -19,6 +19,7 @@ settings are shared.
 import argparse
 import ast
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib.resources
@@ -48,9 +49,9 @@ from stable_baselines3.common.vec_env import VecEnv, sync_envs_normalization
 from tqdm import tqdm
 
 from benchmarks.curves import N_EVAL_EPISODES, TrainingCurve
-from benchmarks.learning import NEUTRAL, append_row, commit, defaults, random_return, read_rows, versions
+from benchmarks.learning import append_row, commit, defaults, random_return, read_rows, versions, without_neutral
 from benchmarks.timing import take_turns
-from sb3_grpo import GRPO
+from sb3_grpo import GRPO, CompleteGroupRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.zoo import register
 from sb3_grpo.zoo.experiment import HYPERPARAMS, GRPOExperimentManager
@@ -106,11 +107,7 @@ class Run:
             kwargs = settings["rollout_buffer_kwargs"]
             kwargs = eval(kwargs) if isinstance(kwargs, str) else kwargs  # as the zoo reads it
             buffer = {**buffer_defaults(settings["rollout_buffer_class"]), **(kwargs or {})}
-            if buffer["default_scale"] is None:
-                del buffer["default_scale"]
-            buffer = {key: value for key, value in buffer.items() if (key, value) not in NEUTRAL.items()}
-            settings = {key: value for key, value in settings.items() if (key, value) not in NEUTRAL.items()}
-            settings["rollout_buffer_kwargs"] = sorted(buffer.items())
+            settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
 
@@ -133,7 +130,17 @@ def buffer_defaults(buffer: str | None) -> dict[str, Any]:
     """
     buffer_class = resolve_buffer_class(buffer)
     merged = {key: value for base in reversed(buffer_class.__mro__[:-1]) for key, value in defaults(base).items()}
-    return {**merged, "default_scale": getattr(buffer_class, "default_scale", None)}
+    if issubclass(buffer_class, CompleteGroupRolloutBuffer):  # what `scale=None` stands for
+        merged["default_scale"] = buffer_class.default_scale
+    return merged
+
+
+def row_key(row: dict[str, str]) -> tuple[str, str, str]:
+    """
+    :param row: of the CSV
+    :return: what :meth:`Run.key` is of its run
+    """
+    return row["env"], row["seed"], row["settings_hash"]
 
 
 def load_matrix(path: pathlib.Path = MATRIX) -> dict[str, Any]:
@@ -144,14 +151,23 @@ def load_matrix(path: pathlib.Path = MATRIX) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def hyperparameter_file(algo: str) -> dict[str, dict[str, Any]]:
+    """
+    :param algo: ``grpo`` or ``ppo``
+    :return: the entries of this package's file, or of that of the installed rl-zoo3
+    """
+    file = HYPERPARAMS if algo == "grpo" else importlib.resources.files("rl_zoo3") / "hyperparams" / f"{algo}.yml"
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
 def zoo_entry(algo: str, env: str) -> dict[str, Any]:
     """
     :param algo: ``grpo`` or ``ppo``
     :param env: name of an entry
-    :return: from the hyperparameter file of this package, or from that of the installed rl-zoo3
+    :return: the entry, a copy
     """
-    file = HYPERPARAMS if algo == "grpo" else importlib.resources.files("rl_zoo3") / "hyperparams" / f"{algo}.yml"
-    return yaml.safe_load(file.read_text(encoding="utf-8"))[env]
+    return copy.deepcopy(hyperparameter_file(algo)[env])
 
 
 def expand(
@@ -449,7 +465,7 @@ def main() -> int:
         runs = expand(load_matrix(args.matrix), args.suite, args.arms, args.envs, args.seeds, args.changes)
     except ValueError as error:
         sys.exit(str(error))
-    done = {(row["env"], row["seed"], row["settings_hash"]) for row in rows}
+    done = {row_key(row) for row in rows}
     missing = list({run.key(): run for run in runs if run.key() not in done}.values())
     if args.dry_run:
         for run in missing:

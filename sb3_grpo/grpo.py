@@ -581,8 +581,9 @@ class GRPO(OnPolicyAlgorithm):
         for first in range(0, n_observations, ENCODING_BATCH):
             batch = take_observations(observations, slice(first, first + ENCODING_BATCH))
             with th.no_grad():
-                of_batch = self.policy.extract_features(obs_as_tensor(batch, self.device), self.policy.features_extractor)
-                features.append(self.policy.policy_net(of_batch) if hidden else of_batch)
+                obs = obs_as_tensor(batch, self.device)
+                extractor = self.policy.features_extractor
+                features.append(self.policy._latent(obs) if hidden else self.policy.extract_features(obs, extractor))
         return th.cat(features).double().cpu().numpy()
 
     def _log_rollout(self, start_mismatches: int) -> None:

@@ -305,6 +305,16 @@ def test_learning_curve() -> None:
 quick = pytest.mark.usefixtures("few_resamples")
 
 
+def toy_matrix(arms: list[str], envs: list[str]) -> dict[str, Any]:
+    """
+    :param arms: of the suite
+    :param envs: of the suite
+    :return: a matrix with the suite ``toy``, of three seeds
+    """
+    toy = {"arms": arms, "seeds": [100, 101, 102], "timesteps": dict.fromkeys(envs, 1000)}
+    return {"arms": SMALL["arms"], "environments": {env: {"threshold": 0.0} for env in envs}, "suites": {"toy": toy}}
+
+
 def write_toy(
     results: pathlib.Path,
     areas: dict[str, dict[str, list[float]]],
@@ -318,15 +328,7 @@ def write_toy(
     :param speeds: seconds per step by arm
     :return: the suite
     """
-    n_seeds = max(len(each) for by_env in areas.values() for each in by_env.values())
-    envs = list(next(iter(areas.values())))
-    matrix = {
-        "arms": SMALL["arms"],
-        "environments": {env: {"threshold": 0.0} for env in envs},
-        "suites": {
-            "toy": {"arms": list(areas), "seeds": list(range(100, 100 + n_seeds)), "timesteps": {env: 1000 for env in envs}}
-        },
-    }
+    matrix = toy_matrix(list(areas), list(next(iter(areas.values()))))
     for each in run.expand(matrix, "toy"):
         if each.arm != "random" and each.seed - 100 >= len(areas[each.arm][each.env]):
             continue
@@ -435,7 +437,9 @@ def test_seeds_are_matched_by_number(tmp_path: pathlib.Path) -> None:
     gone = suite.runs("grpo", "CartPole-v1")[0].run
     kept = [row for row in rows if not (row.startswith("grpo,CartPole") and ",100," in row and gone.settings_hash() in row)]
     (tmp_path / "runs.csv").write_text("".join(kept))
-    scores, _, seeds = report.normalised_areas(report.Suite("toy", tmp_path, load_toy_matrix(suite)), ("grpo", "ppo"), "ppo")
+    scores, _, seeds = report.normalised_areas(
+        report.Suite("toy", tmp_path, toy_matrix(suite.arms, list(suite.timesteps))), ("grpo", "ppo"), "ppo"
+    )
     assert seeds == [101]
     np.testing.assert_allclose(scores["grpo"], [[2.0, 3.0]])
 
@@ -473,13 +477,8 @@ def test_rows_of_other_settings_do_not_count(tmp_path: pathlib.Path) -> None:
     text = (tmp_path / "runs.csv").read_text()
     first = suite.runs("grpo", "CartPole-v1")[0].run.settings_hash()
     (tmp_path / "runs.csv").write_text(text.replace(first, "00000000"))
-    matrix = load_toy_matrix(suite)
+    matrix = toy_matrix(suite.arms, list(suite.timesteps))
     assert report.Suite("toy", tmp_path, matrix).runs("grpo", "CartPole-v1") == []
-
-
-def load_toy_matrix(suite: report.Suite) -> dict[str, Any]:
-    toy = {"arms": suite.arms, "seeds": [100, 101, 102], "timesteps": suite.timesteps}
-    return {"arms": SMALL["arms"], "environments": {env: {"threshold": 0} for env in suite.timesteps}, "suites": {"toy": toy}}
 
 
 def test_seconds_to_ppos_final_return(tmp_path: pathlib.Path) -> None:
