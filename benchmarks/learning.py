@@ -60,6 +60,7 @@ NEUTRAL: dict[str, Any] = dict(
     worker_timeout=None,
     actor_features=False,
     target_lambda=None,
+    fit="regression",
 )
 
 

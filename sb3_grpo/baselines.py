@@ -4,7 +4,8 @@ The kernel baseline: a critic's job without a critic.
 An estimate ``b(s, t)`` of the expected return is fitted by ridge regression on random Fourier features
 (Rahimi & Recht 2007, "Random Features for Large-Scale Kernel Machines"), in closed form: no network, no gradient steps, one
 small linear solve per rollout. Regressing returns on features of state *and time* follows the linear baseline of
-Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
+Duan et al. 2016 (https://arxiv.org/abs/1604.06778); solving for the fixed point of lambda-returns instead is LSTD(lambda)
+(Bradtke & Barto 1996, Boyan 2002).
 
 All tensors are double precision and live on the CPU: the problems are small, and torch's linear algebra, unlike numpy's, keeps
 to the number of threads that the user has set.
@@ -44,7 +45,25 @@ def fourier_features(
     return th.hstack([*linear, cosines])
 
 
-def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: float) -> th.Tensor:
+def eligibility_traces(features: th.Tensor, continues: th.Tensor, decay: float) -> th.Tensor:
+    """
+    ``e_t = phi_t + decay c_{t-1} e_{t-1}``, of each environment on its own.
+
+    With ``decay = gamma lambda`` these are the instruments of LSTD(lambda) (Boyan 2002, "Technical Update: Least-Squares
+    Temporal Difference Learning", https://doi.org/10.1023/A:1017936530646).
+
+    :param features: ``phi``, shape ``(n_envs, n_steps, p)``
+    :param continues: ``c``, 0 where the trajectory ended with the step, else 1, shape ``(n_envs, n_steps)``
+    :param decay: of one step
+    :return: shape ``(n_envs, n_steps, p)``
+    """
+    traces = features.clone()
+    for step in range(1, features.shape[1]):
+        traces[:, step] += decay * continues[:, step - 1, None] * traces[:, step - 1]
+    return traces
+
+
+def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: float, symmetric: bool = True) -> th.Tensor:
     """
     ``w = (A + lambda N I)^-1 B``, the ridge regression whose sufficient statistics are ``A = Phi' Phi`` and ``B = Phi' y``.
     Fewer than one sample count as one, so that without samples the weights are zero.
@@ -53,10 +72,13 @@ def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: f
     :param moment: ``B``, shape ``(..., p)``
     :param count: ``N``, the number of samples behind the statistics (weighted, where they are), shape ``(...)``
     :param ridge: ``lambda``
+    :param symmetric: whether ``A`` is symmetric and positive, as it is without instruments
     :return: shape ``(..., p)``
     """
     penalised = gram.clone()
     penalised.diagonal(dim1=-2, dim2=-1).add_(ridge * count.clamp(min=1.0)[..., None])
+    if not symmetric:
+        return th.linalg.solve(penalised, moment)
     return th.cholesky_solve(moment[..., None], th.linalg.cholesky(penalised))[..., 0]
 
 
@@ -77,9 +99,14 @@ class RidgeStatistics:
     Sufficient statistics of a ridge regression that forgets: each update weighs all earlier samples by ``forgetting``.
 
     :param n_features: ``p``
+    :param instrumented: whether samples come with instruments ``Z`` that take the place of the features on the left:
+        ``A = Z' Phi`` and ``B = Z' y``
     """
 
-    def __init__(self, n_features: int):
+    instrumented = False  # in files of the first commits
+
+    def __init__(self, n_features: int, instrumented: bool = False):
+        self.instrumented = instrumented
         self.gram = th.zeros(n_features, n_features, dtype=th.float64)
         self.moment = th.zeros(n_features, dtype=th.float64)
         self.count = th.zeros((), dtype=th.float64)
@@ -97,13 +124,27 @@ class RidgeStatistics:
         :param known: which of the features of a wider regression are those of this one, in order, shape ``(p',)``
         :return: statistics of the wider regression on the same samples, the new features having been zero in all of them
         """
-        wider = RidgeStatistics(len(known))
+        wider = RidgeStatistics(len(known), self.instrumented)
         wider.gram[th.outer(known, known)] = self.gram.flatten()
         wider.moment[known] = self.moment
         wider.count = self.count.clone()
         return wider
 
-    def leave_fold_out(self, features: th.Tensor, targets: th.Tensor, folds: th.Tensor, ridge: float) -> th.Tensor:
+    def weights(self, ridge: float) -> th.Tensor:
+        """
+        :param ridge: ``lambda``
+        :return: of the regression on all samples, shape ``(p,)``
+        """
+        return ridge_weights(self.gram, self.moment, self.count, ridge, not self.instrumented)
+
+    def leave_fold_out(
+        self,
+        features: th.Tensor,
+        targets: th.Tensor,
+        folds: th.Tensor,
+        ridge: float,
+        instruments: th.Tensor | None = None,
+    ) -> th.Tensor:
         """
         Add samples, and return for each fold the weights of the regression on everything but that fold: by subtracting the
         fold's own statistics, without a second pass over the data.
@@ -112,6 +153,7 @@ class RidgeStatistics:
         :param targets: ``y``, shape ``(n,)``
         :param folds: fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
         :param ridge: ``lambda``
+        :param instruments: ``Z``, shape ``(n, p)``, ``None`` for the features
         :return: shape ``(n_folds, p)``
         """
         # One fold after the other: with images p is several hundred, and a few matrices for all folds at once take more memory
@@ -120,13 +162,17 @@ class RidgeStatistics:
         for fold in range(int(folds.max()) + 1):
             member = folds == fold
             phi = features[member]
-            own.append((phi.T @ phi, phi.T @ targets[member], member.sum().double()))
+            z = phi if instruments is None else instruments[member]
+            own.append((z.T @ phi, z.T @ targets[member], member.sum().double()))
         grams, moments, counts = zip(*own, strict=True)
         self.gram += functools.reduce(th.add, grams)
         self.moment += functools.reduce(th.add, moments)
         self.count += functools.reduce(th.add, counts)
         return th.stack(
-            [ridge_weights(self.gram - gram, self.moment - moment, self.count - count, ridge) for gram, moment, count in own]
+            [
+                ridge_weights(self.gram - gram, self.moment - moment, self.count - count, ridge, not self.instrumented)
+                for gram, moment, count in own
+            ]
         )
 
 
@@ -145,6 +191,7 @@ class KernelBaseline:
     :param time_feature: whether the baseline depends on the step within the episode
     :param clip: standardised inputs are clipped to ``+-clip``; without a clip a single outlier makes the fit diverge
     :param seed: of the random frequencies
+    :param instrumented: whether :meth:`fit` is given instruments
     """
 
     def __init__(
@@ -156,6 +203,7 @@ class KernelBaseline:
         time_feature: bool = True,
         clip: float = 5.0,
         seed: int = 0,
+        instrumented: bool = False,
     ):
         self.n_features = n_features
         self.bandwidth = bandwidth
@@ -164,12 +212,13 @@ class KernelBaseline:
         self.time_feature = time_feature
         self.clip = clip
         self.seed = seed
+        self.instrumented = instrumented
         self._input_statistics: RunningMeanStd | None = None
         self._first_input = np.empty(0)
         self._varies = np.empty(0, dtype=bool)
         self._frequencies = th.empty(0, 0, dtype=th.float64)
         self._phases = th.empty(0, dtype=th.float64)
-        self._statistics = RidgeStatistics(0)
+        self._statistics = RidgeStatistics(0, instrumented)
 
     def observe(self, inputs: np.ndarray) -> None:
         """
@@ -181,7 +230,7 @@ class KernelBaseline:
             self._draw_features(inputs.shape[1])
             self._first_input = inputs[0].copy()
             self._varies = np.zeros(inputs.shape[1], dtype=bool)
-            self._statistics = RidgeStatistics(len(self._feature_columns(self._varies)))
+            self._statistics = RidgeStatistics(len(self._feature_columns(self._varies)), self.instrumented)
             updated = RunningMeanStd(epsilon=1e-4, shape=(inputs.shape[1],))
         else:
             updated = self._input_statistics.copy()
@@ -231,9 +280,11 @@ class KernelBaseline:
     @property
     def weights(self) -> th.Tensor:
         """The weights of the regression on all that has been fitted so far, shape ``(p,)``; zero before the first fit."""
-        return ridge_weights(self._statistics.gram, self._statistics.moment, self._statistics.count, self.ridge)
+        return self._statistics.weights(self.ridge)
 
-    def fit(self, features: th.Tensor, targets: th.Tensor, folds: th.Tensor) -> th.Tensor:
+    def fit(
+        self, features: th.Tensor, targets: th.Tensor, folds: th.Tensor, instruments: th.Tensor | None = None
+    ) -> th.Tensor:
         """
         Forget a little, add a rollout, and return for each fold the weights fitted without it. For a single fold these are the
         weights of the rollouts before.
@@ -241,11 +292,12 @@ class KernelBaseline:
         :param features: shape ``(n, p)``
         :param targets: shape ``(n,)``
         :param folds: fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
+        :param instruments: of an ``instrumented`` baseline, shape ``(n, p)``
         :return: shape ``(n_folds, p)``
         """
         updated = copy.deepcopy(self._statistics)
         updated.decay(self.forgetting)
-        weights = updated.leave_fold_out(features, targets, folds, self.ridge)
+        weights = updated.leave_fold_out(features, targets, folds, self.ridge, instruments)
         self._statistics = updated
         return weights
 

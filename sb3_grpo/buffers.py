@@ -24,7 +24,7 @@ from stable_baselines3.common.preprocessing import get_obs_shape, is_image_space
 from stable_baselines3.common.type_aliases import PyTorchObs
 
 from sb3_grpo import functional as F
-from sb3_grpo.baselines import KernelBaseline, predict_by_fold
+from sb3_grpo.baselines import KernelBaseline, eligibility_traces, predict_by_fold
 from sb3_grpo.checks import require_at_least, require_between, require_device, require_flag, require_one_of, require_positive
 
 #: A batch of observations: an array, or one array per key for a Dict space; the first axis counts observations.
@@ -532,8 +532,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param time_feature: whether the baseline depends on the step within the episode
     :param actor_features: fit to the outputs of the actor's last hidden layer instead of the observations. They change with
         every update, what is kept of earlier rollouts does not
-    :param target_lambda: lambda of the returns that the baseline is fitted to, ``None`` for ``gae_lambda``. What is less than
-        1 leaves the rest to the baseline of the rollout before, which then lags behind
+    :param target_lambda: lambda of the returns that the baseline is fitted to, ``None`` for ``gae_lambda``
+    :param fit: with ``"regression"``, what such a return leaves to the baseline is left to that of the rollout before, which
+        then lags behind where ``target_lambda`` is less than 1. With ``"lstd"`` it is left to the new one itself, by
+        least-squares temporal difference learning, LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646)
     :param reward_weights: see :class:`GroupRolloutBuffer`
     """
 
@@ -558,6 +560,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         time_feature: bool = True,
         actor_features: bool = False,
         target_lambda: float | None = None,
+        fit: Literal["regression", "lstd"] = "regression",
         reward_weights: Mapping[str, float] | None = None,
     ):
         super().__init__(
@@ -586,12 +589,19 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_flag("actor_features", actor_features)
         if target_lambda is not None:
             require_between("target_lambda", target_lambda, 0.0, 1.0)
+        require_one_of("fit", fit, ("regression", "lstd"))
         self.target_lambda = gae_lambda if target_lambda is None else target_lambda
         self.n_folds = n_folds
         self.actor_features = actor_features
         # SB3 has seeded numpy's global generator with the model's seed at this point
         self.baseline = KernelBaseline(
-            n_features, bandwidth, ridge, forgetting, time_feature, seed=np.random.randint(np.iinfo(np.int32).max)
+            n_features,
+            bandwidth,
+            ridge,
+            forgetting,
+            time_feature,
+            seed=np.random.randint(np.iinfo(np.int32).max),
+            instrumented=fit == "lstd",
         )
         self._longest = 1
         self._fitted_horizon = self.horizon
@@ -640,20 +650,53 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             next_baseline[cuts] = cut_baseline
             return F.generalized_advantages(rewards, baseline, next_baseline, continues, self.gamma, lambda_)
 
-        earlier = self.baseline.weights
-        prior = (features @ earlier).numpy()
-        targets = prior + advantages_against(prior, (cut_features @ earlier).numpy(), self.target_lambda)
-
         trajectory = np.cumsum(ends) - ends
         folds = th.as_tensor(trajectory % self.n_folds)
-        weights = self.baseline.fit(features, th.as_tensor(targets), folds)
+        if self.baseline.instrumented:
+            weights = self._fit_differences(features, cut_features, cuts, rewards, continues, folds)
+        else:
+            earlier = self.baseline.weights
+            prior = (features @ earlier).numpy()
+            targets = prior + advantages_against(prior, (cut_features @ earlier).numpy(), self.target_lambda)
+            weights = self.baseline.fit(features, th.as_tensor(targets), folds)
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
         advantages = advantages_against(baseline, cut_baseline, self.gae_lambda)
+        if self.baseline.instrumented:
+            targets = baseline + advantages_against(baseline, cut_baseline, self.target_lambda)
         self.metrics["train/explained_variance"] = F.explained_variance(baseline, targets)
         # Without a baseline a transition would be judged by its lambda-return as it is
         self.metrics["train/baseline_variance_reduction"] = F.explained_variance(baseline, baseline + advantages)
         return rollout, advantages
+
+    def _fit_differences(
+        self,
+        features: th.Tensor,
+        cut_features: th.Tensor,
+        cuts: np.ndarray,
+        rewards: np.ndarray,
+        continues: np.ndarray,
+        folds: th.Tensor,
+    ) -> th.Tensor:
+        """
+        LSTD(lambda): weights ``w`` for which ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w)`` is zero, but for the
+        penalty; with ``lambda = 1`` the regression of returns whose unseen rest is the prediction itself.
+
+        :param features: ``phi``, shape ``(n, p)``
+        :param cut_features: where a trajectory went on unseen, shape ``(n_cuts, p)``
+        :param cuts: after which rows it did, shape ``(n_cuts,)``
+        :param rewards: shape ``(n,)``
+        :param continues: 0 where a trajectory or the rollout ended with the step, else 1, shape ``(n,)``
+        :param folds: fold of each sample, shape ``(n,)``
+        :return: shape ``(n_folds, p)``
+        """
+        goes_on = th.as_tensor(continues)
+        following = features.roll(-1, dims=0) * goes_on[:, None]
+        following[cuts] = cut_features
+        by_env = features.view(self.n_envs, self.buffer_size, -1)
+        traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), self.gamma * self.target_lambda)
+        differences = features - self.gamma * following
+        return self.baseline.fit(differences, th.as_tensor(rewards), folds, traces.flatten(end_dim=1))
 
     def _time_unit(self, steps: np.ndarray) -> float:
         if self._fitted_horizon is not None:
@@ -687,13 +730,17 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def _options_of_features(self) -> dict[str, Any]:
         options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
-        return {**options, "actor_features": self.actor_features}
+        return {
+            **options,
+            "actor_features": self.actor_features,
+            "fit": "lstd" if self.baseline.instrumented else "regression",
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        options = {"actor_features": False, **state.get("options", self._options_of_features())}
+        options = {"actor_features": False, "fit": "regression", **state.get("options", self._options_of_features())}
         if options != self._options_of_features():
             warnings.warn(
-                f"The saved kernel baseline has features with {options}, this buffer asks for {self._options_of_features()}: "
+                f"The saved kernel baseline was fitted with {options}, this buffer asks for {self._options_of_features()}: "
                 "its fit begins afresh.",
                 stacklevel=2,
             )

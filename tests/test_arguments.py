@@ -330,6 +330,7 @@ BUFFER_TABLE: Table = {
     "time_feature": flags(),
     "actor_features": flags(),
     "target_lambda": all_of(FROM_0_TO_1, *NO_NUMBER, np.inf, -0.1, 1.01, 2),
+    "fit": all_of("must be 'regression' or 'lstd'", *NO_CHOICE),
     # of the four others
     "scale": all_of("must be 'group', 'batch' or 'none'", *[value for value in NO_CHOICE if value is not None]),
     "max_waiting": integers(1),
@@ -590,7 +591,13 @@ ACCEPTED_BY_BUFFERS: list[tuple[str, dict[str, Any]]] = [
     (
         "kernel",
         dict(
-            forgetting=1, time_feature=np.False_, actor_features=np.True_, target_lambda=1, horizon=1, device=th.device("cpu")
+            forgetting=1,
+            time_feature=np.False_,
+            actor_features=np.True_,
+            target_lambda=1,
+            fit="lstd",
+            horizon=1,
+            device=th.device("cpu"),
         ),
     ),
     ("kernel", dict(observation_space=DICT, action_space=DISCRETE, buffer_size=1)),

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch as th
 
-from sb3_grpo.baselines import KernelBaseline, RidgeStatistics, fourier_features, predict_by_fold, ridge_weights
+from sb3_grpo.baselines import (
+    KernelBaseline,
+    RidgeStatistics,
+    eligibility_traces,
+    fourier_features,
+    predict_by_fold,
+    ridge_weights,
+)
 from sb3_grpo.functional import explained_variance
 
 RIDGE = 0.01
@@ -224,6 +231,45 @@ def test_no_trajectory_is_judged_by_a_fit_to_itself():
     assert ((by_all[0] - by_all[1])[own].abs() > 1.0).all()
     # What happened to the others does tell something about a trajectory
     assert (by_fold[0] - by_fold[1])[others].abs().max() > 1.0
+
+
+# --- temporal differences ---------------------------------------------------------------------------------------------
+
+
+def test_traces_are_as_worked_out_by_hand_and_end_with_the_trajectory():
+    # decay 0.5: 1; 2 + 0.5 * 1; 4 + 0.5 * 2.5; the trajectory ended: 8. The other environment goes on throughout
+    features = tensor([[[1.0], [2.0], [4.0], [8.0]], [[1.0], [0.0], [0.0], [0.0]]])
+    continues = tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    traces = eligibility_traces(features, continues, decay=0.5)
+    th.testing.assert_close(traces[..., 0], tensor([[1.0, 2.5, 5.25, 8.0], [1.0, 0.5, 0.25, 0.125]]))
+    assert features[0, 1] == 2.0
+
+
+@pytest.mark.parametrize("lambda_", [0.0, 0.5, 1.0])
+def test_with_instruments_the_fit_is_the_value_of_a_chain(lambda_):
+    # States 0 -> 1 -> 2 -> end, rewards 1, 2, 3, gamma 0.5: V(2) = 3, V(1) = 2 + 0.5 * 3 = 3.5, V(0) = 1 + 0.5 * 3.5 = 2.75
+    features = th.eye(3, dtype=th.float64)
+    following = tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    traces = eligibility_traces(features[None], tensor([[1.0, 1.0, 0.0]]), 0.5 * lambda_)[0]
+    statistics = RidgeStatistics(3, instrumented=True)
+    rewards, fold = tensor([1.0, 2.0, 3.0]), th.zeros(3, dtype=th.int64)
+    statistics.leave_fold_out(features - 0.5 * following, rewards, fold, 1e-3, traces)
+    th.testing.assert_close(statistics.weights(1e-12), tensor([2.75, 3.5, 3.0]))
+
+
+@pytest.mark.parametrize("folds", FOLDS)
+def test_with_instruments_leaving_a_fold_out_equals_a_fit_without_it(folds):
+    rng = np.random.default_rng(0)
+    n, labels = len(folds), np.array(folds)
+    features, targets = rng.normal(size=(n, 3)), rng.normal(size=n)
+    instruments = features + 0.3 * rng.normal(size=(n, 3))
+    statistics = RidgeStatistics(3, instrumented=True)
+    weights = statistics.leave_fold_out(tensor(features), tensor(targets), th.as_tensor(labels), RIDGE, tensor(instruments))
+    for fold in range(max(folds) + 1):
+        kept = labels != fold
+        left = instruments[kept].T @ features[kept] + RIDGE * max(kept.sum(), 1) * np.eye(3)
+        expected = np.linalg.solve(left, instruments[kept].T @ targets[kept])
+        np.testing.assert_allclose(weights[fold].numpy(), expected, rtol=1e-8, atol=1e-10, err_msg=f"fold {fold}")
 
 
 # --- the baseline as a whole ------------------------------------------------------------------------------------------

@@ -575,16 +575,24 @@ def slow_features(state: dict[str, Any], inputs: np.ndarray, time: float) -> np.
     return np.array([1.0, *z, time, *cosines])
 
 
-def slow_fit(samples: list[tuple[float, np.ndarray, float]], n_features: int, ridge: float = 1e-3) -> np.ndarray:
+class RegressionSample(NamedTuple):
+    """Of a regression with instruments, which without are the features themselves."""
+
+    instruments: np.ndarray
+    features: np.ndarray
+    target: float
+
+
+def slow_fit(samples: list[tuple[float, RegressionSample]], n_features: int, ridge: float = 1e-3) -> np.ndarray:
     """
-    :param samples: weight, features and target of each
+    :param samples: with the weight of each
     :param n_features: number of features
     :return: the weights of the ridge regression, from scratch
     """
     gram, moment, count = np.zeros((n_features, n_features)), np.zeros(n_features), 0.0
-    for weight, features, target in samples:
-        gram += weight * np.outer(features, features)
-        moment += weight * features * target
+    for weight, sample in samples:
+        gram += weight * np.outer(sample.instruments, sample.features)
+        moment += weight * sample.instruments * sample.target
         count += weight
     return np.linalg.solve(gram + ridge * max(count, 1.0) * np.eye(n_features), moment)
 
@@ -599,12 +607,31 @@ def slow_gae(rewards: list[float], values: np.ndarray, last_value: float, gae_la
     return advantages
 
 
+def temporal_differences(
+    rewards: list[float], features: np.ndarray, final: np.ndarray, decay: float
+) -> list[RegressionSample]:
+    """
+    :param rewards: of a segment
+    :param features: of each of its steps
+    :param final: of what follows, zeros where nothing does
+    :param decay: gamma times lambda
+    :return: what LSTD(lambda) makes of it
+    """
+    samples, trace = [], np.zeros(len(final))
+    for t, reward in enumerate(rewards):
+        trace = decay * trace + features[t]
+        following = features[t + 1] if t + 1 < len(rewards) else final
+        samples.append(RegressionSample(trace, features[t] - GAMMA * following, reward))
+    return samples
+
+
 def slow_advantages(
     rollouts: list[KernelRollout],
     time_unit: int | None,
     departure: Departure | None = None,
     gae_lambda: float = 0.98,
     target_lambda: float | None = None,
+    lstd: bool = False,
 ) -> list[np.ndarray]:
     """
     :param rollouts: all rollouts so far
@@ -612,10 +639,12 @@ def slow_advantages(
     :param departure: what is done otherwise
     :param gae_lambda: lambda
     :param target_lambda: lambda of what the baseline is fitted to
+    :param lstd: whether it is fitted to itself, where these targets leave something to the baseline
     :return: the advantages of each rollout, segment by segment
     """
     departure = departure or Departure()
-    history: list[list[tuple[np.ndarray, float]]] = []  # features and targets of each earlier rollout
+    lambda_ = gae_lambda if target_lambda is None else target_lambda
+    history: list[list[RegressionSample]] = []  # of each earlier rollout
     longest = 1
     result = []
     for segments, state, _ in rollouts:
@@ -633,25 +662,29 @@ def slow_advantages(
             bootstraps = segments[segment].end in departure.bootstraps  # noqa: B023  # called within the iteration
             return features[segment] @ weights, float(finals[segment] @ weights) if bootstraps else 0.0
 
-        def remembered(age: int) -> list[tuple[float, np.ndarray, float]]:
+        def remembered(age: int) -> list[tuple[float, RegressionSample]]:
             weights = [departure.remembers ** (age + len(history) - 1 - k) for k in range(len(history))]
-            return [(w, phi, y) for w, rollout in zip(weights, history, strict=True) for phi, y in rollout]
+            return [(w, sample) for w, rollout in zip(weights, history, strict=True) for sample in rollout]
 
         n_features = features[0].shape[1]
         earlier = slow_fit(remembered(0), n_features)
-        targets = []
+        samples: list[list[RegressionSample]] = []
         for i, segment in enumerate(segments):
             values, last_value = judged(i, earlier)
-            lambda_ = gae_lambda if target_lambda is None else target_lambda
-            targets.append(values + slow_gae(segment.rewards, values, last_value, lambda_))
+            targets = values + slow_gae(segment.rewards, values, last_value, lambda_)
+            own = [RegressionSample(phi, phi, y) for phi, y in zip(features[i], targets, strict=True)]
+            if lstd:
+                final = finals[i] if segment.end in departure.bootstraps else np.zeros(n_features)
+                own = temporal_differences(segment.rewards, features[i], final, GAMMA * lambda_)
+            samples.append(own)
         advantages = []
         for i, segment in enumerate(segments):
             others = [j for j in range(len(segments)) if j % departure.n_folds != i % departure.n_folds]
             others = others if departure.leaves_fold_out else list(range(len(segments)))
-            current = [(1.0, phi, y) for j in others for phi, y in zip(features[j], targets[j], strict=True)]
+            current = [(1.0, sample) for j in others for sample in samples[j]]
             weights = slow_fit(remembered(1) + current, n_features)
             advantages.append(slow_gae(segment.rewards, *judged(i, weights), gae_lambda))
-        history.append([pair for phi, y in zip(features, targets, strict=True) for pair in zip(phi, y, strict=True)])
+        history.append([sample for own in samples for sample in own])
         result.append(np.concatenate(advantages))
     return result
 
@@ -748,10 +781,25 @@ def test_the_baseline_can_be_fitted_to_returns_of_another_lambda(target_lambda: 
         assert_kernel_advantages(recorder, time_unit=7, gae_lambda=0.9)
 
 
-def test_with_a_lambda_of_one_the_baseline_does_not_lag_behind_a_value_that_jumps():
+@pytest.mark.parametrize("target_lambda", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("n_envs", [pytest.param(1, id="1 environment"), pytest.param(3, id="3 environments")])
+def test_the_baseline_can_be_fitted_by_lstd(n_envs: int, target_lambda: float):
+    recorder = record_kernel(VECTOR, n_envs, buffer_kwargs=dict(target_lambda=target_lambda, fit="lstd"), gae_lambda=0.9)
+    ends = {segment.end for rollout in recorder.rollouts for segment in rollout.segments}
+    assert ends == {"terminated", "truncated", "unfinished"}
+    kwargs: dict[str, Any] = dict(time_unit=7, gae_lambda=0.9, target_lambda=target_lambda)
+    assert_kernel_advantages(recorder, lstd=True, **kwargs)
+    with pytest.raises(AssertionError):
+        assert_kernel_advantages(recorder, **kwargs)
+    for departure in (Departure(bootstraps=("unfinished",)), Departure(bootstraps=("truncated",)), Departure(remembers=0.5)):
+        with pytest.raises(AssertionError):
+            assert_kernel_advantages(recorder, lstd=True, departure=departure, **kwargs)
+
+
+def test_neither_with_a_lambda_of_one_nor_by_lstd_does_the_baseline_lag_behind_a_value_that_jumps():
     # The same reward at every step, gamma 0.9, episodes that go on: the value is 10 times the reward, hence 10 and then 100
     errors = {}
-    for target_lambda in (0.5, 1.0):
+    for target_lambda, fit in ((0.5, "regression"), (1.0, "regression"), (0.5, "lstd"), (1.0, "lstd")):
         buffer = KernelRolloutBuffer(
             200,
             VECTOR,
@@ -762,6 +810,7 @@ def test_with_a_lambda_of_one_the_baseline_does_not_lag_behind_a_value_that_jump
             ridge=1e-6,
             forgetting=0.0,
             target_lambda=target_lambda,
+            fit=fit,
         )
         rng = np.random.default_rng(0)
         for reward in (1.0, 1.0, 10.0):
@@ -779,9 +828,11 @@ def test_with_a_lambda_of_one_the_baseline_does_not_lag_behind_a_value_that_jump
                 )
             buffer.finish_rollout(observations, lambda observations, hidden=False: np.empty(0))
         features = buffer.baseline.features(observations, np.full(2, 0.5))
-        errors[target_lambda] = abs(float((features @ buffer.baseline.weights).mean()) - 100.0)
-    assert errors[1.0] < 15.0  # towards the end of the rollout the old value still stands for what follows
-    assert errors[0.5] > 40.0
+        errors[target_lambda, fit] = abs(float((features @ buffer.baseline.weights).mean()) - 100.0)
+    assert errors[1.0, "regression"] < 15.0  # towards the end of the rollout the old value still stands for what follows
+    assert errors[0.5, "regression"] > 40.0
+    assert errors[0.5, "lstd"] < 0.1
+    assert errors[1.0, "lstd"] < 0.1
 
 
 @pytest.mark.parametrize(
