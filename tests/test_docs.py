@@ -36,6 +36,16 @@ def test_every_page_is_reachable_from_the_first(site: pathlib.Path) -> None:
         assert page.stem == "index" or f'href="{page.stem}.html"' in first, page.name
 
 
+def test_the_tour_has_run_and_shows_its_pictures(site: pathlib.Path) -> None:
+    tour = (site / "auto_tour" / "plot_tour.html").read_text(encoding="utf-8")
+    pictures = set(re.findall(r'src="\.\./_images/(sphx_glr_plot_tour_\d+\.png)"', tour))
+    assert len(pictures) == 3
+    assert all((site / "_images" / picture).is_file() for picture in pictures)
+    # The kernel buffer has solved CartPole by the end of it
+    final = re.search(r"mean return (\d+) \+/- \d+ after 30,720 steps", tour)
+    assert final and int(final[1]) > 400
+
+
 def test_every_picture_is_shown_and_has_a_script() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"])
     scripts = "".join(

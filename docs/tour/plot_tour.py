@@ -31,20 +31,25 @@ from sb3_grpo import GRPO
 
 th.set_num_threads(1)  # networks this small only wait for more
 FOLDER = Path(tempfile.mkdtemp())
-COLOURS = dict(zip(["kernel", "return_to_go", "stepwise", "outcome", "process"], plt.colormaps["tab10"].colors, strict=False))
+BUFFERS = ["kernel", "return_to_go", "stepwise", "outcome", "process"]
+COLOURS = {buffer: f"C{i}" for i, buffer in enumerate(BUFFERS)}
 
 
 def train(buffer: str) -> GRPO:
-    env = make_vec_env("CartPole-v1", n_envs=8, monitor_dir=str(FOLDER / buffer))
-    group_size = 2 if buffer == "kernel" else 8
     model = GRPO(
-        "MlpPolicy", env, learning_rate=1e-3, rollout_buffer_class=buffer, group_size=group_size, seed=0, device="cpu"
+        "MlpPolicy",
+        make_vec_env("CartPole-v1", n_envs=8, monitor_dir=str(FOLDER / buffer)),
+        learning_rate=1e-3,
+        rollout_buffer_class=buffer,
+        group_size=2 if buffer == "kernel" else 8,
+        seed=0,
+        device="cpu",
     )
     model.set_logger(configure(str(FOLDER / buffer), ["csv"]))
     return model.learn(20_480)
 
 
-models = {buffer: train(buffer) for buffer in COLOURS}
+models = {buffer: train(buffer) for buffer in BUFFERS}
 
 # %%
 # What they learn
@@ -55,7 +60,8 @@ models = {buffer: train(buffer) for buffer in COLOURS}
 figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
 for buffer, colour in COLOURS.items():
     episodes = load_results(str(FOLDER / buffer))
-    axis.plot(episodes["l"].cumsum(), episodes["r"].rolling(50).mean(), color=colour, label=buffer)
+    mean_return = episodes["r"].rolling(50).mean()
+    axis.plot(episodes["l"].cumsum(), mean_return, color=colour, label=buffer)
 axis.set(xlabel="steps", ylabel="return")
 axis.legend(frameon=False)
 plt.show()
@@ -74,18 +80,26 @@ plt.show()
 # is no advice: it says that upright poles fare better, whatever was done. ``kernel`` has taken most of it out;
 # to the policy gradient, what is left of it is noise.
 
-figure, axes = plt.subplots(1, 5, figsize=(12, 3), sharex=True, sharey=True, layout="constrained")
+figure, axes = plt.subplots(1, 5, figsize=(10, 2.6), sharex=True, sharey=True, layout="constrained")
 bins = np.linspace(-1.5, 1.5, 9)
-for axis, buffer in zip(axes, COLOURS, strict=True):
-    env = make_vec_env("CartPole-v1", n_envs=8)
-    model = GRPO("MlpPolicy", env, n_steps=2048, n_epochs=1, rollout_buffer_class=buffer, group_size=8, seed=0, device="cpu")
+for axis, buffer in zip(axes, BUFFERS, strict=True):
+    model = GRPO(
+        "MlpPolicy",
+        make_vec_env("CartPole-v1", n_envs=8),
+        n_steps=2048,
+        n_epochs=1,
+        rollout_buffer_class=buffer,
+        group_size=8,
+        seed=0,
+        device="cpu",
+    )
     (update,) = model.learn(16_384).rollout_buffer.get()  # everything in one minibatch
     falling, advantage = update.observations[:, 3].numpy(), update.advantages.numpy()
-    for action, (push, colour) in enumerate([("push left", "tab:blue"), ("push right", "tab:orange")]):
-        taken = update.actions.numpy() == action
-        axis.scatter(falling[taken][::10], advantage[taken][::10], s=3, alpha=0.3, color=colour, lw=0)
-        means = pd.Series(advantage[taken]).groupby(pd.cut(falling[taken], bins), observed=False).mean()
-        axis.plot((bins[:-1] + bins[1:]) / 2, means, color=colour, label=push)
+    for action, push in enumerate(["push left", "push right"]):
+        own = update.actions.numpy() == action
+        axis.scatter(falling[own][::10], advantage[own][::10], s=3, alpha=0.3, color=f"C{action}", lw=0)
+        means = pd.Series(advantage[own]).groupby(pd.cut(falling[own], bins), observed=False).mean()
+        axis.plot((bins[:-1] + bins[1:]) / 2, means, color=f"C{action}", label=push)
     axis.axhline(0, color="grey", lw=0.8)
     axis.set(title=buffer, xlabel="pole falls, rad/s", xlim=(bins[0], bins[-1]), ylim=(-3, 3))
 axes[0].set_ylabel("advantage")
@@ -101,7 +115,7 @@ plt.show()
 # update has moved the policy. The entropy falls as the policy makes up its mind.
 
 keys = ["rollout/ep_rew_mean", "rollout/groups_tied", "train/approx_kl", "train/entropy_loss"]
-figure, axes = plt.subplots(1, len(keys), figsize=(12, 3), layout="constrained")
+figure, axes = plt.subplots(1, len(keys), figsize=(10, 2.6), layout="constrained")
 for buffer, colour in COLOURS.items():
     log = pd.read_csv(FOLDER / buffer / "progress.csv")
     for axis, key in zip(axes, keys, strict=True):
@@ -116,7 +130,8 @@ plt.show()
 # variance it takes away from what the advantages would be without it. The second is what a baseline is for.
 
 log = pd.read_csv(FOLDER / "kernel" / "progress.csv")
-log[["time/total_timesteps", "train/explained_variance", "train/baseline_variance_reduction"]].round(2)
+keys = ["time/total_timesteps", "train/explained_variance", "train/baseline_variance_reduction"]
+log[keys].round(2)
 
 # %%
 # Evaluate, save, load, go on
