@@ -446,18 +446,30 @@ def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
     plt.close(figure)
 
 
+def profiled_arms(suite: Suite) -> list[str]:
+    """
+    :param suite: of finished runs
+    :return: as many of its arms, in order, as have two seeds in common
+    """
+    arms: list[str] = []
+    for arm in suite.arms:
+        if len(normalised_areas(suite, [*arms, arm], "ppo")[2]) >= 2:
+            arms.append(arm)
+    return arms
+
+
 def draw_profile(suite: Suite, path: pathlib.Path) -> None:
     """
     rliable's performance profiles: the share of runs whose area over PPO's exceeds a value, over the environments and seeds
-    that all arms with any runs have; nothing is drawn for fewer than two seeds.
+    that all arms have. An arm that would leave fewer than two seeds is left out; nothing is drawn of PPO alone.
 
     :param suite: of finished runs
     :param path: of the picture
     """
-    arms = [arm for arm in suite.arms if any(suite.runs(arm, env) for env in suite.timesteps)]
-    scores, _, seeds = normalised_areas(suite, arms, "ppo")
-    if len(seeds) < 2:
+    arms = profiled_arms(suite)
+    if len(arms) < 2:
         return
+    scores, _, _ = normalised_areas(suite, arms, "ppo")
     thresholds = np.linspace(0.0, 2.5, 101)
     with seeded_numpy():
         profiles, intervals = rly.create_performance_profile(scores, thresholds, reps=N_RESAMPLES)

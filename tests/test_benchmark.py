@@ -305,6 +305,9 @@ def test_learning_curve() -> None:
 quick = pytest.mark.usefixtures("few_resamples")
 
 
+TOY_ARMS = {**SMALL["arms"], "ppo-default": {"algo": "ppo", "entry": "default"}}
+
+
 def toy_matrix(arms: list[str], envs: list[str]) -> dict[str, Any]:
     """
     :param arms: of the suite
@@ -312,7 +315,7 @@ def toy_matrix(arms: list[str], envs: list[str]) -> dict[str, Any]:
     :return: a matrix with the suite ``toy``, of three seeds
     """
     toy = {"arms": arms, "seeds": [100, 101, 102], "timesteps": dict.fromkeys(envs, 1000)}
-    return {"arms": SMALL["arms"], "environments": {env: {"threshold": 0.0} for env in envs}, "suites": {"toy": toy}}
+    return {"arms": TOY_ARMS, "environments": {env: {"threshold": 0.0} for env in envs}, "suites": {"toy": toy}}
 
 
 def write_toy(
@@ -511,6 +514,12 @@ def test_pictures_are_drawn(tmp_path: pathlib.Path) -> None:
     report.draw_profile(suite, tmp_path / "profile.png")
     for name in ("steps", "seconds", "profile"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_arm_of_one_seed_does_not_cut_the_profile_of_the_others_short(tmp_path: pathlib.Path) -> None:
+    once = {env: areas[:1] for env, areas in BETTER.items()}
+    suite = write_toy(tmp_path, {"ppo": WORSE, "ppo-default": once, "grpo": BETTER})
+    assert report.profiled_arms(suite) == ["ppo", "grpo"]
 
 
 def test_places_of_the_page_are_filled() -> None:
