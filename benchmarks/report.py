@@ -1,5 +1,5 @@
 """
-Tables and pictures of what `benchmarks/run.py` has measured, written into `docs/benchmark.md`, README and beside them.
+Tables and pictures of what `benchmarks/run.py` has measured, written into pages of `docs/`, README and beside them.
 
     python -m benchmarks.report           # from benchmarks/results alone; nothing is run
     python -m benchmarks.report --print   # to the terminal, docs stay as they are
@@ -33,7 +33,7 @@ from benchmarks.learning import read_rows
 from benchmarks.run import RESULTS, Run, expand, load_matrix, row_key
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = (ROOT / "docs" / "benchmark.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "benchmark.md", ROOT / "docs" / "which_buffer.md", ROOT / "README.md")
 PICTURES = ROOT / "docs"
 N_RESAMPLES = 2000
 #: Stands for infinity where a library needs a number: a mean with any of these in it is told from all others.
