@@ -39,7 +39,7 @@ N_RESAMPLES = 2000
 #: Stands for infinity where a library needs a number: a mean with any of these in it is told from all others.
 VERY_LARGE = 1e12
 #: Suites of which a table of areas is made.
-ABLATIONS = ("buffers", "groups", "starts", "baseline")
+ABLATIONS = ("minigrid", "buffers", "groups", "starts", "baseline")
 LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
 COLOURS = {"grpo": "tab:blue", "ppo": "tab:orange", "grpo-default": "tab:cyan", "ppo-default": "tab:brown"}
 
@@ -330,6 +330,13 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
         if left_out := [env for env in compared if env not in envs]:
             names = ", ".join(left_out)
             notes.append(f"{title}: no ratio on {names}, where {LABELS[reference]} is no better than random actions.")
+            if ratio_seeds:
+                shared = common_seeds(suite, (arm, reference), compared)
+                random = np.array([suite.column("random", env, "auc")[0] for env in left_out])
+                beyond = np.where(raw_areas(suite, arm, left_out, shared) > random, math.inf, 0.0)
+                everywhere = np.hstack([scores[arm][[ratio_seeds.index(seed) for seed in shared]], beyond])
+                mean = str(interquartile_mean(everywhere)).replace("never", "∞")
+                notes[-1] += f" With what is better than random there counted as ∞, the interquartile mean is {mean}."
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 

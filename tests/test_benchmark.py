@@ -96,7 +96,7 @@ def test_default_arms_have_nothing_but_defaults() -> None:
 def test_reported_seeds_are_not_those_of_tuning() -> None:
     for suite in MATRIX["suites"]:
         seeds = {each.seed for each in run.expand(MATRIX, suite) if each.algo != "random"}
-        assert min(seeds) >= 100 if suite in ("short", "full") else max(seeds) < 10
+        assert min(seeds) >= 100 if suite in ("short", "full", "minigrid") else max(seeds) < 10
 
 
 def make_run(**changes: Any) -> run.Run:
@@ -455,7 +455,17 @@ def test_an_environment_where_ppo_is_no_better_than_random_has_no_ratio(tmp_path
     # It still counts where no ratio is needed, and is named where one is
     table = report.aggregate_table(suite, [("grpo", "ppo")])
     assert "| GRPO against PPO | 2 | 1 | 2 of 2 | 2.00 | 1.00 |" in table
-    assert table.endswith("GRPO against PPO: no ratio on Acrobot-v1, where PPO is no better than random actions.")
+    assert "GRPO against PPO: no ratio on Acrobot-v1, where PPO is no better than random actions." in table
+    assert table.endswith("counted as ∞, the interquartile mean is ∞.")
+
+
+def test_an_environment_without_a_ratio_can_be_counted_as_the_largest_or_smallest(tmp_path: pathlib.Path) -> None:
+    ratios = {"CartPole-v1": 1.0, "Pendulum-v1": 2.0, "MountainCarContinuous-v0": 3.0}
+    ppo = {**{env: [1.0] for env in ratios}, "Acrobot-v1": [-1.0]}
+    for ours, expected in ((0.5, "2.50"), (-0.5, "1.50")):  # of 1, 2, 3, infinity; of 0, 1, 2, 3
+        grpo = {**{env: [ratio] for env, ratio in ratios.items()}, "Acrobot-v1": [ours]}
+        suite = write_toy(tmp_path / expected, {"grpo": grpo, "ppo": ppo})
+        assert report.aggregate_table(suite, [("grpo", "ppo")]).endswith(f"the interquartile mean is {expected}.")
 
 
 def test_an_environment_where_ppo_learned_nothing_has_no_seconds(tmp_path: pathlib.Path) -> None:
