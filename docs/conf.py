@@ -30,3 +30,5 @@ sphinx_gallery_conf = {
 
 html_theme = "furo"
 html_title = "sb3-grpo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]

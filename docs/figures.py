@@ -69,7 +69,7 @@ def draw_group(groups: list[list[Trajectory]], path: pathlib.Path) -> None:
             axis.plot(len(angles) - 1, angles[-1], "x", color=colour, ms=6)
         axis.plot(0, np.degrees(group[0].observations[0, ANGLE]), "o", color=colour, ms=7)
     axis.set(xlabel="step", ylabel="angle of the pole, degrees")
-    axis.legend(frameon=False)
+    figure.legend(loc="outside upper center", ncols=len(groups), frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
