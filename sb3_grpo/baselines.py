@@ -78,7 +78,8 @@ def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: f
     penalised = gram.clone()
     penalised.diagonal(dim1=-2, dim2=-1).add_(ridge * count.clamp(min=1.0)[..., None])
     if not symmetric:
-        return th.linalg.solve(penalised, moment)
+        solution, info = th.linalg.solve_ex(penalised, moment)
+        return solution if not info.any() else (th.linalg.pinv(penalised) @ moment[..., None])[..., 0]
     return th.cholesky_solve(moment[..., None], th.linalg.cholesky(penalised))[..., 0]
 
 
@@ -186,7 +187,8 @@ class KernelBaseline:
     :param n_features: ``D``, number of random Fourier features
     :param bandwidth: standard deviation of the random frequencies, hence the reciprocal of the Gaussian kernel's length
         scale in units of one standard deviation of the inputs
-    :param ridge: ``lambda``, weight of the penalty on the squared weights, per sample
+    :param ridge: ``lambda``, weight of the penalty on the squared weights, per sample; with instruments, what is added to the
+        diagonal of ``A``, per sample
     :param forgetting: ``rho``, the weight that the statistics of earlier rollouts keep, between 0 and 1
     :param time_feature: whether the baseline depends on the step within the episode
     :param clip: standardised inputs are clipped to ``+-clip``; without a clip a single outlier makes the fit diverge
@@ -294,7 +296,12 @@ class KernelBaseline:
         :param folds: fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
         :param instruments: of an ``instrumented`` baseline, shape ``(n, p)``
         :return: shape ``(n_folds, p)``
+        :raises ValueError: if there are instruments and the baseline is not for them, or the other way round
         """
+        if self.instrumented != (instruments is not None):
+            raise ValueError(
+                "Pass `instruments` to `fit` if and only if the baseline is constructed with `instrumented=True`."
+            )
         updated = copy.deepcopy(self._statistics)
         updated.decay(self.forgetting)
         weights = updated.leave_fold_out(features, targets, folds, self.ridge, instruments)

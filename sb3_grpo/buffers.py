@@ -526,7 +526,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         to a power of two
     :param n_features: number of random Fourier features
     :param bandwidth: standard deviation of the random frequencies
-    :param ridge: penalty on the squared weights, per sample
+    :param ridge: penalty on the squared weights, per sample. With ``fit="lstd"`` the same number weighs more, the more a
+        feature persists: on the level of the returns as if ``(1 - gamma lambda) / (1 - gamma)`` times as large
     :param forgetting: weight that the statistics of earlier rollouts keep
     :param n_folds: number of folds
     :param time_feature: whether the baseline depends on the step within the episode
@@ -535,7 +536,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param target_lambda: lambda of the returns that the baseline is fitted to, ``None`` for ``gae_lambda``
     :param fit: with ``"regression"``, what such a return leaves to the baseline is left to that of the rollout before, which
         then lags behind where ``target_lambda`` is less than 1. With ``"lstd"`` it is left to the new one itself, by
-        least-squares temporal difference learning, LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646)
+        least-squares temporal difference learning, LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646). That
+        system can be close to singular; predictions are kept within what rewards such as those seen so far can add up to
     :param reward_weights: see :class:`GroupRolloutBuffer`
     """
 
@@ -604,6 +606,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             instrumented=fit == "lstd",
         )
         self._longest = 1
+        self._reward_range = (0.0, 0.0)
         self._fitted_horizon = self.horizon
         # Of images, which are costly to encode a second time; shape (n_envs, buffer_size, features_dim)
         self._features = th.empty(0, 0, 0)
@@ -652,18 +655,17 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
         trajectory = np.cumsum(ends) - ends
         folds = th.as_tensor(trajectory % self.n_folds)
+        bounds = self._attainable_returns(rewards)
+        earlier = self.baseline.weights
+        prior, cut_prior = (np.clip((each @ earlier).numpy(), *bounds) for each in (features, cut_features))
+        targets = prior + advantages_against(prior, cut_prior, 1.0 if self.baseline.instrumented else self.target_lambda)
         if self.baseline.instrumented:
             weights = self._fit_differences(features, cut_features, cuts, rewards, continues, folds)
         else:
-            earlier = self.baseline.weights
-            prior = (features @ earlier).numpy()
-            targets = prior + advantages_against(prior, (cut_features @ earlier).numpy(), self.target_lambda)
             weights = self.baseline.fit(features, th.as_tensor(targets), folds)
-        baseline = predict_by_fold(features, weights, folds).numpy()
-        cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
+        baseline = np.clip(predict_by_fold(features, weights, folds).numpy(), *bounds)
+        cut_baseline = np.clip(predict_by_fold(cut_features, weights, folds[cuts]).numpy(), *bounds)
         advantages = advantages_against(baseline, cut_baseline, self.gae_lambda)
-        if self.baseline.instrumented:
-            targets = baseline + advantages_against(baseline, cut_baseline, self.target_lambda)
         self.metrics["train/explained_variance"] = F.explained_variance(baseline, targets)
         # Without a baseline a transition would be judged by its lambda-return as it is
         self.metrics["train/baseline_variance_reduction"] = F.explained_variance(baseline, baseline + advantages)
@@ -698,6 +700,17 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         differences = features - self.gamma * following
         return self.baseline.fit(differences, th.as_tensor(rewards), folds, traces.flatten(end_dim=1))
 
+    def _attainable_returns(self, rewards: np.ndarray) -> tuple[float, float]:
+        """
+        :param rewards: of the rollout
+        :return: for LSTD, the least and the most that such rewards, or those of earlier rollouts, can add up to; else infinity
+        """
+        if not self.baseline.instrumented or self.gamma == 1.0:
+            return -np.inf, np.inf
+        lowest, highest = self._reward_range
+        self._reward_range = min(lowest, float(rewards.min())), max(highest, float(rewards.max()))
+        return self._reward_range[0] / (1.0 - self.gamma), self._reward_range[1] / (1.0 - self.gamma)
+
     def _time_unit(self, steps: np.ndarray) -> float:
         if self._fitted_horizon is not None:
             return float(self._fitted_horizon)
@@ -726,6 +739,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def get_state(self) -> dict[str, Any]:
         state = {"baseline": self.baseline.get_state(), "longest": self._longest, "horizon": self._fitted_horizon}
+        state["reward_range"] = self._reward_range
         return {**state, "options": self._options_of_features()}
 
     def _options_of_features(self) -> dict[str, Any]:
@@ -737,7 +751,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        options = {"actor_features": False, "fit": "regression", **state.get("options", self._options_of_features())}
+        # Files of the first commits have no options, or not all of them
+        earlier = {**self._options_of_features(), "actor_features": False, "fit": "regression"}
+        options = {**earlier, **state.get("options", {})}
         if options != self._options_of_features():
             warnings.warn(
                 f"The saved kernel baseline was fitted with {options}, this buffer asks for {self._options_of_features()}: "
@@ -747,6 +763,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             return
         self.baseline.set_state(state["baseline"])
         self._longest = state["longest"]
+        self._reward_range = state.get("reward_range", (0.0, 0.0))
         # The fit was to times in this unit, whatever the time limit of the present environment
         self._fitted_horizon = state["horizon"]
 

@@ -257,6 +257,40 @@ def test_with_instruments_the_fit_is_the_value_of_a_chain(lambda_):
     th.testing.assert_close(statistics.weights(1e-12), tensor([2.75, 3.5, 3.0]))
 
 
+def test_a_singular_system_is_solved_as_well_as_it_can_be():
+    # A = [[-2, 0], [0, 1]] and lambda N = 2: the sum is [[0, 0], [0, 3]]
+    weights = ridge_weights(tensor([[-2.0, 0.0], [0.0, 1.0]]), tensor([5.0, 6.0]), tensor(2.0), ridge=1.0, symmetric=False)
+    th.testing.assert_close(weights[1], tensor(2.0))
+    assert weights.isfinite().all()
+
+
+def test_inputs_that_begin_to_vary_leave_the_fit_with_instruments_as_it_is():
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(40, 2))
+    inputs[:20, 1] = 1.0
+    baseline = KernelBaseline(n_features=4, instrumented=True, ridge=1e-2)
+    times, fold = np.zeros(20), th.zeros(20, dtype=th.int64)
+    baseline.observe(inputs[:20])
+    features = baseline.features(inputs[:20], times)
+    baseline.fit(features, th.randn(20, dtype=th.float64), fold, features + 0.1)
+    narrow = baseline.weights
+    baseline.observe(inputs[20:])
+    wide = baseline.weights
+    # [1, z0, tau, cosines] becomes [1, z0, z1, tau, cosines]
+    th.testing.assert_close(th.cat([wide[:2], wide[3:]]), narrow)
+    assert wide[2] == 0.0
+
+
+@pytest.mark.parametrize("instrumented", [False, True])
+def test_instruments_where_none_belong_or_none_where_they_do_are_refused(instrumented):
+    baseline = KernelBaseline(instrumented=instrumented)
+    baseline.observe(np.random.default_rng(0).normal(size=(5, 2)))
+    features = baseline.features(np.zeros((5, 2)), np.zeros(5))
+    instruments = None if instrumented else features
+    with pytest.raises(ValueError, match="if and only if"):
+        baseline.fit(features, th.zeros(5, dtype=th.float64), th.zeros(5, dtype=th.int64), instruments)
+
+
 @pytest.mark.parametrize("folds", FOLDS)
 def test_with_instruments_leaving_a_fold_out_equals_a_fit_without_it(folds):
     rng = np.random.default_rng(0)

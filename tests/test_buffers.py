@@ -4,7 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -645,6 +645,7 @@ def slow_advantages(
     departure = departure or Departure()
     lambda_ = gae_lambda if target_lambda is None else target_lambda
     history: list[list[RegressionSample]] = []  # of each earlier rollout
+    rewards = [0.0]
     longest = 1
     result = []
     for segments, state, _ in rollouts:
@@ -658,9 +659,15 @@ def slow_advantages(
             final_time = times[-1] + departure.final_time / unit
             finals.append(slow_features(state, segment.final_input, final_time))
 
-        def judged(segment: int, weights: np.ndarray, features: Any = features, finals: Any = finals) -> tuple[Any, float]:
+        rewards += [reward for segment in segments for reward in segment.rewards]
+        bounds = (min(rewards) / (1 - GAMMA), max(rewards) / (1 - GAMMA)) if lstd else (-np.inf, np.inf)
+
+        def judged(
+            segment: int, weights: np.ndarray, features: Any = features, finals: Any = finals, bounds: Any = bounds
+        ) -> tuple[Any, float]:
             bootstraps = segments[segment].end in departure.bootstraps  # noqa: B023  # called within the iteration
-            return features[segment] @ weights, float(finals[segment] @ weights) if bootstraps else 0.0
+            last = float(np.clip(finals[segment] @ weights, *bounds)) if bootstraps else 0.0
+            return np.clip(features[segment] @ weights, *bounds), last
 
         def remembered(age: int) -> list[tuple[float, RegressionSample]]:
             weights = [departure.remembers ** (age + len(history) - 1 - k) for k in range(len(history))]
@@ -781,6 +788,29 @@ def test_the_baseline_can_be_fitted_to_returns_of_another_lambda(target_lambda: 
         assert_kernel_advantages(recorder, time_unit=7, gae_lambda=0.9)
 
 
+def collect(buffer: KernelRolloutBuffer, observe: Callable[[int], np.ndarray], reward: float, done: bool = False) -> None:
+    """
+    A rollout with the same reward at every step.
+
+    :param buffer: to fill
+    :param observe: the observations of a step
+    :param reward: of each step
+    :param done: whether every step ends its episode
+    """
+    buffer.reset()
+    for step in range(buffer.buffer_size):
+        buffer.add(
+            observe(step),
+            np.zeros((buffer.n_envs, 1)),
+            np.full(buffer.n_envs, reward),
+            np.full(buffer.n_envs, done),
+            th.zeros(buffer.n_envs),
+            np.arange(buffer.n_envs),
+            [{}] * buffer.n_envs,
+        )
+    buffer.finish_rollout(observe(buffer.buffer_size), lambda observations, hidden=False: np.empty(0))
+
+
 @pytest.mark.parametrize("target_lambda", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("n_envs", [pytest.param(1, id="1 environment"), pytest.param(3, id="3 environments")])
 def test_the_baseline_can_be_fitted_by_lstd(n_envs: int, target_lambda: float):
@@ -791,9 +821,52 @@ def test_the_baseline_can_be_fitted_by_lstd(n_envs: int, target_lambda: float):
     assert_kernel_advantages(recorder, lstd=True, **kwargs)
     with pytest.raises(AssertionError):
         assert_kernel_advantages(recorder, **kwargs)
-    for departure in (Departure(bootstraps=("unfinished",)), Departure(bootstraps=("truncated",)), Departure(remembers=0.5)):
+    departures = [
+        Departure(bootstraps=("unfinished",)),
+        Departure(bootstraps=("truncated",)),
+        Departure(remembers=0.5),
+        Departure(leaves_fold_out=False),
+        Departure(n_folds=3),
+    ]
+    for departure in departures:
         with pytest.raises(AssertionError):
             assert_kernel_advantages(recorder, lstd=True, departure=departure, **kwargs)
+
+
+def largest_advantage_while_drifting_off(seed: int) -> float:
+    """:return: of LSTD, in rollouts without an end: observations drift off, rewards are 1 and returns 1,000"""
+    np.random.seed(seed)
+    rng = np.random.default_rng(seed)
+    kwargs: dict[str, Any] = dict(n_features=256, bandwidth=0.3, ridge=1e-4, gamma=0.999, gae_lambda=0.95)
+    space = spaces.Box(-np.inf, np.inf, (3,))
+    buffer = KernelRolloutBuffer(64, space, spaces.Discrete(2), n_envs=4, fit="lstd", **kwargs)
+    states = [rng.normal(size=(4, 3))]
+    for _ in range(6 * 64):
+        states.append(1.03 * states[-1] + 0.1 * rng.normal(size=(4, 3)))
+    largest = 0.0
+    for first in range(0, 6 * 64, 64):
+        collect(buffer, lambda step, first=first: states[first + step].astype(np.float32), reward=1.0)  # type: ignore[misc]
+        (update,) = buffer.get()
+        largest = max(largest, float(update.advantages.abs().max()))
+    return largest
+
+
+def test_lstd_predicts_nothing_that_rewards_cannot_add_up_to(monkeypatch: pytest.MonkeyPatch):
+    bounded = [largest_advantage_while_drifting_off(seed) for seed in range(4)]
+    monkeypatch.setattr(KernelRolloutBuffer, "_attainable_returns", lambda self, rewards: (-np.inf, np.inf))
+    unbounded = [largest_advantage_while_drifting_off(seed) for seed in range(4)]
+    assert max(bounded) < 500.0
+    assert max(unbounded) > 2000.0
+
+
+@pytest.mark.parametrize("fit", ["regression", "lstd"])
+def test_rollouts_whose_every_step_ends_an_episode_are_judged(fit: Literal["regression", "lstd"]):
+    buffer = KernelRolloutBuffer(30, VECTOR, spaces.Discrete(2), n_envs=2, n_folds=2, ridge=1e-6, fit=fit)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        collect(buffer, lambda step: rng.uniform(-1, 1, (2, 3)).astype(np.float32), reward=2.0, done=True)
+    (update,) = buffer.get()
+    np.testing.assert_allclose(update.advantages, np.zeros(60), atol=0.02)  # the return is 2, and foreseen
 
 
 def test_neither_with_a_lambda_of_one_nor_by_lstd_does_the_baseline_lag_behind_a_value_that_jumps():
@@ -813,21 +886,10 @@ def test_neither_with_a_lambda_of_one_nor_by_lstd_does_the_baseline_lag_behind_a
             fit=fit,
         )
         rng = np.random.default_rng(0)
+        states = rng.uniform(-1, 1, (201, 2, 3)).astype(np.float32)
         for reward in (1.0, 1.0, 10.0):
-            buffer.reset()
-            for _ in range(200):
-                observations = rng.uniform(-1, 1, (2, 3)).astype(np.float32)
-                buffer.add(
-                    observations,
-                    np.zeros((2, 1)),
-                    np.full(2, reward),
-                    np.zeros(2, dtype=bool),
-                    th.zeros(2),
-                    np.arange(2),
-                    [{}, {}],
-                )
-            buffer.finish_rollout(observations, lambda observations, hidden=False: np.empty(0))
-        features = buffer.baseline.features(observations, np.full(2, 0.5))
+            collect(buffer, states.__getitem__, reward)
+        features = buffer.baseline.features(states[-1], np.full(2, 0.5))
         errors[target_lambda, fit] = abs(float((features @ buffer.baseline.weights).mean()) - 100.0)
     assert errors[1.0, "regression"] < 15.0  # towards the end of the rollout the old value still stands for what follows
     assert errors[0.5, "regression"] > 40.0
@@ -1937,6 +1999,20 @@ def test_the_kernel_baseline_can_see_the_actors_hidden_layer_instead_of_the_obse
     assert [inputs.shape for inputs in seen] == [(64, 16), (64, 16)]
     np.testing.assert_array_equal(seen, hidden)
     assert np.isfinite(buffer.metrics["train/explained_variance"])
+
+
+def test_a_fit_of_the_first_commits_is_a_regression_on_observations():
+    def make(**kwargs: Any) -> KernelRolloutBuffer:
+        return KernelRolloutBuffer(8, spaces.Box(-1, 1, (3,)), spaces.Discrete(2), **kwargs)
+
+    state = make().get_state()
+    del state["options"], state["reward_range"]
+    for other in (dict(fit="lstd"), dict(actor_features=True)):
+        with pytest.warns(UserWarning, match="its fit begins afresh"):
+            make(**other).set_state(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make().set_state(state)
 
 
 @pytest.mark.parametrize("saved, present", [(False, True), (True, False)])
