@@ -35,7 +35,7 @@ learning: $(STAMP) ## what GRPO learns: run what is missing in benchmarks/learni
 	$(PY) -m benchmarks.learning --jobs $(JOBS) $(ARGS)
 
 test: lint type ## lint, type check and run every test that is not slow
-	$(PY) -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## run the slow tests
 	$(PY) -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
@@ -56,5 +56,5 @@ format: $(STAMP) ## sort imports, apply ruff's safe fixes, reformat
 	$(PY) -m black -q $(SOURCES)
 
 clean: ## remove caches and build output; .venv and runs stay
-	rm -rf build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build docs/auto_tour *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,7 +11,7 @@ MUJOCO = ["gymnasium[mujoco]"]
 MINIGRID = ["minigrid"]
 # rl_zoo3 imports requests and pandas, and needs moviepy and pygame for videos, without asking for them
 ZOO = ["rl_zoo3[plots]>=2.9,<3", "gymnasium[classic-control]", "moviepy", "pandas", "requests"]
-DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery"]
+DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery>=0.17"]
 TESTS = ["ale-py", "black", "hypothesis", "mypy", "opencv-python-headless", "pytest", "pytest-xdist", "ruff"]
 
 setup(

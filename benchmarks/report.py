@@ -38,6 +38,7 @@ PICTURES = ROOT / "docs"
 N_RESAMPLES = 2000
 #: Stands for infinity where a library needs a number: a mean with any of these in it is told from all others.
 VERY_LARGE = 1e12
+NO_ROWS = "There are no rows yet."
 #: Suites of which a table of areas is made.
 ABLATIONS = ("minigrid", "buffers", "groups", "starts", "baseline")
 LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
@@ -270,7 +271,10 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
         f"| evaluation, {theirs} |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for env in suite.compared(arm, reference):
+    compared = suite.compared(arm, reference)
+    if not compared:
+        return NO_ROWS
+    for env in compared:
         random = suite.column("random", env, "auc")[0]
         areas = [suite.column(each, env, "auc") for each in (arm, reference)]
         evaluations = [suite.column(each, env, "eval_mean") for each in (arm, reference)]
@@ -291,6 +295,8 @@ def ablation_table(suite: Suite) -> str:
     """
     arms = [arm for arm in suite.arms if any(suite.runs(arm, env) for env in suite.timesteps)]
     envs = [env for env in suite.timesteps if any(suite.runs(arm, env) for arm in arms)]
+    if not envs:
+        return NO_ROWS
     lines = [
         "| | " + " | ".join(f"{env}, {suite.timesteps[env]:,}" for env in envs) + " |",
         "| --- |" + " --- |" * len(envs),
@@ -330,13 +336,14 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
         if left_out := [env for env in compared if env not in envs]:
             names = ", ".join(left_out)
             notes.append(f"{title}: no ratio on {names}, where {LABELS[reference]} is no better than random actions.")
-            if ratio_seeds:
-                shared = common_seeds(suite, (arm, reference), compared)
+            if ratio_seeds and seeds:
                 random = np.array([suite.column("random", env, "auc")[0] for env in left_out])
-                beyond = np.where(raw_areas(suite, arm, left_out, shared) > random, math.inf, 0.0)
-                everywhere = np.hstack([scores[arm][[ratio_seeds.index(seed) for seed in shared]], beyond])
+                beyond = np.where(raw_areas(suite, arm, left_out, seeds) > random, math.inf, 0.0)
+                everywhere = np.hstack([scores[arm][[ratio_seeds.index(seed) for seed in seeds]], beyond])
                 mean = str(interquartile_mean(everywhere)).replace("never", "∞")
-                notes[-1] += f" With what is better than random there counted as ∞, the interquartile mean is {mean}."
+                notes[
+                    -1
+                ] += f" With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 
@@ -404,7 +411,7 @@ def seconds_table(suite: Suite, arm: str, reference: str) -> tuple[str, Estimate
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     if not ratios:
-        return "", None
+        return NO_ROWS, None
     seeds = sorted(set.intersection(*(set(each) for each in ratios)))
     runs = np.array([[each[seed] for each in ratios] for seed in seeds])
     return "\n".join(lines), interquartile_mean(runs) if seeds else None
@@ -456,11 +463,13 @@ def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
 def profiled_arms(suite: Suite) -> list[str]:
     """
     :param suite: of finished runs
-    :return: as many of its arms, in order, as have two seeds in common
+    :return: PPO, and in order those of its arms that leave the environments as they are and at least two common seeds
     """
-    arms: list[str] = []
+    arms = ["ppo"]
+    _, envs, _ = normalised_areas(suite, arms, "ppo")
     for arm in suite.arms:
-        if len(normalised_areas(suite, [*arms, arm], "ppo")[2]) >= 2:
+        _, together, seeds = normalised_areas(suite, [*arms, arm], "ppo")
+        if arm != "ppo" and together == envs and len(seeds) >= 2:
             arms.append(arm)
     return arms
 
@@ -468,7 +477,7 @@ def profiled_arms(suite: Suite) -> list[str]:
 def draw_profile(suite: Suite, path: pathlib.Path) -> None:
     """
     rliable's performance profiles: the share of runs whose area over PPO's exceeds a value, over the environments and seeds
-    that all arms have. An arm that would leave fewer than two seeds is left out; nothing is drawn of PPO alone.
+    that all arms have. An arm that lacks an environment or has a single seed is left out; nothing is drawn of PPO alone.
 
     :param suite: of finished runs
     :param path: of the picture
@@ -476,7 +485,7 @@ def draw_profile(suite: Suite, path: pathlib.Path) -> None:
     arms = profiled_arms(suite)
     if len(arms) < 2:
         return
-    scores, _, _ = normalised_areas(suite, arms, "ppo")
+    scores, envs, seeds = normalised_areas(suite, arms, "ppo")
     thresholds = np.linspace(0.0, 2.5, 101)
     with seeded_numpy():
         profiles, intervals = rly.create_performance_profile(scores, thresholds, reps=N_RESAMPLES)
@@ -492,6 +501,7 @@ def draw_profile(suite: Suite, path: pathlib.Path) -> None:
         ticklabelsize="small",
     )
     axis.set_ylabel("share of runs above", fontsize="medium")
+    axis.set_title(f"{len(envs)} environments, {len(seeds)} seeds", fontsize="medium")
     axis.axvline(1.0, color="grey", lw=0.8, ls=":")
     axis.legend(frameon=False)
     figure.savefig(path, dpi=110)

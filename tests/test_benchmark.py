@@ -4,6 +4,7 @@ import dataclasses
 import importlib.resources
 import math
 import pathlib
+import re
 import sys
 import threading
 import time
@@ -456,10 +457,12 @@ def test_an_environment_where_ppo_is_no_better_than_random_has_no_ratio(tmp_path
     table = report.aggregate_table(suite, [("grpo", "ppo")])
     assert "| GRPO against PPO | 2 | 1 | 2 of 2 | 2.00 | 1.00 |" in table
     assert "GRPO against PPO: no ratio on Acrobot-v1, where PPO is no better than random actions." in table
-    assert table.endswith("counted as ∞, the interquartile mean is ∞.")
+    assert table.endswith("counted as ∞ there, others as 0, the interquartile mean is ∞.")
 
 
-def test_an_environment_without_a_ratio_can_be_counted_as_the_largest_or_smallest(tmp_path: pathlib.Path) -> None:
+def test_an_environment_without_a_ratio_counts_as_infinity_where_better_than_random_and_else_as_zero(
+    tmp_path: pathlib.Path,
+) -> None:
     ratios = {"CartPole-v1": 1.0, "Pendulum-v1": 2.0, "MountainCarContinuous-v0": 3.0}
     ppo = {**{env: [1.0] for env in ratios}, "Acrobot-v1": [-1.0]}
     for ours, expected in ((0.5, "2.50"), (-0.5, "1.50")):  # of 1, 2, 3, infinity; of 0, 1, 2, 3
@@ -530,6 +533,26 @@ def test_an_arm_of_one_seed_does_not_cut_the_profile_of_the_others_short(tmp_pat
     once = {env: areas[:1] for env, areas in BETTER.items()}
     suite = write_toy(tmp_path, {"ppo": WORSE, "ppo-default": once, "grpo": BETTER})
     assert report.profiled_arms(suite) == ["ppo", "grpo"]
+
+
+def test_an_arm_of_one_environment_does_not_cut_the_profile_of_the_others_short(tmp_path: pathlib.Path) -> None:
+    partly = {"CartPole-v1": BETTER["CartPole-v1"], "Acrobot-v1": []}
+    suite = write_toy(tmp_path, {"ppo": WORSE, "ppo-default": partly, "grpo": BETTER})
+    assert report.profiled_arms(suite) == ["ppo", "grpo"]
+
+
+def test_a_table_without_rows_says_so(tmp_path: pathlib.Path) -> None:
+    suite = write_toy(tmp_path, {"ppo": WORSE, "grpo": {"CartPole-v1": [], "Acrobot-v1": []}})
+    assert report.area_table(suite, "grpo", "ppo") == report.NO_ROWS
+    assert report.seconds_table(suite, "grpo", "ppo") == (report.NO_ROWS, None)
+    assert report.ablation_table(report.Suite("buffers", tmp_path)) == report.NO_ROWS
+
+
+def test_every_section_is_on_a_page() -> None:
+    places = {
+        name for page in report.PAGES for name in re.findall(r"<!-- report: (\w+) -->", page.read_text(encoding="utf-8"))
+    }
+    assert places == set(report.sections())
 
 
 def test_places_of_the_page_are_filled() -> None:

@@ -10,6 +10,9 @@ from sphinx.util.inventory import InventoryFile
 
 import sb3_grpo
 
+# The tour is built within the folder of the documentation: by one process
+pytestmark = pytest.mark.xdist_group("site")
+
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 

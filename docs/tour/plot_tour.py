@@ -11,9 +11,9 @@ tell the policy, and what the log says about it.
 # Training
 # --------
 #
-# Everything but the buffer is the same. Episode returns are what Stable-Baselines3's ``Monitor`` writes, metrics what
-# its CSV logger writes. The four buffers that judge whole trajectories are better off with more than two members in a
-# group.
+# Everything but the buffer is the same, and the size of the groups: the four buffers that judge whole trajectories are
+# given eight members to compare. Episode returns are what Stable-Baselines3's ``Monitor`` writes, metrics what its CSV
+# logger writes.
 
 import tempfile
 from pathlib import Path
@@ -55,7 +55,7 @@ models = {buffer: train(buffer) for buffer in BUFFERS}
 # What they learn
 # ---------------
 #
-# The mean return of the last 50 training episodes. Returns of CartPole are episode lengths: 500 is the time limit.
+# A running mean over 50 training episodes. Returns of CartPole are episode lengths: 500 is the time limit.
 
 figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
 for buffer, colour in COLOURS.items():
@@ -75,7 +75,7 @@ plt.show()
 # -----------------------------
 #
 # With the same seed, five models sample the same first rollout, here of 16,384 steps with random actions. What differs
-# is what they make of it. Dots are single steps, lines are means. To push right under a pole that falls to the right is
+# is what they make of it. Dots are single steps, lines are means. Under a pole that falls to the right one should push
 # right, so the orange line should be above the blue one there, and below it on the left. What the lines have in common
 # is no advice: it says that upright poles fare better, whatever was done. ``kernel`` has taken most of it out;
 # to the policy gradient, what is left of it is noise.
@@ -112,7 +112,7 @@ plt.show()
 #
 # Some of what is logged after each rollout; every key is explained under *Diagnostics*. ``rollout/groups_tied`` is the
 # share of groups whose members cannot be told apart: all of them with ``process``. ``train/approx_kl`` is how far an
-# update has moved the policy. The entropy falls as the policy makes up its mind.
+# update has moved the policy. ``train/entropy_loss`` is minus the entropy: it rises as the policy makes up its mind.
 
 keys = ["rollout/ep_rew_mean", "rollout/groups_tied", "train/approx_kl", "train/entropy_loss"]
 figure, axes = plt.subplots(1, len(keys), figsize=(10, 2.6), layout="constrained")
