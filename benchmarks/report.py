@@ -40,7 +40,7 @@ N_RESAMPLES = 2000
 VERY_LARGE = 1e12
 NO_ROWS = "There are no rows yet."
 #: Suites of which a table of areas is made.
-ABLATIONS = ("minigrid", "buffers", "groups", "starts", "baseline")
+ABLATIONS = ("minigrid", "fit", "buffers", "groups", "starts", "baseline")
 LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
 COLOURS = {"grpo": "tab:blue", "ppo": "tab:orange", "grpo-default": "tab:cyan", "ppo-default": "tab:brown"}
 
