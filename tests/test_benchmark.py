@@ -4,7 +4,6 @@ import dataclasses
 import importlib.resources
 import math
 import pathlib
-import re
 import sys
 import threading
 import time
@@ -546,13 +545,6 @@ def test_a_table_without_rows_says_so(tmp_path: pathlib.Path) -> None:
     assert report.area_table(suite, "grpo", "ppo") == report.NO_ROWS
     assert report.seconds_table(suite, "grpo", "ppo") == (report.NO_ROWS, None)
     assert report.ablation_table(report.Suite("buffers", tmp_path)) == report.NO_ROWS
-
-
-def test_every_section_is_on_a_page() -> None:
-    places = {
-        name for page in report.PAGES for name in re.findall(r"<!-- report: (\w+) -->", page.read_text(encoding="utf-8"))
-    }
-    assert places == set(report.sections())
 
 
 def test_places_of_the_page_are_filled() -> None:
