@@ -367,6 +367,16 @@ def seconds_per_step(suite: Suite, arms: Sequence[str], env: str) -> dict[str, f
     return {}
 
 
+def seconds_where_timed(suite: Suite, arms: Sequence[str], env: str) -> dict[str, float]:
+    """
+    :param suite: of finished runs
+    :param arms: to compare, as far as they have rows in ``speed.csv``
+    :param env: Gymnasium environment
+    :return: see :func:`seconds_per_step`
+    """
+    return seconds_per_step(suite, [arm for arm in arms if seconds_per_step(suite, [arm], env)], env)
+
+
 def steps_to(curve: LearningCurve, target: float) -> float:
     """
     :param curve: of a run
@@ -440,7 +450,7 @@ def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
     handles: dict[str, Any] = {}
     for axis, env in zip(axes.flat, envs, strict=False):
         arms = [arm for arm in suite.arms if suite.runs(arm, env)]
-        speeds = seconds_per_step(suite, arms, env) if by_seconds else dict.fromkeys(arms, 1.0)
+        speeds = seconds_where_timed(suite, arms, env) if by_seconds else dict.fromkeys(arms, 1.0)
         for arm, speed in speeds.items():
             curves = suite.curves(arm, env)
             begin = max(curve.steps[0] for curve in curves)

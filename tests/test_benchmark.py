@@ -344,7 +344,7 @@ def write_toy(
         path = each.curve_path(results)
         path.parent.mkdir(exist_ok=True)
         np.savez(path, steps=np.arange(1, 101) * 10, returns=np.linspace(0.0, 2 * area, 100), seconds=np.zeros(100))
-        if speeds and each.seed == 100:
+        if speeds and each.arm in speeds and each.seed == 100:
             row = {"session": 1, "arm": each.arm, "env": each.env, "settings_hash": each.settings_hash()}
             row["seconds_per_step"] = speeds[each.arm]
             append_row(results / "speed.csv", row, run.SPEED_FIELDS)
@@ -485,6 +485,13 @@ def test_speeds_are_those_of_one_session(tmp_path: pathlib.Path) -> None:
     append_row(tmp_path / "speed.csv", row, run.SPEED_FIELDS)
     assert report.seconds_per_step(suite, ("grpo", "ppo"), "CartPole-v1") == {"grpo": 1.0, "ppo": 2.0}
     assert report.seconds_per_step(suite, ("ppo",), "CartPole-v1") == {"ppo": 50.0}
+
+
+def test_an_arm_without_a_time_does_not_hide_those_of_the_others(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": BETTER, "ppo": WORSE, "ppo-default": WORSE}
+    suite = write_toy(tmp_path, areas, speeds={"grpo": 1.0, "ppo": 2.0})
+    assert report.seconds_per_step(suite, list(areas), "CartPole-v1") == {}
+    assert report.seconds_where_timed(suite, list(areas), "CartPole-v1") == {"grpo": 1.0, "ppo": 2.0}
 
 
 def test_rows_of_other_settings_do_not_count(tmp_path: pathlib.Path) -> None:
