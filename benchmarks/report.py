@@ -335,15 +335,14 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
         )
         if left_out := [env for env in compared if env not in envs]:
             names = ", ".join(left_out)
-            notes.append(f"{title}: no ratio on {names}, where {LABELS[reference]} is no better than random actions.")
-            if ratio_seeds and seeds:
+            note = f"{title}: no ratio on {names}, where {LABELS[reference]} is no better than random actions."
+            if seeds:
                 random = np.array([suite.column("random", env, "auc")[0] for env in left_out])
                 beyond = np.where(raw_areas(suite, arm, left_out, seeds) > random, math.inf, 0.0)
-                everywhere = np.hstack([scores[arm][[ratio_seeds.index(seed) for seed in seeds]], beyond])
-                mean = str(interquartile_mean(everywhere)).replace("never", "∞")
-                notes[
-                    -1
-                ] += f" With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
+                with_ratio = scores[arm][[ratio_seeds.index(seed) for seed in seeds]] if envs else np.empty((len(seeds), 0))
+                mean = str(interquartile_mean(np.hstack([with_ratio, beyond]))).replace("never", "∞")
+                note += f" With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
+            notes.append(note)
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 
