@@ -183,18 +183,25 @@ class Estimate(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        if math.isnan(self.low):
-            return format_number(self.value)
-        return f"{format_number(self.value)} ({format_number(self.low)} to {format_number(self.high)})"
+        return self.text()
+
+    def text(self, infinity: str = "never") -> str:
+        """
+        :param infinity: what stands for it
+        :return: the estimate and, where there is one, its interval
+        """
+        value, low, high = (format_number(each, infinity) for each in self)
+        return value if math.isnan(self.low) else f"{value} ({low} to {high})"
 
 
-def format_number(value: float) -> str:
+def format_number(value: float, infinity: str = "never") -> str:
     """
     :param value: to print
-    :return: with as many digits as its size deserves, "never" for infinity
+    :param infinity: what stands for it
+    :return: with as many digits as its size deserves
     """
     if math.isinf(value):
-        return "never"
+        return infinity
     return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2}f}"
 
 
@@ -337,10 +344,11 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
             names = ", ".join(left_out)
             note = f"{title}: no ratio on {names}, where {LABELS[reference]} is no better than random actions."
             if seeds:
-                random = np.array([suite.column("random", env, "auc")[0] for env in left_out])
-                beyond = np.where(raw_areas(suite, arm, left_out, seeds) > random, math.inf, 0.0)
-                with_ratio = scores[arm][[ratio_seeds.index(seed) for seed in seeds]] if envs else np.empty((len(seeds), 0))
-                mean = str(interquartile_mean(np.hstack([with_ratio, beyond]))).replace("never", "∞")
+                random = np.array([suite.column("random", env, "auc")[0] for env in compared])
+                scale = np.array([suite.above_random(reference, env) for env in compared])
+                limit = np.where(ours > random, math.inf, 0.0)
+                ratios = np.divide(ours - random, scale, out=limit, where=scale > 0.0)
+                mean = interquartile_mean(ratios).text(infinity="∞")
                 note += f" With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
             notes.append(note)
     return "\n".join([*lines, *(["", *notes] if notes else [])])
