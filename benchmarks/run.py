@@ -4,7 +4,7 @@ The comparison with PPO: every arm of a suite in `benchmarks/matrix.yml` on each
     python -m benchmarks.run --dry-run                      # what is missing, with the hours it will take
     python -m benchmarks.run --jobs 2                       # do it; interrupted, the same command goes on
     python -m benchmarks.run --suite full --envs Hopper-v5
-    python -m benchmarks.run --speed                        # seconds per step of PPO and GRPO, in turns, on a quiet machine
+    python -m benchmarks.run --speed --arms ppo grpo        # seconds per step, in turns, on a quiet machine
     python -m benchmarks.run --arms grpo --envs Acrobot-v1 --seeds 0 1 --set gae_lambda=0.95 --results runs/try   # a trial
 
 Models are made by rl-zoo3 from hyperparameter files: PPO by rl-zoo3's own code from the file that it ships, read at run time
@@ -27,6 +27,7 @@ import io
 import json
 import multiprocessing
 import pathlib
+import signal
 import sys
 import tempfile
 import threading
@@ -68,7 +69,7 @@ FIELDS = [
     "steps_to_threshold", "seconds_to_threshold", "wall_clock", "steps_per_second", "commit", "versions",
 ]  # fmt: skip
 SPEED_FIELDS = ["session", "arm", "env", "settings_hash", "steps", "seconds_per_step", "commit", "versions"]
-#: Set by Ctrl-C.
+#: Set by Ctrl-C and `kill`.
 INTERRUPTED = threading.Event()
 #: Turns of each arm when speed is measured, and steps in each, at least.
 N_TURNS = 5
@@ -501,5 +502,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the processes of the runs as Ctrl-C does
     gym.logger.min_level = gym.logger.ERROR
     sys.exit(main())

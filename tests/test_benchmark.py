@@ -1,12 +1,17 @@
 """The comparison with PPO: that it runs what it says, and counts what it ran."""
 
+import contextlib
 import dataclasses
 import importlib.resources
 import math
+import os
 import pathlib
+import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -253,6 +258,34 @@ def test_ctrl_c_starts_nothing_more_and_a_run_cut_short_is_no_row(
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"interrupted after .* of 1024 steps"):
         patch.setattr(TrainingCurve, "_on_rollout_end", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         run.execute(dataclasses.replace(cell, entry={**cell.entry, "n_steps": 256}), tmp_path)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """
+    :param condition: to wait for
+    :param seconds: for how long
+    """
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited for {seconds} seconds"
+        time.sleep(0.1)
+
+
+def test_kill_leaves_no_run_behind(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.run", "--envs", "CartPole-v1", "--arms", "ppo", "--results", str(tmp_path)]
+    # A session of its own: what is left of it can be asked for
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until((tmp_path / "runs.csv").exists)  # the random control is finished, a training is next
+        time.sleep(1.0)
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130 and "the same command goes on" in errors
+        with pytest.raises(ProcessLookupError):
+            wait_until(lambda: os.killpg(process.pid, 0))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_setting_without_a_value_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
