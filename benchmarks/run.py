@@ -229,7 +229,7 @@ def entry_of(
     else:
         entry = {"policy": "MlpPolicy", **{key: about[key] for key in ("env_wrapper",) if key in about}}
     entry = {**entry, "n_timesteps": timesteps}
-    for key, value in {**settings.get("set", {}), **(changes or {})}.items():
+    for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
         both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
         entry[key] = {**entry[key], **value} if both_mappings else value
     return entry

@@ -149,8 +149,8 @@ def test_a_changed_default_changes_the_hash(monkeypatch: pytest.MonkeyPatch) -> 
 def test_changes_of_a_mapping_leave_its_other_entries() -> None:
     matrix = {**MATRIX, "arms": {"grpo": {"algo": "grpo", "entry": "zoo", "set": {"rollout_buffer_kwargs": {"ridge": 0.5}}}}}
     shipped = run.zoo_entry("grpo", "Pendulum-v1")["rollout_buffer_kwargs"]
-    entry = run.entry_of(matrix, "grpo", "Pendulum-v1", 1000, {"gamma": 0.5})
-    assert entry["rollout_buffer_kwargs"] == {**shipped, "ridge": 0.5} and entry["gamma"] == 0.5
+    entry = run.entry_of(matrix, "grpo", "Pendulum-v1", 1000, {"gamma": 0.5, "rollout_buffer_kwargs": {"bandwidth": 0.1}})
+    assert entry["rollout_buffer_kwargs"] == {**shipped, "ridge": 0.5, "bandwidth": 0.1} and entry["gamma"] == 0.5
 
 
 # The runner
