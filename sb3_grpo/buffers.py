@@ -556,13 +556,13 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         horizon: int | None = None,
         n_features: int = 128,
         bandwidth: float = 0.5,
-        ridge: float = 1e-3,
+        ridge: float = 1e-5,
         forgetting: float = 0.8,
         n_folds: int = 4,
         time_feature: bool = True,
         actor_features: bool = False,
         target_lambda: float | None = None,
-        fit: Literal["regression", "lstd"] = "regression",
+        fit: Literal["regression", "lstd"] = "lstd",
         reward_weights: Mapping[str, float] | None = None,
     ):
         super().__init__(

@@ -583,7 +583,7 @@ class RegressionSample(NamedTuple):
     target: float
 
 
-def slow_fit(samples: list[tuple[float, RegressionSample]], n_features: int, ridge: float = 1e-3) -> np.ndarray:
+def slow_fit(samples: list[tuple[float, RegressionSample]], n_features: int, ridge: float = 1e-5) -> np.ndarray:
     """
     :param samples: with the weight of each
     :param n_features: number of features
@@ -631,7 +631,7 @@ def slow_advantages(
     departure: Departure | None = None,
     gae_lambda: float = 0.98,
     target_lambda: float | None = None,
-    lstd: bool = False,
+    lstd: bool = True,
 ) -> list[np.ndarray]:
     """
     :param rollouts: all rollouts so far
@@ -750,10 +750,12 @@ def advantages_by_log_prob(rollout: KernelRollout, advantages: np.ndarray) -> tu
     return advantages[np.argsort(log_probs)], rollout.update.advantages.numpy()[order]
 
 
-def assert_kernel_advantages(recorder: KernelRecorder, time_unit: int | None, **kwargs: Any) -> None:
+def assert_kernel_advantages(
+    recorder: KernelRecorder, time_unit: int | None, rtol: float = 1e-4, atol: float = 1e-5, **kwargs: Any
+) -> None:
     for rollout, advantages in zip(recorder.rollouts, slow_advantages(recorder.rollouts, time_unit, **kwargs), strict=True):
         expected, actual = advantages_by_log_prob(rollout, advantages)
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(actual, expected, rtol=rtol, atol=atol)
 
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -780,12 +782,16 @@ def test_the_kernel_buffer_equals_a_slow_computation_from_scratch(space: spaces.
     assert_kernel_advantages(recorder, time_unit=7)
 
 
-@pytest.mark.parametrize("target_lambda", [0.0, 0.5, 1.0])
-def test_the_baseline_can_be_fitted_to_returns_of_another_lambda(target_lambda: float):
-    recorder = record_kernel(VECTOR, buffer_kwargs=dict(target_lambda=target_lambda), gae_lambda=0.9)
-    assert_kernel_advantages(recorder, time_unit=7, gae_lambda=0.9, target_lambda=target_lambda)
-    with pytest.raises(AssertionError):
-        assert_kernel_advantages(recorder, time_unit=7, gae_lambda=0.9)
+@pytest.mark.parametrize("target_lambda", [None, 0.0, 0.5, 1.0])
+@pytest.mark.parametrize("n_envs", [pytest.param(1, id="1 environment"), pytest.param(3, id="3 environments")])
+def test_the_baseline_can_be_fitted_by_regression(n_envs: int, target_lambda: float | None):
+    recorder = record_kernel(VECTOR, n_envs, buffer_kwargs=dict(target_lambda=target_lambda, fit="regression"), gae_lambda=0.9)
+    kwargs: dict[str, Any] = dict(time_unit=7, gae_lambda=0.9)
+    assert_kernel_advantages(recorder, lstd=False, target_lambda=target_lambda, **kwargs)
+    others: list[dict[str, Any]] = [dict(lstd=True, target_lambda=target_lambda), dict(lstd=False, target_lambda=0.7)]
+    for other in others:
+        with pytest.raises(AssertionError):
+            assert_kernel_advantages(recorder, **other, **kwargs)
 
 
 def collect(buffer: KernelRolloutBuffer, observe: Callable[[int], np.ndarray], reward: float, done: bool = False) -> None:
@@ -818,19 +824,9 @@ def test_the_baseline_can_be_fitted_by_lstd(n_envs: int, target_lambda: float):
     ends = {segment.end for rollout in recorder.rollouts for segment in rollout.segments}
     assert ends == {"terminated", "truncated", "unfinished"}
     kwargs: dict[str, Any] = dict(time_unit=7, gae_lambda=0.9, target_lambda=target_lambda)
-    assert_kernel_advantages(recorder, lstd=True, **kwargs)
+    assert_kernel_advantages(recorder, **kwargs)
     with pytest.raises(AssertionError):
-        assert_kernel_advantages(recorder, **kwargs)
-    departures = [
-        Departure(bootstraps=("unfinished",)),
-        Departure(bootstraps=("truncated",)),
-        Departure(remembers=0.5),
-        Departure(leaves_fold_out=False),
-        Departure(n_folds=3),
-    ]
-    for departure in departures:
-        with pytest.raises(AssertionError):
-            assert_kernel_advantages(recorder, lstd=True, departure=departure, **kwargs)
+        assert_kernel_advantages(recorder, lstd=False, **kwargs)
 
 
 def largest_advantage_while_drifting_off(seed: int) -> float:
@@ -929,10 +925,11 @@ def test_for_images_the_kernel_buffer_looks_at_the_actors_features(
         pytest.param(Departure(n_folds=3), id="another number of folds"),
     ],
 )
-def test_any_other_way_gives_other_advantages(departure: Departure):
-    recorder = record_kernel(VECTOR)
-    assert_kernel_advantages(recorder, time_unit=7)
-    otherwise = slow_advantages(recorder.rollouts, 7, departure)
+@pytest.mark.parametrize("fit", ["regression", "lstd"])
+def test_any_other_way_gives_other_advantages(fit: str, departure: Departure):
+    recorder = record_kernel(VECTOR, buffer_kwargs=dict(fit=fit))
+    assert_kernel_advantages(recorder, time_unit=7, lstd=fit == "lstd")
+    otherwise = slow_advantages(recorder.rollouts, 7, departure, lstd=fit == "lstd")
     pairs = [advantages_by_log_prob(rollout, other) for rollout, other in zip(recorder.rollouts, otherwise, strict=True)]
     assert max(np.max(np.abs(other - actual)) for other, actual in pairs) > 1e-3
 
@@ -2005,14 +2002,14 @@ def test_a_fit_of_the_first_commits_is_a_regression_on_observations():
     def make(**kwargs: Any) -> KernelRolloutBuffer:
         return KernelRolloutBuffer(8, spaces.Box(-1, 1, (3,)), spaces.Discrete(2), **kwargs)
 
-    state = make().get_state()
+    state = make(fit="regression").get_state()
     del state["options"], state["reward_range"]
-    for other in (dict(fit="lstd"), dict(actor_features=True)):
+    for other in (dict(fit="lstd"), dict(fit="regression", actor_features=True)):
         with pytest.warns(UserWarning, match="its fit begins afresh"):
             make(**other).set_state(state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make().set_state(state)
+        make(fit="regression").set_state(state)
 
 
 @pytest.mark.parametrize("saved, present", [(False, True), (True, False)])
