@@ -95,7 +95,8 @@ class Case:
     def settings_hash(self) -> str:
         """:return: eight characters that change with the settings of a run, defaults of GRPO and of its buffer included"""
         algorithm = {**defaults(GRPO), **self.settings}
-        buffer = defaults(resolve_buffer_class(algorithm["rollout_buffer_class"]))
+        kwargs = algorithm.pop("rollout_buffer_kwargs") or {}
+        buffer = {**defaults(resolve_buffer_class(algorithm["rollout_buffer_class"])), **kwargs}
         what = (self.env_id, self.n_envs, self.timesteps, *map(without_neutral, (algorithm, buffer)), self.normalize)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
 
@@ -118,11 +119,11 @@ def defaults(callable_class: type) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
-    # Default settings throughout
-    "cartpole-1": Case("CartPole-v1", 1, 100_000, 475.0, 9, tuple(range(10)), "evaluation"),
-    "cartpole-8": Case("CartPole-v1", 8, 100_000, 475.0, 9, tuple(range(10)), "evaluation"),
-    "acrobot-8": Case("Acrobot-v1", 8, 60_000, -100.0, 4),
-    "lunarlander-8": Case("LunarLander-v3", 8, 200_000, 150.0, 4),
+    # Default settings throughout; they were chosen on smaller seeds, see benchmarks/matrix.yml
+    "cartpole-1": Case("CartPole-v1", 1, 100_000, 475.0, 9, tuple(range(10, 20)), "evaluation"),
+    "cartpole-8": Case("CartPole-v1", 8, 100_000, 475.0, 9, tuple(range(10, 20)), "evaluation"),
+    "acrobot-8": Case("Acrobot-v1", 8, 60_000, -100.0, 4, tuple(range(10, 15))),
+    "lunarlander-8": Case("LunarLander-v3", 8, 200_000, 150.0, 4, tuple(range(10, 15))),
     # Settings of their own
     "pendulum": Case(
         "Pendulum-v1",
@@ -134,7 +135,7 @@ CASES: dict[str, Case] = {
             learning_rate=1e-3,
             gamma=0.9,
             gae_lambda=0.95,
-            rollout_buffer_kwargs=dict(n_features=256, bandwidth=1.0, ridge=1e-4),
+            rollout_buffer_kwargs=dict(fit="regression", n_features=256, bandwidth=1.0, ridge=1e-4),
         ),
     ),
     "halfcheetah": Case(
@@ -152,7 +153,7 @@ CASES: dict[str, Case] = {
             clip_range=0.1,
             ent_coef=0.0004,
             max_grad_norm=0.8,
-            rollout_buffer_kwargs=dict(time_feature=False),
+            rollout_buffer_kwargs=dict(fit="regression", ridge=1e-3, time_feature=False),
             policy_kwargs=dict(log_std_init=-2.0, ortho_init=False, activation_fn=th.nn.ReLU, net_arch=[256, 256]),
         ),
         normalize={},

@@ -13,7 +13,6 @@ the settings it was run with, so that changed settings make it stale.
 """
 
 import argparse
-import hashlib
 import pathlib
 import subprocess
 import sys
@@ -23,14 +22,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 from rl_zoo3.utils import create_test_env, get_saved_hyperparams
 from stable_baselines3.common.evaluation import evaluate_policy
 from tqdm import tqdm
 
+from benchmarks import run as matrix
 from benchmarks.learning import append_row, commit, read_rows, versions
 from sb3_grpo import GRPO
-from sb3_grpo.zoo.experiment import HYPERPARAMS
 
 CSV = pathlib.Path(__file__).with_name("zoo.csv")
 SEEDS = (100, 101, 102)
@@ -70,9 +68,9 @@ class Run(NamedTuple):
         return [*command, "-params", *self.params] if self.params else command
 
     def settings_hash(self) -> str:
-        """:return: of the entry in the hyperparameter file"""
-        entry = yaml.safe_load(HYPERPARAMS.read_text(encoding="utf-8"))[self.env]
-        return hashlib.sha256(repr((sorted(entry.items()), self.params)).encode()).hexdigest()[:8]
+        """:return: of the entry in the hyperparameter file, and of the defaults for what it leaves open"""
+        entry = {**matrix.zoo_entry("grpo", self.env), "params": self.params}
+        return matrix.Run("zoo", "grpo", self.env, int(entry["n_timesteps"]), self.seed, 0.0, entry).settings_hash()
 
     def is_in(self, row: dict[str, str]) -> bool:
         """

@@ -507,9 +507,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     """
     Generalized advantage estimation against a kernel baseline that is fitted in closed form: short name ``kernel``.
 
-    Every rollout gives an update, whether or not episodes end. The baseline learns lambda-returns, and judges no trajectory
-    by a fit to itself: trajectories are dealt into folds, and each fold is judged by the fit to the others (and, through the
-    statistics' memory, to earlier rollouts). With a single trajectory in the rollout that leaves the earlier rollouts alone.
+    Every rollout gives an update, whether or not episodes end. The baseline is the fixed point of lambda-returns, and judges
+    no trajectory by a fit to itself: trajectories are dealt into folds, and each fold is judged by the fit to the others (and,
+    through the statistics' memory, to earlier rollouts). With a single trajectory in the rollout that leaves the earlier
+    rollouts alone.
 
     Its inputs are the observations, flattened and one-hot encoded where they are discrete; for spaces with images what the
     actor's features extractor makes of them takes their place.
@@ -534,10 +535,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param actor_features: fit to the outputs of the actor's last hidden layer instead of the observations. They change with
         every update, what is kept of earlier rollouts does not
     :param target_lambda: lambda of the returns that the baseline is fitted to, ``None`` for ``gae_lambda``
-    :param fit: with ``"regression"``, what such a return leaves to the baseline is left to that of the rollout before, which
-        then lags behind where ``target_lambda`` is less than 1. With ``"lstd"`` it is left to the new one itself, by
-        least-squares temporal difference learning, LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646). That
-        system can be close to singular; predictions are kept within what rewards such as those seen so far can add up to
+    :param fit: with ``"lstd"``, what such a return leaves to the baseline is left to the new one itself, by least-squares
+        temporal difference learning, LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646). That system can be
+        close to singular; predictions are kept within what rewards such as those seen so far can add up to. With
+        ``"regression"`` it is left to the baseline of the rollout before, which then lags behind where ``target_lambda`` is
+        less than 1, and wants a larger ``ridge``, such as 1e-4
     :param reward_weights: see :class:`GroupRolloutBuffer`
     """
 

@@ -909,7 +909,8 @@ def test_for_images_the_kernel_buffer_looks_at_the_actors_features(
     space: spaces.Space, policy: str, policy_kwargs: dict[str, Any]
 ):
     recorder = record_kernel(space, encode=actor_features, policy=policy, policy_kwargs=policy_kwargs, n_rollouts=3)
-    assert_kernel_advantages(recorder, time_unit=7)
+    # A network rounds differently for one image and for many, and the fit amplifies that
+    assert_kernel_advantages(recorder, time_unit=7, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
