@@ -83,9 +83,8 @@ SYMPTOMS = (
     ),
     Symptom(
         "incomplete groups",
-        lambda it: (
-            it.metrics["rollout/groups_completed"] == 0 and it.metrics["rollout/transitions_waiting"] > it.max_waiting / 2
-        ),
+        lambda it: it.metrics["rollout/groups_completed"] == 0
+        and it.metrics["rollout/transitions_waiting"] > it.max_waiting / 2,
         "rollout/transitions_waiting",
         "No group has been completed for long, so that nothing is learned: episodes end too seldom for a buffer that judges "
         "them whole. Use `rollout_buffer_class='kernel'`, which needs no ends, give the environment a time limit, or lower "

@@ -507,13 +507,7 @@ class GRPO(OnPolicyAlgorithm):
             self._update_info_buffer(infos, dones)
             n_steps += 1
             rollout_buffer.add(
-                self._last_obs,
-                actions,
-                rewards,
-                dones,
-                log_probs,
-                start_indices,
-                infos,  # type: ignore[arg-type]
+                self._last_obs, actions, rewards, dones, log_probs, start_indices, infos  # type: ignore[arg-type]
             )
             self._last_obs = new_obs  # type: ignore[assignment]
             self._last_episode_starts = dones

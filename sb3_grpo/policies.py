@@ -178,9 +178,7 @@ class ActorPolicy(BasePolicy):
 
         try:
             self.optimizer = self.optimizer_class(
-                self.parameters(),
-                lr=lr_schedule(1),
-                **self.optimizer_kwargs,  # type: ignore[call-arg]
+                self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs  # type: ignore[call-arg]
             )
         except (TypeError, ValueError) as error:
             raise ValueError(

@@ -583,7 +583,7 @@ class RegressionSample(NamedTuple):
     target: float
 
 
-def slow_fit(samples: list[tuple[float, RegressionSample]], n_features: int, ridge: float = 1e-5) -> np.ndarray:
+def slow_fit(samples: list[tuple[float, RegressionSample]], n_features: int, ridge: float) -> np.ndarray:
     """
     :param samples: with the weight of each
     :param n_features: number of features
@@ -632,6 +632,7 @@ def slow_advantages(
     gae_lambda: float = 0.98,
     target_lambda: float | None = None,
     lstd: bool = True,
+    ridge: float = 1e-5,
 ) -> list[np.ndarray]:
     """
     :param rollouts: all rollouts so far
@@ -640,6 +641,7 @@ def slow_advantages(
     :param gae_lambda: lambda
     :param target_lambda: lambda of what the baseline is fitted to
     :param lstd: whether it is fitted to itself, where these targets leave something to the baseline
+    :param ridge: weight of the penalty
     :return: the advantages of each rollout, segment by segment
     """
     departure = departure or Departure()
@@ -674,7 +676,7 @@ def slow_advantages(
             return [(w, sample) for w, rollout in zip(weights, history, strict=True) for sample in rollout]
 
         n_features = features[0].shape[1]
-        earlier = slow_fit(remembered(0), n_features)
+        earlier = slow_fit(remembered(0), n_features, ridge)
         samples: list[list[RegressionSample]] = []
         for i, segment in enumerate(segments):
             values, last_value = judged(i, earlier)
@@ -689,7 +691,7 @@ def slow_advantages(
             others = [j for j in range(len(segments)) if j % departure.n_folds != i % departure.n_folds]
             others = others if departure.leaves_fold_out else list(range(len(segments)))
             current = [(1.0, sample) for j in others for sample in samples[j]]
-            weights = slow_fit(remembered(1) + current, n_features)
+            weights = slow_fit(remembered(1) + current, n_features, ridge)
             advantages.append(slow_gae(segment.rewards, *judged(i, weights), gae_lambda))
         history.append([sample for own in samples for sample in own])
         result.append(np.concatenate(advantages))
@@ -750,12 +752,10 @@ def advantages_by_log_prob(rollout: KernelRollout, advantages: np.ndarray) -> tu
     return advantages[np.argsort(log_probs)], rollout.update.advantages.numpy()[order]
 
 
-def assert_kernel_advantages(
-    recorder: KernelRecorder, time_unit: int | None, rtol: float = 1e-4, atol: float = 1e-5, **kwargs: Any
-) -> None:
+def assert_kernel_advantages(recorder: KernelRecorder, time_unit: int | None, **kwargs: Any) -> None:
     for rollout, advantages in zip(recorder.rollouts, slow_advantages(recorder.rollouts, time_unit, **kwargs), strict=True):
         expected, actual = advantages_by_log_prob(rollout, advantages)
-        np.testing.assert_allclose(actual, expected, rtol=rtol, atol=atol)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -908,9 +908,16 @@ def test_neither_with_a_lambda_of_one_nor_by_lstd_does_the_baseline_lag_behind_a
 def test_for_images_the_kernel_buffer_looks_at_the_actors_features(
     space: spaces.Space, policy: str, policy_kwargs: dict[str, Any]
 ):
-    recorder = record_kernel(space, encode=actor_features, policy=policy, policy_kwargs=policy_kwargs, n_rollouts=3)
-    # A network rounds differently for one image and for many, and the fit amplifies that
-    assert_kernel_advantages(recorder, time_unit=7, rtol=1e-3, atol=1e-3)
+    # A network rounds differently for one image and for many: with less of a ridge the fit amplifies that
+    recorder = record_kernel(
+        space,
+        encode=actor_features,
+        policy=policy,
+        policy_kwargs=policy_kwargs,
+        n_rollouts=3,
+        buffer_kwargs=dict(ridge=0.1),
+    )
+    assert_kernel_advantages(recorder, time_unit=7, ridge=0.1)
 
 
 @pytest.mark.parametrize(
