@@ -162,7 +162,7 @@ def main() -> None:
     groups = [[sample_trajectory(env, model, seed) for _ in range(4)] for seed in (1, 8)]
     draw_group(groups, HERE / "group.png")
     draw_credit(groups[0], HERE / "credit.png")
-    model.learn(40_960, reset_num_timesteps=False)
+    model.learn(8192, reset_num_timesteps=False)
     draw_baseline(model, sample_trajectory(env, model, SEED), HERE / "baseline.png")
 
 
