@@ -57,10 +57,11 @@ def eligibility_traces(features: th.Tensor, continues: th.Tensor, decay: float) 
     :param decay: of one step
     :return: shape ``(n_envs, n_steps, p)``
     """
-    traces = features.clone()
+    # In numpy: a step is too little work for torch, whose calls take several times as long
+    traces, decays = features.numpy().copy(), (decay * continues).numpy()[..., None]
     for step in range(1, features.shape[1]):
-        traces[:, step] += decay * continues[:, step - 1, None] * traces[:, step - 1]
-    return traces
+        traces[:, step] += decays[:, step - 1] * traces[:, step - 1]
+    return th.from_numpy(traces)
 
 
 def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: float, symmetric: bool = True) -> th.Tensor:
