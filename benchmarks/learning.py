@@ -39,7 +39,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from tqdm import tqdm
 
 from benchmarks.curves import N_EVAL_EPISODES, TrainingCurve
-from sb3_grpo import GRPO
+from sb3_grpo import GRPO, CompleteGroupRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
 
 CSV = pathlib.Path(__file__).with_name("learning.csv")
@@ -96,7 +96,7 @@ class Case:
         """:return: eight characters that change with the settings of a run, defaults of GRPO and of its buffer included"""
         algorithm = {**defaults(GRPO), **self.settings}
         kwargs = algorithm.pop("rollout_buffer_kwargs") or {}
-        buffer = {**defaults(resolve_buffer_class(algorithm["rollout_buffer_class"])), **kwargs}
+        buffer = {**buffer_defaults(algorithm["rollout_buffer_class"]), **kwargs}
         what = (self.env_id, self.n_envs, self.timesteps, *map(without_neutral, (algorithm, buffer)), self.normalize)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
 
@@ -116,6 +116,18 @@ def defaults(callable_class: type) -> dict[str, Any]:
     """
     parameters = inspect.signature(callable_class).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty}
+
+
+def buffer_defaults(buffer: str | None) -> dict[str, Any]:
+    """
+    :param buffer: short name, ``None`` for the default
+    :return: the defaults of its constructor, those that it hands on to its bases included
+    """
+    buffer_class = resolve_buffer_class(buffer)
+    merged = {key: value for base in reversed(buffer_class.__mro__[:-1]) for key, value in defaults(base).items()}
+    if issubclass(buffer_class, CompleteGroupRolloutBuffer):  # what `scale=None` stands for
+        merged["default_scale"] = buffer_class.default_scale
+    return merged
 
 
 CASES: dict[str, Case] = {

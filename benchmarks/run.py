@@ -50,10 +50,18 @@ from stable_baselines3.common.vec_env import VecEnv, sync_envs_normalization
 from tqdm import tqdm
 
 from benchmarks.curves import N_EVAL_EPISODES, TrainingCurve
-from benchmarks.learning import append_row, commit, defaults, random_return, read_rows, versions, without_neutral
+from benchmarks.learning import (
+    append_row,
+    buffer_defaults,
+    commit,
+    defaults,
+    random_return,
+    read_rows,
+    versions,
+    without_neutral,
+)
 from benchmarks.timing import take_turns
-from sb3_grpo import GRPO, CompleteGroupRolloutBuffer
-from sb3_grpo.buffers import resolve_buffer_class
+from sb3_grpo import GRPO
 from sb3_grpo.zoo import register
 from sb3_grpo.zoo.experiment import HYPERPARAMS, GRPOExperimentManager
 
@@ -122,18 +130,6 @@ class Run:
         :return: where the learning curve is
         """
         return results / "curves" / ("-".join([self.algo, *self.key()]) + ".npz")
-
-
-def buffer_defaults(buffer: str | None) -> dict[str, Any]:
-    """
-    :param buffer: short name, ``None`` for the default
-    :return: the defaults of its constructor, those that it hands on to its bases included
-    """
-    buffer_class = resolve_buffer_class(buffer)
-    merged = {key: value for base in reversed(buffer_class.__mro__[:-1]) for key, value in defaults(base).items()}
-    if issubclass(buffer_class, CompleteGroupRolloutBuffer):  # what `scale=None` stands for
-        merged["default_scale"] = buffer_class.default_scale
-    return merged
 
 
 def row_key(row: dict[str, str]) -> tuple[str, str, str]:

@@ -1,11 +1,10 @@
 """
 The kernel baseline: a critic's job without a critic.
 
-An estimate ``b(s, t)`` of the expected return is fitted by ridge regression on random Fourier features
-(Rahimi & Recht 2007, "Random Features for Large-Scale Kernel Machines"), in closed form: no network, no gradient steps, one
-small linear solve per rollout. Regressing returns on features of state *and time* follows the linear baseline of
-Duan et al. 2016 (https://arxiv.org/abs/1604.06778); solving for the fixed point of lambda-returns instead is LSTD(lambda)
-(Bradtke & Barto 1996, Boyan 2002).
+An estimate ``b(s, t)`` of the expected return, linear in random Fourier features (Rahimi & Recht 2007, "Random Features for
+Large-Scale Kernel Machines"), is fitted in closed form: no network, no gradient steps, one small linear solve per rollout.
+Solving for the fixed point of lambda-returns is LSTD(lambda) (Bradtke & Barto 1996, Boyan 2002); regressing returns on
+features of state *and time* instead follows the linear baseline of Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
 
 All tensors are double precision and live on the CPU: the problems are small, and torch's linear algebra, unlike numpy's, keeps
 to the number of threads that the user has set.
@@ -180,7 +179,8 @@ class RidgeStatistics:
 
 class KernelBaseline:
     """
-    Running standardisation of the inputs, random Fourier features, and a forgetting ridge regression on them.
+    Running standardisation of the inputs, random Fourier features, and a linear fit on them that forgets: a ridge regression,
+    or with instruments LSTD(lambda).
 
     Inputs that have had one value so far say nothing and are left out, until they vary: of the thousands that MiniGrid's flat
     observations have, all but a few dozen.

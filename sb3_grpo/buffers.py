@@ -537,7 +537,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param target_lambda: lambda of the returns that the baseline is fitted to, ``None`` for ``gae_lambda``
     :param fit: with ``"lstd"``, what such a return leaves to the baseline is left to the new one itself, by least-squares
         temporal difference learning, LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646). That system can be
-        close to singular; predictions are kept within what rewards such as those seen so far can add up to. With
+        close to singular: predictions are kept within what rewards such as those seen so far can add up to, and the
+        discount looks no farther than an episode, ``1 - 1 / horizon`` at most. With
         ``"regression"`` it is left to the baseline of the rollout before, which then lags behind where ``target_lambda`` is
         less than 1, and wants a larger ``ridge``, such as 1e-4
     :param reward_weights: see :class:`GroupRolloutBuffer`
@@ -657,12 +658,14 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
         trajectory = np.cumsum(ends) - ends
         folds = th.as_tensor(trajectory % self.n_folds)
-        bounds = self._attainable_returns(rewards)
+        # Beyond an episode there is nothing to see, and for a discount of 1 no level that LSTD could find
+        fitted_gamma = min(self.gamma, 1.0 - 1.0 / time_unit)
+        bounds = self._attainable_returns(rewards, fitted_gamma)
         earlier = self.baseline.weights
         prior, cut_prior = (np.clip((each @ earlier).numpy(), *bounds) for each in (features, cut_features))
         targets = prior + advantages_against(prior, cut_prior, 1.0 if self.baseline.instrumented else self.target_lambda)
         if self.baseline.instrumented:
-            weights = self._fit_differences(features, cut_features, cuts, rewards, continues, folds)
+            weights = self._fit_differences(features, cut_features, cuts, rewards, continues, folds, fitted_gamma)
         else:
             weights = self.baseline.fit(features, th.as_tensor(targets), folds)
         baseline = np.clip(predict_by_fold(features, weights, folds).numpy(), *bounds)
@@ -681,6 +684,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         rewards: np.ndarray,
         continues: np.ndarray,
         folds: th.Tensor,
+        gamma: float,
     ) -> th.Tensor:
         """
         LSTD(lambda): weights ``w`` for which ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w)`` is zero, but for the
@@ -692,26 +696,28 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         :param rewards: shape ``(n,)``
         :param continues: 0 where a trajectory or the rollout ended with the step, else 1, shape ``(n,)``
         :param folds: fold of each sample, shape ``(n,)``
+        :param gamma: discount factor
         :return: shape ``(n_folds, p)``
         """
         goes_on = th.as_tensor(continues)
         following = features.roll(-1, dims=0) * goes_on[:, None]
         following[cuts] = cut_features
         by_env = features.view(self.n_envs, self.buffer_size, -1)
-        traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), self.gamma * self.target_lambda)
-        differences = features - self.gamma * following
+        traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), gamma * self.target_lambda)
+        differences = features - gamma * following
         return self.baseline.fit(differences, th.as_tensor(rewards), folds, traces.flatten(end_dim=1))
 
-    def _attainable_returns(self, rewards: np.ndarray) -> tuple[float, float]:
+    def _attainable_returns(self, rewards: np.ndarray, gamma: float) -> tuple[float, float]:
         """
         :param rewards: of the rollout
+        :param gamma: discount factor, less than 1
         :return: for LSTD, the least and the most that such rewards, or those of earlier rollouts, can add up to; else infinity
         """
-        if not self.baseline.instrumented or self.gamma == 1.0:
+        if not self.baseline.instrumented:
             return -np.inf, np.inf
         lowest, highest = self._reward_range
         self._reward_range = min(lowest, float(rewards.min())), max(highest, float(rewards.max()))
-        return self._reward_range[0] / (1.0 - self.gamma), self._reward_range[1] / (1.0 - self.gamma)
+        return self._reward_range[0] / (1.0 - gamma), self._reward_range[1] / (1.0 - gamma)
 
     def _time_unit(self, steps: np.ndarray) -> float:
         if self._fitted_horizon is not None:

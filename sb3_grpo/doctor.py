@@ -95,7 +95,7 @@ SYMPTOMS = (
         lambda it: it.metrics["train/explained_variance"] < 0 and not it.risen,
         "train/explained_variance",
         "The kernel baseline predicts returns worse than a constant would (train/explained_variance below 0), so that it adds "
-        "noise. Give it more transitions (`n_steps`), a stronger penalty (`rollout_buffer_kwargs=dict(ridge=1e-2)`) or a "
+        "noise. Give it more transitions (`n_steps`), a stronger penalty (`rollout_buffer_kwargs=dict(ridge=1e-3)`) or a "
         "longer memory (`forgetting=0.9`), and raise `gae_lambda`, with which less is trusted to it.",
         patience=2 * PATIENCE,
     ),

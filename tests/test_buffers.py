@@ -608,20 +608,21 @@ def slow_gae(rewards: list[float], values: np.ndarray, last_value: float, gae_la
 
 
 def temporal_differences(
-    rewards: list[float], features: np.ndarray, final: np.ndarray, decay: float
+    rewards: list[float], features: np.ndarray, final: np.ndarray, gamma: float, lambda_: float
 ) -> list[RegressionSample]:
     """
     :param rewards: of a segment
     :param features: of each of its steps
     :param final: of what follows, zeros where nothing does
-    :param decay: gamma times lambda
+    :param gamma: discount factor
+    :param lambda_: lambda
     :return: what LSTD(lambda) makes of it
     """
     samples, trace = [], np.zeros(len(final))
     for t, reward in enumerate(rewards):
-        trace = decay * trace + features[t]
+        trace = gamma * lambda_ * trace + features[t]
         following = features[t + 1] if t + 1 < len(rewards) else final
-        samples.append(RegressionSample(trace, features[t] - GAMMA * following, reward))
+        samples.append(RegressionSample(trace, features[t] - gamma * following, reward))
     return samples
 
 
@@ -662,7 +663,8 @@ def slow_advantages(
             finals.append(slow_features(state, segment.final_input, final_time))
 
         rewards += [reward for segment in segments for reward in segment.rewards]
-        bounds = (min(rewards) / (1 - GAMMA), max(rewards) / (1 - GAMMA)) if lstd else (-np.inf, np.inf)
+        gamma = min(GAMMA, 1 - 1 / unit)  # that LSTD looks ahead with
+        bounds = (min(rewards) / (1 - gamma), max(rewards) / (1 - gamma)) if lstd else (-np.inf, np.inf)
 
         def judged(
             segment: int, weights: np.ndarray, features: Any = features, finals: Any = finals, bounds: Any = bounds
@@ -684,7 +686,7 @@ def slow_advantages(
             own = [RegressionSample(phi, phi, y) for phi, y in zip(features[i], targets, strict=True)]
             if lstd:
                 final = finals[i] if segment.end in departure.bootstraps else np.zeros(n_features)
-                own = temporal_differences(segment.rewards, features[i], final, GAMMA * lambda_)
+                own = temporal_differences(segment.rewards, features[i], final, gamma, lambda_)
             samples.append(own)
         advantages = []
         for i, segment in enumerate(segments):
@@ -817,6 +819,11 @@ def collect(buffer: KernelRolloutBuffer, observe: Callable[[int], np.ndarray], r
     buffer.finish_rollout(observe(buffer.buffer_size), lambda observations, hidden=False: np.empty(0))
 
 
+def test_the_baseline_is_fitted_by_lstd_with_a_small_ridge_by_default():
+    buffer = KernelRolloutBuffer(8, VECTOR, spaces.Discrete(2))
+    assert buffer.baseline.instrumented and buffer.baseline.ridge == 1e-5
+
+
 @pytest.mark.parametrize("target_lambda", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("n_envs", [pytest.param(1, id="1 environment"), pytest.param(3, id="3 environments")])
 def test_the_baseline_can_be_fitted_by_lstd(n_envs: int, target_lambda: float):
@@ -833,7 +840,7 @@ def largest_advantage_while_drifting_off(seed: int) -> float:
     """:return: of LSTD, in rollouts without an end: observations drift off, rewards are 1 and returns 1,000"""
     np.random.seed(seed)
     rng = np.random.default_rng(seed)
-    kwargs: dict[str, Any] = dict(n_features=256, bandwidth=0.3, ridge=1e-4, gamma=0.999, gae_lambda=0.95)
+    kwargs: dict[str, Any] = dict(n_features=256, bandwidth=0.3, ridge=1e-4, gamma=0.999, gae_lambda=0.95, horizon=1000)
     space = spaces.Box(-np.inf, np.inf, (3,))
     buffer = KernelRolloutBuffer(64, space, spaces.Discrete(2), n_envs=4, fit="lstd", **kwargs)
     states = [rng.normal(size=(4, 3))]
@@ -849,10 +856,23 @@ def largest_advantage_while_drifting_off(seed: int) -> float:
 
 def test_lstd_predicts_nothing_that_rewards_cannot_add_up_to(monkeypatch: pytest.MonkeyPatch):
     bounded = [largest_advantage_while_drifting_off(seed) for seed in range(4)]
-    monkeypatch.setattr(KernelRolloutBuffer, "_attainable_returns", lambda self, rewards: (-np.inf, np.inf))
+    monkeypatch.setattr(KernelRolloutBuffer, "_attainable_returns", lambda self, rewards, gamma: (-np.inf, np.inf))
     unbounded = [largest_advantage_while_drifting_off(seed) for seed in range(4)]
-    assert max(bounded) < 500.0
+    assert max(bounded) < 1000.0
     assert max(unbounded) > 2000.0
+
+
+@pytest.mark.parametrize("gamma", [0.9999, 1.0])
+def test_without_discount_lstd_looks_no_farther_than_an_episode(gamma: float):
+    # A reward of 1 at every step and no end in sight: with such a discount the level is anything, or far too high
+    buffer = KernelRolloutBuffer(64, VECTOR, spaces.Discrete(2), n_envs=4, gamma=gamma, horizon=50, time_feature=False)
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        collect(buffer, lambda step: rng.uniform(-1, 1, (4, 3)).astype(np.float32), reward=1.0)
+        (update,) = buffer.get()
+    features = buffer.baseline.features(rng.uniform(-1, 1, (8, 3)), np.zeros(8))
+    np.testing.assert_allclose(features @ buffer.baseline.weights, np.full(8, 50.0), rtol=0.02)
+    assert update.advantages.abs().max() < 50.0
 
 
 @pytest.mark.parametrize("fit", ["regression", "lstd"])
