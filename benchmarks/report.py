@@ -298,18 +298,39 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
 def ablation_table(suite: Suite) -> str:
     """
     :param suite: of finished runs
-    :return: areas, one line per arm that has any, one column per environment
+    :return: areas, one line per arm that has any, one column per environment, over the seeds that all arms have; and where
+        several arms have more, a second table of these
     """
     arms = [arm for arm in suite.arms if any(suite.runs(arm, env) for env in suite.timesteps)]
+    seeds = {arm: common_seeds(suite, [arm], [env for env in suite.timesteps if suite.runs(arm, env)]) for arm in arms}
+    tables = []
+    while len(arms) > 1 or not tables:
+        shared = set.intersection(*(set(seeds[arm]) for arm in arms)) if arms else set()
+        if shared:
+            tables.append(ablation_over(suite, arms, sorted(shared)))
+        elif not tables:
+            return NO_ROWS
+        arms = [arm for arm in arms if len(seeds[arm]) > len(shared)]
+    return "\n\n".join(tables)
+
+
+def ablation_over(suite: Suite, arms: Sequence[str], seeds: Sequence[int]) -> str:
+    """
+    :param suite: of finished runs
+    :param arms: lines
+    :param seeds: of the runs
+    :return: areas, one line per arm, one column per environment
+    """
     envs = [env for env in suite.timesteps if any(suite.runs(arm, env) for arm in arms)]
-    if not envs:
-        return NO_ROWS
+    numbers = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
     lines = [
-        "| | " + " | ".join(f"{env}, {suite.timesteps[env]:,}" for env in envs) + " |",
+        f"| {numbers} | " + " | ".join(f"{env}, {suite.timesteps[env]:,}" for env in envs) + " |",
         "| --- |" + " --- |" * len(envs),
     ]
     for arm in arms:
-        areas = [mean_over_seeds(suite.column(arm, env, "auc")) if suite.runs(arm, env) else "not run" for env in envs]
+        areas = [
+            mean_over_seeds(raw_areas(suite, arm, [env], seeds)[:, 0]) if suite.runs(arm, env) else "not run" for env in envs
+        ]
         lines.append(f"| {arm} | " + " | ".join(map(str, areas)) + " |")
     return "\n".join(lines)
 

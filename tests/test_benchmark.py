@@ -421,10 +421,28 @@ def test_an_ablation_has_a_line_per_arm_and_a_column_per_environment(tmp_path: p
     grpo = {"CartPole-v1": [30.0, 50.0], "Acrobot-v1": [3.0, 3.0]}
     suite = write_toy(tmp_path, {"grpo": grpo, "ppo": {"CartPole-v1": [20.0, 20.0], "Acrobot-v1": []}})
     assert report.ablation_table(suite).splitlines() == [
-        "| | CartPole-v1, 1,000 | Acrobot-v1, 1,000 |",
+        "| seeds 100, 101 | CartPole-v1, 1,000 | Acrobot-v1, 1,000 |",
         "| --- | --- | --- |",
         "| grpo | 40.0 (30.0 to 50.0) | 3.00 (3.00 to 3.00) |",
         "| ppo | 20.0 (20.0 to 20.0) | not run |",
+    ]
+
+
+@quick
+def test_arms_of_an_ablation_are_compared_on_the_same_seeds(tmp_path: pathlib.Path) -> None:
+    areas = {"a": [10.0, 90.0], "b": [20.0], "c": [30.0, 50.0]}
+    suite = write_toy(tmp_path, {arm: {"CartPole-v1": values} for arm, values in areas.items()})
+    assert report.ablation_table(suite).splitlines() == [
+        "| seed 100 | CartPole-v1, 1,000 |",
+        "| --- | --- |",
+        "| a | 10.0 |",
+        "| b | 20.0 |",
+        "| c | 30.0 |",
+        "",
+        "| seeds 100, 101 | CartPole-v1, 1,000 |",
+        "| --- | --- |",
+        "| a | 50.0 (10.0 to 90.0) |",
+        "| c | 40.0 (30.0 to 50.0) |",
     ]
 
 
