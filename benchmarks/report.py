@@ -303,7 +303,7 @@ def ablation_table(suite: Suite) -> str:
     """
     arms = [arm for arm in suite.arms if any(suite.runs(arm, env) for env in suite.timesteps)]
     seeds = {arm: common_seeds(suite, [arm], [env for env in suite.timesteps if suite.runs(arm, env)]) for arm in arms}
-    tables = []
+    tables: list[str] = []
     while len(arms) > 1 or not tables:
         shared = set.intersection(*(set(seeds[arm]) for arm in arms)) if arms else set()
         if shared:

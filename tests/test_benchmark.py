@@ -430,19 +430,19 @@ def test_an_ablation_has_a_line_per_arm_and_a_column_per_environment(tmp_path: p
 
 @quick
 def test_arms_of_an_ablation_are_compared_on_the_same_seeds(tmp_path: pathlib.Path) -> None:
-    areas = {"a": [10.0, 90.0], "b": [20.0], "c": [30.0, 50.0]}
+    areas = {"grpo": [10.0, 90.0], "ppo": [20.0], "ppo-default": [30.0, 50.0]}
     suite = write_toy(tmp_path, {arm: {"CartPole-v1": values} for arm, values in areas.items()})
     assert report.ablation_table(suite).splitlines() == [
         "| seed 100 | CartPole-v1, 1,000 |",
         "| --- | --- |",
-        "| a | 10.0 |",
-        "| b | 20.0 |",
-        "| c | 30.0 |",
+        "| grpo | 10.0 |",
+        "| ppo | 20.0 |",
+        "| ppo-default | 30.0 |",
         "",
         "| seeds 100, 101 | CartPole-v1, 1,000 |",
         "| --- | --- |",
-        "| a | 50.0 (10.0 to 90.0) |",
-        "| c | 40.0 (30.0 to 50.0) |",
+        "| grpo | 50.0 (10.0 to 90.0) |",
+        "| ppo-default | 40.0 (30.0 to 50.0) |",
     ]
 
 
