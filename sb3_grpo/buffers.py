@@ -537,10 +537,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param target_lambda: lambda of the returns that the baseline is fitted to, ``None`` for ``gae_lambda``
     :param fit: with ``"lstd"``, what such a return leaves to the baseline is left to the new one itself, by least-squares
         temporal difference learning, LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646). That system can be
-        close to singular: predictions are kept within what rewards such as those seen so far can add up to, and the
-        discount looks no farther than an episode, ``1 - 1 / horizon`` at most. With
-        ``"regression"`` it is left to the baseline of the rollout before, which then lags behind where ``target_lambda`` is
-        less than 1, and wants a larger ``ridge``, such as 1e-4
+        close to singular: predictions are kept within what rewards such as those seen so far can add up to, and the fit's
+        discount factor is ``1 - 1 / horizon`` at most, for it has seen nothing beyond an episode. With ``"regression"`` it is
+        left to the baseline of the rollout before, which then lags behind where ``target_lambda`` is less than 1; that wants
+        a larger ``ridge``, such as 1e-4
     :param reward_weights: see :class:`GroupRolloutBuffer`
     """
 
