@@ -236,7 +236,8 @@ def make_env(case: Case, seed: int) -> VecEnv:
     :param seed: of the run
     :return: training environments
     """
-    env: VecEnv = make_vec_env(case.env_id, case.n_envs, seed=seed)
+    # By default it makes environments that could be rendered; LunarLander's then take several times as long, for their sparks
+    env: VecEnv = make_vec_env(case.env_id, case.n_envs, seed=seed, env_kwargs=dict(render_mode=None))
     if case.normalize is not None:
         env = VecNormalize(env, gamma=case.settings.get("gamma", 0.99), **case.normalize)
     return env
