@@ -302,16 +302,13 @@ def ablation_table(suite: Suite) -> str:
         several arms have more, a second table of these
     """
     arms = [arm for arm in suite.arms if any(suite.runs(arm, env) for env in suite.timesteps)]
-    seeds = {arm: common_seeds(suite, [arm], [env for env in suite.timesteps if suite.runs(arm, env)]) for arm in arms}
-    tables: list[str] = []
-    while len(arms) > 1 or not tables:
-        shared = set.intersection(*(set(seeds[arm]) for arm in arms)) if arms else set()
-        if shared:
-            tables.append(ablation_over(suite, arms, sorted(shared)))
-        elif not tables:
-            return NO_ROWS
-        arms = [arm for arm in arms if len(seeds[arm]) > len(shared)]
-    return "\n\n".join(tables)
+    seeds = {arm: set(common_seeds(suite, [arm], [env for env in suite.timesteps if suite.runs(arm, env)])) for arm in arms}
+    shared = set.intersection(*seeds.values()) if arms else set()
+    longer = [arm for arm in arms if seeds[arm] > shared]
+    tables = [ablation_over(suite, arms, sorted(shared))] if shared else []
+    if len(longer) > 1:
+        tables.append(ablation_over(suite, longer, sorted(set.intersection(*(seeds[arm] for arm in longer)))))
+    return "\n\n".join(tables) or NO_ROWS
 
 
 def ablation_over(suite: Suite, arms: Sequence[str], seeds: Sequence[int]) -> str:
