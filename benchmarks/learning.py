@@ -95,8 +95,8 @@ class Case:
     def settings_hash(self) -> str:
         """:return: eight characters that change with the settings of a run, defaults of GRPO and of its buffer included"""
         algorithm = {**defaults(GRPO), **self.settings}
-        kwargs = algorithm.pop("rollout_buffer_kwargs") or {}
-        buffer = {**buffer_defaults(algorithm["rollout_buffer_class"]), **kwargs}
+        buffer = buffer_settings(algorithm)
+        del algorithm["rollout_buffer_kwargs"]
         what = (self.env_id, self.n_envs, self.timesteps, *map(without_neutral, (algorithm, buffer)), self.normalize)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
 
@@ -128,6 +128,16 @@ def buffer_defaults(buffer: str | None) -> dict[str, Any]:
     if issubclass(buffer_class, CompleteGroupRolloutBuffer):  # what `scale=None` stands for
         merged["default_scale"] = buffer_class.default_scale
     return merged
+
+
+def buffer_settings(algorithm: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param algorithm: all arguments of GRPO, defaults included
+    :return: all arguments that they give the rollout buffer, its defaults included
+    """
+    kwargs = algorithm["rollout_buffer_kwargs"]
+    kwargs = eval(kwargs) if isinstance(kwargs, str) else kwargs  # as the zoo reads it
+    return {**buffer_defaults(algorithm["rollout_buffer_class"]), **(kwargs or {})}
 
 
 CASES: dict[str, Case] = {

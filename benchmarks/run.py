@@ -52,7 +52,7 @@ from tqdm import tqdm
 from benchmarks.curves import N_EVAL_EPISODES, TrainingCurve
 from benchmarks.learning import (
     append_row,
-    buffer_defaults,
+    buffer_settings,
     commit,
     defaults,
     random_return,
@@ -113,9 +113,7 @@ class Run:
             settings = {**defaults(PPO), **settings}
         elif self.algo == "grpo":
             settings = {**defaults(GRPO), **settings}
-            kwargs = settings["rollout_buffer_kwargs"]
-            kwargs = eval(kwargs) if isinstance(kwargs, str) else kwargs  # as the zoo reads it
-            buffer = {**buffer_defaults(settings["rollout_buffer_class"]), **(kwargs or {})}
+            buffer = buffer_settings(settings)
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]

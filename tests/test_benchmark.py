@@ -20,7 +20,7 @@ import yaml
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 
-from benchmarks import report, run
+from benchmarks import learning, report, run
 from benchmarks.curves import LearningCurve, TrainingCurve
 from benchmarks.learning import append_row, read_rows
 
@@ -138,12 +138,12 @@ def test_a_changed_default_changes_the_hash(monkeypatch: pytest.MonkeyPatch) -> 
     for buffer in ("kernel", "outcome"):
         cell = make_run(entry={"policy": "MlpPolicy", "rollout_buffer_class": buffer})
         before = cell.settings_hash()
-        changed = {**run.buffer_defaults(buffer), "group_size": 99}
+        changed = {**learning.buffer_defaults(buffer), "group_size": 99}
         with monkeypatch.context() as patch:
-            patch.setattr(run, "buffer_defaults", lambda _: changed)  # noqa: B023  # called within the iteration
+            patch.setattr(learning, "buffer_defaults", lambda _: changed)  # noqa: B023  # called within the iteration
             assert cell.settings_hash() != before
     # What a buffer hands on to its bases is among them
-    assert {"scale", "max_waiting", "tied_groups", "leave_one_out"} <= set(run.buffer_defaults("outcome"))
+    assert {"scale", "max_waiting", "tied_groups", "leave_one_out"} <= set(learning.buffer_defaults("outcome"))
 
 
 def test_changes_of_a_mapping_leave_its_other_entries() -> None:
