@@ -153,11 +153,26 @@ def raw_areas(suite: Suite, arm: str, envs: Sequence[str], seeds: Sequence[int])
     return np.array([[suite.by_seed(arm, env)[seed] for env in envs] for seed in seeds]).reshape(len(seeds), len(envs))
 
 
+def areas_over(suite: Suite, arm: str, reference: str, envs: Sequence[str], seeds: Sequence[int]) -> np.ndarray:
+    """
+    :param suite: of finished runs
+    :param arm: name
+    :param reference: by whose mean areas are divided; the mean of all its seeds, taken as known
+    :param envs: Gymnasium environments
+    :param seeds: of the runs
+    :return: areas above that of random actions over the reference's, shape ``(n_seeds, n_envs)``; where the reference is no
+        better than random actions, infinity for a run that is and 0 for others
+    """
+    above = raw_areas(suite, arm, envs, seeds) - np.array([suite.column("random", env, "auc")[0] for env in envs])
+    scale = np.array([suite.above_random(reference, env) for env in envs])
+    return np.divide(above, scale, out=np.where(above > 0.0, math.inf, 0.0), where=scale > 0.0)
+
+
 def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
     """
     :param suite: of finished runs
     :param arms: names
-    :param reference: by whose mean areas are divided; the mean of all its seeds, taken as known
+    :param reference: of :func:`areas_over`
     :return: areas over the reference's by arm, each of shape ``(n_seeds, n_envs)``, the environments, and the seeds, those
         that all arms have in all of them. An environment where the reference is no better than random actions has no such
         area, and is left out
@@ -166,9 +181,7 @@ def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple
     if not envs:
         return {}, [], []
     seeds = common_seeds(suite, arms, envs)
-    random = np.array([suite.column("random", env, "auc")[0] for env in envs])
-    scale = np.array([suite.above_random(reference, env) for env in envs])
-    return {arm: (raw_areas(suite, arm, envs, seeds) - random) / scale for arm in arms}, envs, seeds
+    return {arm: areas_over(suite, arm, reference, envs, seeds) for arm in arms}, envs, seeds
 
 
 class Estimate(NamedTuple):
@@ -362,11 +375,7 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
             names = ", ".join(left_out)
             note = f"{title}: no ratio on {names}, where {LABELS[reference]} is no better than random actions."
             if seeds:
-                random = np.array([suite.column("random", env, "auc")[0] for env in compared])
-                scale = np.array([suite.above_random(reference, env) for env in compared])
-                limit = np.where(ours > random, math.inf, 0.0)
-                ratios = np.divide(ours - random, scale, out=limit, where=scale > 0.0)
-                mean = interquartile_mean(ratios).text(infinity="∞")
+                mean = interquartile_mean(areas_over(suite, arm, reference, compared, seeds)).text(infinity="∞")
                 note += f" With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
             notes.append(note)
     return "\n".join([*lines, *(["", *notes] if notes else [])])
