@@ -23,10 +23,11 @@ import importlib.metadata
 import inspect
 import multiprocessing
 import pathlib
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +44,8 @@ from sb3_grpo import GRPO, CompleteGroupRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
 
 CSV = pathlib.Path(__file__).with_name("learning.csv")
+#: Exit status of an interrupted command, by the shell's convention
+INTERRUPTED_STATUS = 130
 
 #: Arguments that came after the first reported runs, with the values at which a run is what it was before, bit for bit. They
 #: are left out of the hash there, so that a new option does not make all rows stale.
@@ -423,6 +426,18 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def abandon(pool: Executor) -> None:
+    """
+    After an interrupt: start nothing more, end the processes of the runs that are under way, and say so.
+
+    :param pool: of runs
+    """
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in multiprocessing.active_children():
+        process.terminate()
+    print("interrupted: what was under way is lost, the same command goes on with the rest", file=sys.stderr)
+
+
 def main() -> int:
     """:return: exit status: 0 if every case passed on as many seeds as required"""
     args = parse_arguments()
@@ -453,16 +468,19 @@ def main() -> int:
     if todo and not args.table:
         # A fresh process per run: no state is shared, and a crash takes down one run only
         pool = ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1)
-        with pool, tqdm(total=len(todo), unit="run") as progress:
+        try:
             futures = {pool.submit(run, *job): job for job in todo}
-            for future in as_completed(futures):
+            for future in tqdm(as_completed(futures), total=len(todo), unit="run"):
                 name, _, seed = futures[future]
-                progress.update()
                 try:
                     append_row(args.csv, future.result(), FIELDS)
                 except Exception as error:
                     failures += 1
                     tqdm.write(f"FAILED: {name} seed {seed}: {error!r}", file=sys.stderr)
+        except KeyboardInterrupt:
+            abandon(pool)
+            return INTERRUPTED_STATUS
+        pool.shutdown()
     text, everything = table(cases, read_rows(args.csv))
     print(text)
     if failures:
@@ -471,5 +489,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the processes of the runs as Ctrl-C does
     gym.logger.min_level = gym.logger.ERROR
     sys.exit(main())

@@ -51,6 +51,8 @@ from tqdm import tqdm
 
 from benchmarks.curves import N_EVAL_EPISODES, TrainingCurve
 from benchmarks.learning import (
+    INTERRUPTED_STATUS,
+    abandon,
     append_row,
     buffer_settings,
     commit,
@@ -485,11 +487,8 @@ def main() -> int:
             tqdm.write(f"{row['arm']} {row['env']} seed {row['seed']}: auc {row['auc']}, evaluation {row['eval_mean']}")
     except KeyboardInterrupt:
         INTERRUPTED.set()
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            process.terminate()
-        print("interrupted: what was under way is lost, the same command goes on with the rest", file=sys.stderr)
-        return 130
+        abandon(pool)
+        return INTERRUPTED_STATUS
     pool.shutdown()
     print(f"{len(missing) - failures} runs done, {failures} failed, {len(runs) - len(missing)} were there already")
     return 1 if failures else 0

@@ -271,12 +271,31 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def test_kill_leaves_no_run_behind(tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.run", "--envs", "CartPole-v1", "--arms", "ppo", "--results", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("command", "training"),
+    [
+        # The random control is finished, a training is next
+        (["benchmarks.run", "--envs", "CartPole-v1", "--arms", "ppo", "--results", "{folder}"], "| 1/"),
+        (["benchmarks.learning", "--cases", "cartpole-1", "--seeds", "0", "--csv", "{folder}/runs.csv"], "| 0/"),
+    ],
+    ids=["run", "learning"],
+)
+def test_kill_leaves_no_run_behind(command: list[str], training: str, tmp_path: pathlib.Path) -> None:
+    arguments = [argument.format(folder=tmp_path) for argument in command]
     # A session of its own: what is left of it can be asked for
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stderr is not None
     try:
-        wait_until((tmp_path / "runs.csv").exists)  # the random control is finished, a training is next
+        shown = ""
+        while training not in shown:
+            shown += process.stderr.read(1)
+            assert process.poll() is None, shown
         time.sleep(1.0)
         process.terminate()
         _, errors = process.communicate(timeout=60)
