@@ -108,13 +108,29 @@ class Suite:
         """
         return {each.run.seed: float(each.row["auc"]) for each in self.runs(arm, env)}
 
+    def random_area(self, env: str) -> float:
+        """
+        :param env: Gymnasium environment
+        :return: area of random actions, which is their mean return
+        """
+        return float(self.column("random", env, "auc")[0])
+
     def above_random(self, arm: str, env: str) -> float:
         """
         :param arm: name
         :param env: Gymnasium environment
         :return: mean area above the return of random actions
         """
-        return float(self.column(arm, env, "auc").mean() - self.column("random", env, "auc")[0])
+        return float(self.column(arm, env, "auc").mean()) - self.random_area(env)
+
+    def learns(self, arm: str, env: str) -> bool:
+        """
+        :param arm: name
+        :param env: Gymnasium environment
+        :return: whether it is better than random actions: the interval of its mean area is, of a single seed the area itself
+        """
+        area = mean_over_seeds(self.column(arm, env, "auc"))
+        return bool(np.fmin(area.value, area.low) > self.random_area(env))
 
     def curves(self, arm: str, env: str) -> list[LearningCurve]:
         """
@@ -163,9 +179,10 @@ def areas_over(suite: Suite, arm: str, reference: str, envs: Sequence[str], seed
     :return: areas above that of random actions over the reference's, shape ``(n_seeds, n_envs)``; where the reference is no
         better than random actions, infinity for a run that is and 0 for others
     """
-    above = raw_areas(suite, arm, envs, seeds) - np.array([suite.column("random", env, "auc")[0] for env in envs])
+    above = raw_areas(suite, arm, envs, seeds) - np.array([suite.random_area(env) for env in envs])
     scale = np.array([suite.above_random(reference, env) for env in envs])
-    return np.divide(above, scale, out=np.where(above > 0.0, math.inf, 0.0), where=scale > 0.0)
+    learns = np.array([suite.learns(reference, env) for env in envs], dtype=bool)
+    return np.divide(above, scale, out=np.where(above > 0.0, math.inf, 0.0), where=learns)
 
 
 def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
@@ -177,7 +194,7 @@ def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple
         that all arms have in all of them. An environment where the reference is no better than random actions has no such
         area, and is left out
     """
-    envs = [env for env in suite.compared(*arms, reference) if suite.above_random(reference, env) > 0.0]
+    envs = [env for env in suite.compared(*arms, reference) if suite.learns(reference, env)]
     if not envs:
         return {}, [], []
     seeds = common_seeds(suite, arms, envs)
@@ -295,14 +312,14 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
     if not compared:
         return NO_ROWS
     for env in compared:
-        random = suite.column("random", env, "auc")[0]
         areas = [suite.column(each, env, "auc") for each in (arm, reference)]
         evaluations = [suite.column(each, env, "eval_mean") for each in (arm, reference)]
-        above = suite.above_random(reference, env)
-        ratio = format_number(suite.above_random(arm, env) / above) if above > 0.0 else f"{theirs} no better than random"
+        ratio = f"{theirs} no better than random"
+        if suite.learns(reference, env):
+            ratio = format_number(suite.above_random(arm, env) / suite.above_random(reference, env))
         cells: list[Any] = [
             env, f"{suite.timesteps[env]:,}", " and ".join(str(n) for n in sorted({len(each) for each in areas})),
-            format_number(random), *map(mean_over_seeds, areas), ratio, *map(mean_over_seeds, evaluations),
+            format_number(suite.random_area(env)), *map(mean_over_seeds, areas), ratio, *map(mean_over_seeds, evaluations),
         ]  # fmt: skip
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)
@@ -442,7 +459,7 @@ def seconds_table(suite: Suite, arm: str, reference: str) -> tuple[str, Estimate
     ratios: list[dict[int, float]] = []
     for env in suite.compared(arm, reference):
         speeds = seconds_per_step(suite, (arm, reference), env)
-        if not speeds or suite.above_random(reference, env) <= 0.0:
+        if not speeds or not suite.learns(reference, env):
             continue
         target = suite.column(reference, env, "final").mean()
         ours, theirs = (np.array([steps_to(curve, target) for curve in suite.curves(each, env)]) for each in (arm, reference))

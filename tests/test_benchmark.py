@@ -436,6 +436,18 @@ def test_areas_are_above_random_and_over_ppos_mean(tmp_path: pathlib.Path) -> No
     assert "| 2.50 |" in report.area_table(suite, "grpo", "ppo")
 
 
+@pytest.mark.parametrize("ppo, learns", [([11.0, 40.0], True), ([9.0, 40.0], False), ([11.0], True), ([9.0], False)])
+def test_a_ratio_needs_a_reference_whose_interval_is_above_random(
+    ppo: list[float], learns: bool, tmp_path: pathlib.Path
+) -> None:
+    suite = write_toy(tmp_path, {"grpo": {"CartPole-v1": [50.0] * len(ppo)}, "ppo": {"CartPole-v1": ppo}}, random=10.0)
+    envs = report.normalised_areas(suite, ("grpo", "ppo"), "ppo")[1]
+    assert envs == (["CartPole-v1"] if learns else [])
+    assert ("PPO no better than random" in report.area_table(suite, "grpo", "ppo")) is not learns
+    seeds = report.common_seeds(suite, ("grpo", "ppo"), ["CartPole-v1"])
+    assert np.isinf(report.areas_over(suite, "grpo", "ppo", ["CartPole-v1"], seeds)).all() == (not learns)
+
+
 def test_an_ablation_has_a_line_per_arm_and_a_column_per_environment(tmp_path: pathlib.Path) -> None:
     grpo = {"CartPole-v1": [30.0, 50.0], "Acrobot-v1": [3.0, 3.0]}
     suite = write_toy(tmp_path, {"grpo": grpo, "ppo": {"CartPole-v1": [20.0, 20.0], "Acrobot-v1": []}})
