@@ -40,7 +40,7 @@ N_RESAMPLES = 2000
 VERY_LARGE = 1e12
 NO_ROWS = "There are no rows yet."
 #: Suites of which a table of areas is made.
-ABLATIONS = ("minigrid", "fit", "buffers", "groups", "starts", "baseline")
+ABLATIONS = ("minigrid", "cheetah", "cheetah_full", "cheetah_start", "fit", "buffers", "groups", "starts", "baseline")
 LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
 COLOURS = {"grpo": "tab:blue", "ppo": "tab:orange", "grpo-default": "tab:cyan", "ppo-default": "tab:brown"}
 
@@ -328,16 +328,17 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
 def ablation_table(suite: Suite) -> str:
     """
     :param suite: of finished runs
-    :return: areas, one line per arm that has any, one column per environment, over the seeds that all arms have; and where
-        several arms have more, a second table of these
+    :return: areas, one line per arm that has a seed in all environments it was run on, one column per environment, over the
+        seeds that these arms share; and where several arms have more, a second table of these
     """
     arms = [arm for arm in suite.arms if any(suite.runs(arm, env) for env in suite.timesteps)]
     seeds = {arm: set(common_seeds(suite, [arm], [env for env in suite.timesteps if suite.runs(arm, env)])) for arm in arms}
-    shared = set.intersection(*seeds.values()) if arms else set()
+    arms = [arm for arm in arms if seeds[arm]]
+    shared = set.intersection(*(seeds[arm] for arm in arms)) if arms else set()
     longer = [arm for arm in arms if seeds[arm] > shared]
     tables = [ablation_over(suite, arms, sorted(shared))] if shared else []
-    if len(longer) > 1:
-        tables.append(ablation_over(suite, longer, sorted(set.intersection(*(seeds[arm] for arm in longer)))))
+    if len(longer) > 1 and (shared_by_longer := set.intersection(*(seeds[arm] for arm in longer))):
+        tables.append(ablation_over(suite, longer, sorted(shared_by_longer)))
     return "\n\n".join(tables) or NO_ROWS
 
 

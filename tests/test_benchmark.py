@@ -378,7 +378,8 @@ def write_toy(
 ) -> report.Suite:
     """
     :param results: folder for the rows
-    :param areas: by arm and environment, one for each seed; a run's return is its area throughout
+    :param areas: by arm and environment, one for each seed, NaN for a run that is not finished; a run's return is its area
+        throughout
     :param random: return of random actions
     :param speeds: seconds per step by arm
     :return: the suite
@@ -388,6 +389,8 @@ def write_toy(
         if each.arm != "random" and each.seed - 100 >= len(areas[each.arm][each.env]):
             continue
         area = random if each.arm == "random" else areas[each.arm][each.env][each.seed - 100]
+        if math.isnan(area):
+            continue
         row = {
             "arm": each.arm, "env": each.env, "seed": each.seed, "settings_hash": each.settings_hash(),
             **{name: area for name in ("auc", "final", "eval_mean")},
@@ -457,6 +460,25 @@ def test_an_ablation_has_a_line_per_arm_and_a_column_per_environment(tmp_path: p
         "| grpo | 40.0 (30.0 to 50.0) | 3.00 (3.00 to 3.00) |",
         "| ppo | 20.0 (20.0 to 20.0) | not run |",
     ]
+
+
+@quick
+def test_an_arm_without_a_common_seed_is_left_out_of_an_ablation(tmp_path: pathlib.Path) -> None:
+    areas = {
+        "grpo": {"CartPole-v1": [30.0, 50.0], "Acrobot-v1": [3.0, 5.0]},
+        "ppo": {"CartPole-v1": [20.0], "Acrobot-v1": [math.nan, 2.0]},
+    }
+    assert report.ablation_table(write_toy(tmp_path, areas)).splitlines() == [
+        "| seeds 100, 101 | CartPole-v1, 1,000 | Acrobot-v1, 1,000 |",
+        "| --- | --- | --- |",
+        "| grpo | 40.0 (30.0 to 50.0) | 4.00 (3.00 to 5.00) |",
+    ]
+
+
+@quick
+def test_arms_of_an_ablation_that_share_no_seed_make_no_table(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [30.0]}, "ppo": {"CartPole-v1": [math.nan, 20.0]}}
+    assert report.ablation_table(write_toy(tmp_path, areas)) == report.NO_ROWS
 
 
 @quick
