@@ -64,7 +64,7 @@ def test_the_same_random_numbers_give_the_same_actions_as_sb3s(space: spaces.Spa
 def test_log_probabilities_entropies_and_their_gradients_are_sb3s(space: spaces.Space):
     lean, slow = policies(space)
     observations = th.randn(200, 3)
-    space.seed(0)
+    space.seed(0)  # some draws cancel so well in the sums below that rounding shows
     actions = th.as_tensor(np.array([space.sample() for _ in range(200)])).float().reshape(200, -1)
     gradients, values = [], []
     for policy in (lean, slow):
@@ -74,10 +74,8 @@ def test_log_probabilities_entropies_and_their_gradients_are_sb3s(space: spaces.
         loss = (log_prob * th.linspace(-1, 1, 200)).sum() + 0.3 * entropy.sum()
         gradients.append(th.autograd.grad(loss, list(policy.parameters())))
     for ours, expected in zip((*values[0], *gradients[0]), (*values[1], *gradients[1]), strict=True):
-        largest = float(expected.abs().max())
-        assert largest > 1e-3
-        # Entries of a gradient near 0 are differences of large sums: they round as the largest entry does.
-        th.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4 * largest)
+        assert expected.abs().max() > 1e-3
+        th.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("space", SPACES)
