@@ -331,14 +331,16 @@ def ablation_table(suite: Suite) -> str:
     :return: areas, one line per arm that has a seed in all environments it was run on, one column per environment, over the
         seeds that these arms share; and where several arms have more, a second table of these
     """
-    arms = [arm for arm in suite.arms if any(suite.runs(arm, env) for env in suite.timesteps)]
-    seeds = {arm: set(common_seeds(suite, [arm], [env for env in suite.timesteps if suite.runs(arm, env)])) for arm in arms}
-    arms = [arm for arm in arms if seeds[arm]]
-    shared = set.intersection(*(seeds[arm] for arm in arms)) if arms else set()
-    longer = [arm for arm in arms if seeds[arm] > shared]
-    tables = [ablation_over(suite, arms, sorted(shared))] if shared else []
-    if len(longer) > 1 and (shared_by_longer := set.intersection(*(seeds[arm] for arm in longer))):
-        tables.append(ablation_over(suite, longer, sorted(shared_by_longer)))
+    envs = {arm: [env for env in suite.timesteps if suite.runs(arm, env)] for arm in suite.arms}
+    seeds = {arm: set(common_seeds(suite, [arm], envs[arm])) for arm in suite.arms if envs[arm]}
+
+    def shared_by(some: Sequence[str]) -> set[int]:
+        return set.intersection(*(seeds[arm] for arm in some)) if some else set()
+
+    arms = [arm for arm in seeds if seeds[arm]]
+    longer = [arm for arm in arms if seeds[arm] > shared_by(arms)]
+    compared = [arms, longer] if len(longer) > 1 else [arms]
+    tables = [ablation_over(suite, some, sorted(shared_by(some))) for some in compared if shared_by(some)]
     return "\n\n".join(tables) or NO_ROWS
 
 
