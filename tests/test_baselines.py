@@ -233,6 +233,98 @@ def test_no_trajectory_is_judged_by_a_fit_to_itself():
     assert (by_fold[0] - by_fold[1])[others].abs().max() > 1.0
 
 
+# --- directional forgetting -------------------------------------------------------------------------------------------
+
+
+def draw_narrow_rollouts(n_rollouts: int, n_features: int = 6) -> list[tuple[th.Tensor, th.Tensor, th.Tensor]]:
+    """Features, targets and folds; what a rollout says of each direction of feature space differs by powers of ten."""
+    rng = np.random.default_rng(0)
+    rollouts = []
+    for _ in range(n_rollouts):
+        directions = np.linalg.qr(rng.normal(size=(n_features, n_features)))[0]
+        features = rng.normal(size=(40, n_features)) * 10.0 ** rng.uniform(-3, 0, size=n_features) @ directions
+        rollouts.append((tensor(features), tensor(rng.normal(size=40)), th.arange(40) % 4))
+    return rollouts
+
+
+@pytest.mark.parametrize("forgetting", [0.0, 0.8, 1.0])
+def test_along_each_direction_no_more_is_forgotten_than_the_rollout_brings(forgetting):
+    statistics = RidgeStatistics(6)
+    for number, (features, targets, folds) in enumerate(draw_narrow_rollouts(20)):
+        before = statistics.gram.numpy() if number else RIDGE * len(features) * np.eye(6)
+        # Without the symmetry that the implementation makes use of
+        ratios, vectors = np.linalg.eig(np.linalg.solve(before, (features.T @ features).numpy()))
+        expected = before @ (vectors * np.maximum(1.0 - ratios, forgetting)) @ np.linalg.inv(vectors)
+        statistics.decay_where_seen(features, forgetting, RIDGE)
+        np.testing.assert_allclose(statistics.gram.numpy(), expected, rtol=1e-6, atol=1e-9)
+        statistics.leave_fold_out(features, targets, folds, RIDGE)
+        gained = np.linalg.eigvalsh(statistics.gram.numpy() - before)
+        assert gained[0] > -1e-9 * np.linalg.norm(before)
+
+
+def test_directional_forgetting_alone_leaves_the_weights_as_they_are():
+    statistics = RidgeStatistics(6)
+    for features, targets, folds in draw_narrow_rollouts(20):
+        before = statistics.weights(RIDGE)
+        statistics.decay_where_seen(features, 0.8, RIDGE)
+        solution = th.linalg.solve(statistics.gram, statistics.moment)
+        th.testing.assert_close(solution, before, rtol=1e-7, atol=1e-9)
+        statistics.leave_fold_out(features, targets, folds, RIDGE)
+
+
+def test_where_every_rollout_says_the_same_directional_forgetting_is_forgetting():
+    features = draw_rollouts([0])[0][0]
+    statistics = {directional: RidgeStatistics(4) for directional in (False, True)}
+    folds = th.zeros(20, dtype=th.int64)
+    for target in [1.0] * 30 + [-1.0] * 5:
+        statistics[False].decay(0.7)
+        statistics[True].decay_where_seen(tensor(features), 0.7, 1e-8)
+        for each in statistics.values():
+            each.leave_fold_out(tensor(features), tensor(target * features.sum(axis=1)), folds, 1e-8)
+    # 1 - 2 * (1 - 0.7^5) = -0.66, by either
+    for each in statistics.values():
+        np.testing.assert_allclose(each.weights(1e-8).numpy(), np.full(4, 2 * 0.7**5 - 1.0), atol=1e-4)
+
+
+@pytest.mark.parametrize("directional", [False, True])
+def test_what_was_learned_elsewhere_is_remembered_with_directional_forgetting_alone(directional):
+    rng = np.random.default_rng(0)
+    baseline = KernelBaseline(
+        n_features=64, forgetting=0.8, ridge=1e-4, time_feature=False, directional_forgetting=directional
+    )
+    # Two far regions; the return of the left one was seen five times, that of the right one changes all the time
+    left, right = (rng.normal(size=(200, 2)) * 0.3 + shift for shift in (-2.0, 2.0))
+    baseline.observe(np.vstack([left, right]))
+    folds = th.arange(200) % 4
+    for rollout in range(45):
+        where, level = (left, 5.0) if rollout < 5 else (right, float(rollout // 20))
+        features = baseline.features(where, np.zeros(200))
+        baseline.fit(features, tensor(np.full(200, level)), folds)
+    at_left, at_right = (predict(baseline, where, np.zeros(200)).mean() for where in (left, right))
+    assert at_right == pytest.approx(2.0, abs=0.5)
+    if directional:
+        assert at_left == pytest.approx(5.0, abs=0.5)
+    else:
+        assert abs(at_left - 5.0) > 2.0
+
+
+def test_directional_forgetting_takes_in_an_input_that_begins_to_vary():
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(4000, 3))
+    inputs[:1000, 1] = 0.0
+    targets = inputs[:, 0] - 2.0 * inputs[:, 1]
+    baseline = KernelBaseline(forgetting=0.8, ridge=1e-4, time_feature=False, directional_forgetting=True)
+    for rows in np.arange(4000).reshape(4, 1000):
+        baseline.observe(inputs[rows])
+        baseline.fit(baseline.features(inputs[rows], np.zeros(1000)), tensor(targets[rows]), th.zeros(1000, dtype=th.int64))
+    assert explained_variance(predict(baseline, inputs[3000:], np.zeros(1000)), targets[3000:]) > 0.99
+
+
+def test_instruments_with_directional_forgetting_are_refused():
+    with pytest.raises(ValueError, match=r"directional_forgetting=True.*instrumented=True"):
+        KernelBaseline(instrumented=True, directional_forgetting=True)
+
+
 # --- temporal differences ---------------------------------------------------------------------------------------------
 
 
