@@ -144,7 +144,7 @@ class RidgeStatistics:
         kept = root @ (directions * (1.0 - ratios.clamp(0.0, 1.0 - forgetting)).sqrt())
         self.gram = kept @ kept.T
         self.moment = self.gram @ weights
-        # The penalty is part of the information now; the samples to come are penalised once more, until they are part of it too
+        # The penalty is part of the information now; that on the samples to come is for one fit alone
         self.count = th.zeros((), dtype=th.float64)
 
     def spread(self, known: th.Tensor) -> "RidgeStatistics":
