@@ -120,33 +120,6 @@ class RidgeStatistics:
         self.moment *= forgetting
         self.count *= forgetting
 
-    def decay_where_seen(self, features: th.Tensor, forgetting: float, ridge: float) -> None:
-        """
-        Directional forgetting: what is known about a direction of feature space shrinks to ``forgetting`` of itself, but by no
-        more than what the samples to come will add to it, so that it never becomes less. The weights remain as they are, as
-        what the regression of those samples shrinks to.
-
-        Along each direction ``v`` of ``Phi' Phi v = mu A v`` the information ``A`` is multiplied by
-        ``1 - min(1 - rho, mu)``. A feature that is new is known with the weight of the penalty on one rollout, to be zero. The
-        idea is that of subspace-of-information forgetting (Lai & Bernstein 2024, https://arxiv.org/abs/2404.10844), where a
-        direction is in the samples' span or not; of hundreds of samples each is in it, most by very little.
-
-        :param features: ``Phi``, of the samples to come, shape ``(n, p)``
-        :param forgetting: ``rho``
-        :param ridge: ``lambda``
-        """
-        weights = self.weights(ridge)
-        new = self.gram.diagonal() == 0.0
-        self.gram.diagonal()[new] = ridge * len(features)
-        root = th.linalg.cholesky(self.gram)
-        whitened = th.linalg.solve_triangular(root, features.T, upper=False)
-        ratios, directions = th.linalg.eigh(whitened @ whitened.T)
-        kept = root @ (directions * (1.0 - ratios.clamp(0.0, 1.0 - forgetting)).sqrt())
-        self.gram = kept @ kept.T
-        self.moment = self.gram @ weights
-        # The penalty is part of the information now; that on the samples to come is for one fit alone
-        self.count = th.zeros((), dtype=th.float64)
-
     def spread(self, known: th.Tensor) -> "RidgeStatistics":
         """
         :param known: which of the features of a wider regression are those of this one, in order, shape ``(p',)``
@@ -222,9 +195,6 @@ class KernelBaseline:
     :param clip: standardised inputs are clipped to ``+-clip``; without a clip a single outlier makes the fit diverge
     :param seed: of the random frequencies
     :param instrumented: whether :meth:`fit` is given instruments
-    :param directional_forgetting: whether only what a rollout says something about is forgotten, see
-        :meth:`RidgeStatistics.decay_where_seen`
-    :raises ValueError: if it is both instrumented and to forget by direction
     """
 
     def __init__(
@@ -237,10 +207,7 @@ class KernelBaseline:
         clip: float = 5.0,
         seed: int = 0,
         instrumented: bool = False,
-        directional_forgetting: bool = False,
     ):
-        if instrumented and directional_forgetting:
-            raise ValueError("`directional_forgetting=True` is for regressions: it does not go with `instrumented=True`.")
         self.n_features = n_features
         self.bandwidth = bandwidth
         self.ridge = ridge
@@ -249,7 +216,6 @@ class KernelBaseline:
         self.clip = clip
         self.seed = seed
         self.instrumented = instrumented
-        self.directional_forgetting = directional_forgetting
         self._input_statistics: RunningMeanStd | None = None
         self._first_input = np.empty(0)
         self._varies = np.empty(0, dtype=bool)
@@ -338,10 +304,7 @@ class KernelBaseline:
                 "Pass `instruments` to `fit` if and only if the baseline is constructed with `instrumented=True`."
             )
         updated = copy.deepcopy(self._statistics)
-        if self.directional_forgetting:
-            updated.decay_where_seen(features, self.forgetting, self.ridge)
-        else:
-            updated.decay(self.forgetting)
+        updated.decay(self.forgetting)
         weights = updated.leave_fold_out(features, targets, folds, self.ridge, instruments)
         self._statistics = updated
         return weights

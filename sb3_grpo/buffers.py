@@ -541,8 +541,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         discount factor is ``1 - 1 / horizon`` at most, for it has seen nothing beyond an episode. With ``"regression"`` it is
         left to the baseline of the rollout before, which then lags behind where ``target_lambda`` is less than 1; that wants
         a larger ``ridge``, such as 1e-4
-    :param directional_forgetting: forget only what a rollout says something about: what was learned of states that the policy
-        no longer visits is remembered until it visits them again. For ``fit="regression"``
     :param reward_weights: see :class:`GroupRolloutBuffer`
     """
 
@@ -568,7 +566,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         actor_features: bool = False,
         target_lambda: float | None = None,
         fit: Literal["regression", "lstd"] = "lstd",
-        directional_forgetting: bool = False,
         reward_weights: Mapping[str, float] | None = None,
     ):
         super().__init__(
@@ -598,12 +595,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         if target_lambda is not None:
             require_between("target_lambda", target_lambda, 0.0, 1.0)
         require_one_of("fit", fit, ("regression", "lstd"))
-        require_flag("directional_forgetting", directional_forgetting)
-        if directional_forgetting and fit != "regression":
-            raise ValueError(
-                f"`directional_forgetting=True` does not go with `fit={fit!r}`: pass `fit='regression'` with it, or "
-                "leave it out."
-            )
         self.target_lambda = gae_lambda if target_lambda is None else target_lambda
         self.n_folds = n_folds
         self.actor_features = actor_features
@@ -616,7 +607,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             time_feature,
             seed=np.random.randint(np.iinfo(np.int32).max),
             instrumented=fit == "lstd",
-            directional_forgetting=directional_forgetting,
         )
         self._longest = 1
         self._reward_range = (0.0, 0.0)
@@ -761,8 +751,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return {**state, "options": self._options_of_features()}
 
     def _options_of_features(self) -> dict[str, Any]:
-        names = ("n_features", "bandwidth", "time_feature", "directional_forgetting")
-        options = {name: getattr(self.baseline, name) for name in names}
+        options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
         return {
             **options,
             "actor_features": self.actor_features,
@@ -771,8 +760,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def set_state(self, state: dict[str, Any]) -> None:
         # Files of the first commits have no options, or not all of them
-        absent = {"actor_features": False, "fit": "regression", "directional_forgetting": False}
-        earlier = {**self._options_of_features(), **absent}
+        earlier = {**self._options_of_features(), "actor_features": False, "fit": "regression"}
         options = {**earlier, **state.get("options", {})}
         if options != self._options_of_features():
             warnings.warn(

@@ -331,7 +331,6 @@ BUFFER_TABLE: Table = {
     "actor_features": flags(),
     "target_lambda": all_of(FROM_0_TO_1, *NO_NUMBER, np.inf, -0.1, 1.01, 2),
     "fit": all_of("must be 'regression' or 'lstd'", *NO_CHOICE),
-    "directional_forgetting": [*flags(), Wrong(True, "pass `fit='regression'` with it")],
     # of the four others
     "scale": all_of("must be 'group', 'batch' or 'none'", *[value for value in NO_CHOICE if value is not None]),
     "max_waiting": integers(1),
@@ -601,7 +600,6 @@ ACCEPTED_BY_BUFFERS: list[tuple[str, dict[str, Any]]] = [
             device=th.device("cpu"),
         ),
     ),
-    ("kernel", dict(fit="regression", directional_forgetting=np.True_)),
     ("kernel", dict(observation_space=DICT, action_space=DISCRETE, buffer_size=1)),
     ("kernel", dict(gamma=1, gae_lambda=0, n_envs=np.int64(3), reward_weights={"a": 0, "b": np.float32(-1)})),
     ("outcome", dict(scale=None, max_waiting=1, leave_one_out=np.True_, tied_groups="skip")),

@@ -147,15 +147,7 @@ def test_a_model_that_is_loaded_and_saved_again_goes_on_as_the_first(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "option",
-    [
-        {"n_features": 32},
-        {"bandwidth": 1.0},
-        {"time_feature": False},
-        {"fit": "regression"},
-        {"fit": "regression", "directional_forgetting": True},
-    ],
-    ids=str,
+    "option", [{"n_features": 32}, {"bandwidth": 1.0}, {"time_feature": False}, {"fit": "regression"}], ids=str
 )
 def test_a_baseline_with_other_features_begins_afresh(option: dict[str, Any], tmp_path: Path):
     make_model().learn(64).save(tmp_path / "model")

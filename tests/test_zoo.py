@@ -316,7 +316,6 @@ def test_every_sampled_configuration_is_valid():
         model = GRPO("MlpPolicy", "CartPole-v1", device="cpu", **hyperparams)
         assert type(model.rollout_buffer) is BUFFERS[buffer]
         assert ("ridge" in hyperparams["rollout_buffer_kwargs"]) == (buffer == "kernel") == ("forgetting" in trial.params)
-        assert ("directional_forgetting" in hyperparams["rollout_buffer_kwargs"]) == (trial.params.get("fit") == "regression")
         assert ("scale" in hyperparams["rollout_buffer_kwargs"]) == (buffer != "kernel")
         assert 0 < hyperparams["gamma"] < 1 and 0 < hyperparams["gae_lambda"] < 1
     assert set(seen) == set(BUFFERS) and min(seen.values()) > 5
