@@ -64,6 +64,7 @@ NEUTRAL: dict[str, Any] = dict(
     actor_features=False,
     target_lambda=None,
     fit="regression",
+    residual_weight=0.0,
 )
 
 
