@@ -36,6 +36,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "benchmark.md", ROOT / "docs" / "which_buffer.md", ROOT / "README.md")
 PICTURES = ROOT / "docs"
 N_RESAMPLES = 2000
+#: Smaller ones are for tuning.
+FIRST_REPORTED_SEED = 100
 #: Stands for infinity where a library needs a number: a mean with any of these in it is told from all others.
 VERY_LARGE = 1e12
 NO_ROWS = "There are no rows yet."
@@ -90,6 +92,10 @@ class Suite:
         :return: finished runs, by seed
         """
         return self._finished.get((arm, env), [])
+
+    def all_runs(self) -> list[Finished]:
+        """:return: finished runs of all arms and environments"""
+        return [each for runs in self._finished.values() for each in runs]
 
     def column(self, arm: str, env: str, name: str) -> np.ndarray:
         """
@@ -572,6 +578,39 @@ def draw_profile(suite: Suite, path: pathlib.Path) -> None:
     plt.close(figure)
 
 
+def replaced_table(results: pathlib.Path, suites: Sequence[Suite]) -> str:
+    """
+    Settings that reported seeds were run with and that are shown nowhere else.
+
+    :param results: folder
+    :param suites: what is shown
+    :return: one line per environment and settings that have more than one such run, with their area on smaller seeds too
+    """
+    shown = {finished.run.key() for suite in suites for finished in suite.all_runs()}
+    columns: dict[tuple[str, int, str, str], dict[bool, list[dict[str, str]]]] = {}
+    for row in read_rows(results / "runs.csv"):
+        key = (row["env"], int(row["timesteps"]), row["arm"], row["settings_hash"])
+        columns.setdefault(key, {True: [], False: []})[int(row["seed"]) >= FIRST_REPORTED_SEED].append(row)
+
+    def mean(rows: list[dict[str, str]], name: str) -> str:
+        return str(mean_over_seeds(np.array([float(row[name]) for row in rows]))) if rows else "not run"
+
+    lines = [
+        "| environment | steps | settings | hash | reported seeds | area | evaluation | tuning seeds | area |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (env, timesteps, arm, settings), by_kind in sorted(columns.items()):
+        reported, tuning = by_kind[True], by_kind[False]
+        if len(reported) < 2 or any(row_key(row) in shown for row in reported):
+            continue
+        cells = [
+            env, f"{timesteps:,}", arm, f"`{settings}`", len(reported), mean(reported, "auc"), mean(reported, "eval_mean"),
+            len(tuning), mean(tuning, "auc"),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines) if len(lines) > 2 else NO_ROWS
+
+
 def provenance(results: pathlib.Path) -> str:
     """
     :param results: folder
@@ -599,6 +638,7 @@ def sections(results: pathlib.Path = RESULTS) -> dict[str, str]:
         "default": area_table(short, "grpo-default", "ppo-default"),
         "seconds": seconds,
         "full": area_table(full, "grpo", "ppo"),
+        "replaced": replaced_table(results, [short, full, Suite("minigrid", results)]),
         **{name: ablation_table(Suite(name, results)) for name in ABLATIONS},
     }
 
