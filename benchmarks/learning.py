@@ -64,7 +64,6 @@ NEUTRAL: dict[str, Any] = dict(
     actor_features=False,
     target_lambda=None,
     fit="regression",
-    residual_weight=0.0,
 )
 
 

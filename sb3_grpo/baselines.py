@@ -13,7 +13,7 @@ to the number of threads that the user has set.
 import copy
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch as th
@@ -95,25 +95,6 @@ def predict_by_fold(features: th.Tensor, weights: th.Tensor, folds: th.Tensor) -
     return (features @ weights.T).gather(1, folds[:, None])[:, 0]
 
 
-class Residuals(NamedTuple):
-    """
-    One-step residuals ``r_t + gamma phi_{t+1} . w - phi_t . w``, what advantages are made of, whose squares a fit keeps small.
-
-    With an estimate that is right on average but rough, differences between one step and the next are mostly noise. Penalising
-    their squares is the minimisation of the Bellman residual (Baird 1995, "Residual Algorithms"), beside the fit as in Johns,
-    Petrik & Mahadevan 2009, "Hybrid least-squares algorithms for approximate policy evaluation".
-    By itself it is biased, for it also shrinks what chance brings.
-
-    :param differences: ``phi_t - gamma phi_{t+1}``, shape ``(n, p)``
-    :param rewards: ``r_t``, shape ``(n,)``
-    :param weight: ``mu``, of a squared residual, where that of a squared error of the fit is 1
-    """
-
-    differences: th.Tensor
-    rewards: th.Tensor
-    weight: float
-
-
 class RidgeStatistics:
     """
     Sufficient statistics of a ridge regression that forgets: each update weighs all earlier samples by ``forgetting``.
@@ -164,7 +145,6 @@ class RidgeStatistics:
         folds: th.Tensor,
         ridge: float,
         instruments: th.Tensor | None = None,
-        residuals: Residuals | None = None,
     ) -> th.Tensor:
         """
         Add samples, and return for each fold the weights of the regression on everything but that fold: by subtracting the
@@ -175,7 +155,6 @@ class RidgeStatistics:
         :param folds: fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
         :param ridge: ``lambda``
         :param instruments: ``Z``, shape ``(n, p)``, ``None`` for the features
-        :param residuals: ``D`` and ``r``, of the same samples: ``mu D' D`` is added to ``A``, ``mu D' r`` to ``B``
         :return: shape ``(n_folds, p)``
         """
         # One fold after the other: with images p is several hundred, and a few matrices for all folds at once take more memory
@@ -185,12 +164,7 @@ class RidgeStatistics:
             member = folds == fold
             phi = features[member]
             z = phi if instruments is None else instruments[member]
-            gram, moment = z.T @ phi, z.T @ targets[member]
-            if residuals is not None:
-                d = residuals.differences[member]
-                gram.addmm_(d.T, d, alpha=residuals.weight)
-                moment.addmv_(d.T, residuals.rewards[member], alpha=residuals.weight)
-            own.append((gram, moment, member.sum().double()))
+            own.append((z.T @ phi, z.T @ targets[member], member.sum().double()))
         grams, moments, counts = zip(*own, strict=True)
         self.gram += functools.reduce(th.add, grams)
         self.moment += functools.reduce(th.add, moments)
@@ -312,12 +286,7 @@ class KernelBaseline:
         return self._statistics.weights(self.ridge)
 
     def fit(
-        self,
-        features: th.Tensor,
-        targets: th.Tensor,
-        folds: th.Tensor,
-        instruments: th.Tensor | None = None,
-        residuals: Residuals | None = None,
+        self, features: th.Tensor, targets: th.Tensor, folds: th.Tensor, instruments: th.Tensor | None = None
     ) -> th.Tensor:
         """
         Forget a little, add a rollout, and return for each fold the weights fitted without it. For a single fold these are the
@@ -327,7 +296,6 @@ class KernelBaseline:
         :param targets: shape ``(n,)``
         :param folds: fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
         :param instruments: of an ``instrumented`` baseline, shape ``(n, p)``
-        :param residuals: of the same samples, to be kept small
         :return: shape ``(n_folds, p)``
         :raises ValueError: if there are instruments and the baseline is not for them, or the other way round
         """
@@ -337,7 +305,7 @@ class KernelBaseline:
             )
         updated = copy.deepcopy(self._statistics)
         updated.decay(self.forgetting)
-        weights = updated.leave_fold_out(features, targets, folds, self.ridge, instruments, residuals)
+        weights = updated.leave_fold_out(features, targets, folds, self.ridge, instruments)
         self._statistics = updated
         return weights
 

@@ -24,7 +24,7 @@ from stable_baselines3.common.preprocessing import get_obs_shape, is_image_space
 from stable_baselines3.common.type_aliases import PyTorchObs
 
 from sb3_grpo import functional as F
-from sb3_grpo.baselines import KernelBaseline, Residuals, eligibility_traces, predict_by_fold
+from sb3_grpo.baselines import KernelBaseline, eligibility_traces, predict_by_fold
 from sb3_grpo.checks import require_at_least, require_between, require_device, require_flag, require_one_of, require_positive
 
 #: A batch of observations: an array, or one array per key for a Dict space; the first axis counts observations.
@@ -36,8 +36,6 @@ REWARD_COMPONENTS = "reward_components"
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 #: Below, the normal equations of features that depend on one another are singular in double precision.
 SMALLEST_RIDGE = 1e-8
-#: Above, the squared residuals leave nothing of what is fitted beside them.
-LARGEST_RESIDUAL_WEIGHT = 1e6
 
 
 class ActorFeatures(Protocol):
@@ -543,9 +541,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         discount factor is ``1 - 1 / horizon`` at most, for it has seen nothing beyond an episode. With ``"regression"`` it is
         left to the baseline of the rollout before, which then lags behind where ``target_lambda`` is less than 1; that wants
         a larger ``ridge``, such as 1e-4
-    :param residual_weight: weight of the squared one-step residuals of the baseline in its fit, see
-        :class:`~sb3_grpo.baselines.Residuals`: the larger, the smoother the baseline is along a trajectory and the smaller are
-        the advantages, in noise and, where much is left to chance, in substance
     :param reward_weights: see :class:`GroupRolloutBuffer`
     """
 
@@ -571,7 +566,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         actor_features: bool = False,
         target_lambda: float | None = None,
         fit: Literal["regression", "lstd"] = "lstd",
-        residual_weight: float = 0.0,
         reward_weights: Mapping[str, float] | None = None,
     ):
         super().__init__(
@@ -601,10 +595,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         if target_lambda is not None:
             require_between("target_lambda", target_lambda, 0.0, 1.0)
         require_one_of("fit", fit, ("regression", "lstd"))
-        require_between("residual_weight", residual_weight, 0.0, LARGEST_RESIDUAL_WEIGHT)
         self.target_lambda = gae_lambda if target_lambda is None else target_lambda
         self.n_folds = n_folds
-        self.residual_weight = residual_weight
         self.actor_features = actor_features
         # SB3 has seeded numpy's global generator with the model's seed at this point
         self.baseline = KernelBaseline(
@@ -672,10 +664,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         earlier = self.baseline.weights
         prior, cut_prior = (np.clip((each @ earlier).numpy(), *bounds) for each in (features, cut_features))
         targets = prior + advantages_against(prior, cut_prior, 1.0 if self.baseline.instrumented else self.target_lambda)
-        following = features.roll(-1, dims=0) * th.as_tensor(continues)[:, None]
-        following[cuts] = cut_features
-        differences = features - fitted_gamma * following
-        weights = self._fit(features, differences, rewards, targets, continues, folds, fitted_gamma)
+        if self.baseline.instrumented:
+            weights = self._fit_differences(features, cut_features, cuts, rewards, continues, folds, fitted_gamma)
+        else:
+            weights = self.baseline.fit(features, th.as_tensor(targets), folds)
         baseline = np.clip(predict_by_fold(features, weights, folds).numpy(), *bounds)
         cut_baseline = np.clip(predict_by_fold(cut_features, weights, folds[cuts]).numpy(), *bounds)
         advantages = advantages_against(baseline, cut_baseline, self.gae_lambda)
@@ -684,37 +676,36 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.metrics["train/baseline_variance_reduction"] = F.explained_variance(baseline, baseline + advantages)
         return rollout, advantages
 
-    def _fit(
+    def _fit_differences(
         self,
         features: th.Tensor,
-        differences: th.Tensor,
+        cut_features: th.Tensor,
+        cuts: np.ndarray,
         rewards: np.ndarray,
-        targets: np.ndarray,
         continues: np.ndarray,
         folds: th.Tensor,
         gamma: float,
     ) -> th.Tensor:
         """
-        A regression of the targets, or LSTD(lambda): weights ``w`` for which ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t .
-        w)`` is zero, but for the penalties; with ``lambda = 1`` the regression of returns whose unseen rest is the prediction
-        itself.
+        LSTD(lambda): weights ``w`` for which ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w)`` is zero, but for the
+        penalty; with ``lambda = 1`` the regression of returns whose unseen rest is the prediction itself.
 
-        :param features: ``phi_t``, shape ``(n, p)``
-        :param differences: ``phi_t - gamma phi_{t+1}``, shape ``(n, p)``
-        :param rewards: ``r_t``, shape ``(n,)``
-        :param targets: of a regression, shape ``(n,)``
+        :param features: ``phi``, shape ``(n, p)``
+        :param cut_features: where a trajectory went on unseen, shape ``(n_cuts, p)``
+        :param cuts: after which rows it did, shape ``(n_cuts,)``
+        :param rewards: shape ``(n,)``
         :param continues: 0 where a trajectory or the rollout ended with the step, else 1, shape ``(n,)``
         :param folds: fold of each sample, shape ``(n,)``
         :param gamma: discount factor
         :return: shape ``(n_folds, p)``
         """
-        r = th.as_tensor(rewards)
-        residuals = Residuals(differences, r, self.residual_weight) if self.residual_weight else None
-        if not self.baseline.instrumented:
-            return self.baseline.fit(features, th.as_tensor(targets), folds, residuals=residuals)
-        by_env = (features.view(self.n_envs, self.buffer_size, -1), th.as_tensor(continues).view(self.n_envs, -1))
-        traces = eligibility_traces(*by_env, gamma * self.target_lambda)
-        return self.baseline.fit(differences, r, folds, traces.flatten(end_dim=1), residuals)
+        goes_on = th.as_tensor(continues)
+        following = features.roll(-1, dims=0) * goes_on[:, None]
+        following[cuts] = cut_features
+        by_env = features.view(self.n_envs, self.buffer_size, -1)
+        traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), gamma * self.target_lambda)
+        differences = features - gamma * following
+        return self.baseline.fit(differences, th.as_tensor(rewards), folds, traces.flatten(end_dim=1))
 
     def _attainable_returns(self, rewards: np.ndarray, gamma: float) -> tuple[float, float]:
         """

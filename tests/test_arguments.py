@@ -331,7 +331,6 @@ BUFFER_TABLE: Table = {
     "actor_features": flags(),
     "target_lambda": all_of(FROM_0_TO_1, *NO_NUMBER, np.inf, -0.1, 1.01, 2),
     "fit": all_of("must be 'regression' or 'lstd'", *NO_CHOICE),
-    "residual_weight": all_of("must be a finite number from 0 to 1e+06", *NO_NUMBER, None, np.inf, -0.1, 1.1e6),
     # of the four others
     "scale": all_of("must be 'group', 'batch' or 'none'", *[value for value in NO_CHOICE if value is not None]),
     "max_waiting": integers(1),
@@ -597,7 +596,6 @@ ACCEPTED_BY_BUFFERS: list[tuple[str, dict[str, Any]]] = [
             actor_features=np.True_,
             target_lambda=1,
             fit="lstd",
-            residual_weight=0,
             horizon=1,
             device=th.device("cpu"),
         ),

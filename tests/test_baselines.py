@@ -9,7 +9,6 @@ import torch as th
 
 from sb3_grpo.baselines import (
     KernelBaseline,
-    Residuals,
     RidgeStatistics,
     eligibility_traces,
     fourier_features,
@@ -256,57 +255,6 @@ def test_with_instruments_the_fit_is_the_value_of_a_chain(lambda_):
     rewards, fold = tensor([1.0, 2.0, 3.0]), th.zeros(3, dtype=th.int64)
     statistics.leave_fold_out(features - 0.5 * following, rewards, fold, 1e-3, traces)
     th.testing.assert_close(statistics.weights(1e-12), tensor([2.75, 3.5, 3.0]))
-
-
-def test_with_residuals_of_great_weight_the_fit_is_the_value_of_a_chain_whatever_the_targets():
-    # As above; the targets, 10 throughout, are right nowhere
-    following = tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
-    features, rewards, fold = th.eye(3, dtype=th.float64), tensor([1.0, 2.0, 3.0]), th.zeros(3, dtype=th.int64)
-    statistics = RidgeStatistics(3)
-    statistics.leave_fold_out(
-        features, tensor([10.0] * 3), fold, 1e-3, None, Residuals(features - 0.5 * following, rewards, 1e9)
-    )
-    th.testing.assert_close(statistics.weights(1e-12), tensor([2.75, 3.5, 3.0]))
-
-
-def test_residuals_are_weighed_against_the_error_of_the_fit():
-    # One state that stays itself, gamma 0.5, reward 1: (w - 6)^2 + 4 (1 - 0.5 w)^2 is least where 2 (w - 6) = 4 (1 - 0.5 w)
-    one, fold = th.ones(1, 1, dtype=th.float64), th.zeros(1, dtype=th.int64)
-    statistics = RidgeStatistics(1)
-    statistics.leave_fold_out(one, tensor([6.0]), fold, 1e-3, None, Residuals(0.5 * one, tensor([1.0]), 4.0))
-    th.testing.assert_close(statistics.weights(1e-12), tensor([4.0]))
-
-
-def test_the_residual_of_a_constant_has_no_share_in_a_smooth_fit_and_that_of_noise_has():
-    # Values 1, -1, 1, ... of rewards that are zero: all of it is residual, and the more these weigh the less is left of it
-    signs = tensor([[1.0], [-1.0]] * 10)
-    fold = th.zeros(20, dtype=th.int64)
-    left = []
-    for weight in (0.0, 1.0, 10.0):
-        statistics = RidgeStatistics(1)
-        residuals = Residuals(signs - 0.9 * signs.roll(-1, dims=0), th.zeros(20, dtype=th.float64), weight)
-        statistics.leave_fold_out(signs, signs[:, 0], fold, 1e-12, None, residuals)
-        left.append(float(statistics.weights(1e-12)))
-    # Residuals are 1.9 times the value: 1 / (1 + 1.9^2 mu)
-    np.testing.assert_allclose(left, [1.0, 1 / (1 + 3.61), 1 / (1 + 36.1)])
-
-
-@pytest.mark.parametrize("folds", FOLDS)
-def test_with_residuals_leaving_a_fold_out_equals_a_fit_without_it(folds):
-    rng = np.random.default_rng(0)
-    n, labels = len(folds), np.array(folds)
-    features, differences = rng.normal(size=(2, n, 3))
-    targets, rewards = rng.normal(size=(2, n))
-    residuals = Residuals(tensor(differences), tensor(rewards), 0.7)
-    weights = RidgeStatistics(3).leave_fold_out(
-        tensor(features), tensor(targets), th.as_tensor(labels), RIDGE, residuals=residuals
-    )
-    for fold in range(max(folds) + 1):
-        kept = labels != fold
-        phi, d = features[kept], differences[kept]
-        left = phi.T @ phi + 0.7 * d.T @ d + RIDGE * max(kept.sum(), 1) * np.eye(3)
-        expected = np.linalg.solve(left, phi.T @ targets[kept] + 0.7 * d.T @ rewards[kept])
-        np.testing.assert_allclose(weights[fold].numpy(), expected, rtol=1e-8, atol=1e-10, err_msg=f"fold {fold}")
 
 
 def test_a_singular_system_is_solved_as_well_as_it_can_be():

@@ -581,7 +581,6 @@ class RegressionSample(NamedTuple):
     instruments: np.ndarray
     features: np.ndarray
     target: float
-    counts: float = 1.0
 
 
 def slow_fit(samples: list[tuple[float, RegressionSample]], n_features: int, ridge: float) -> np.ndarray:
@@ -594,7 +593,7 @@ def slow_fit(samples: list[tuple[float, RegressionSample]], n_features: int, rid
     for weight, sample in samples:
         gram += weight * np.outer(sample.instruments, sample.features)
         moment += weight * sample.instruments * sample.target
-        count += weight * sample.counts
+        count += weight
     return np.linalg.solve(gram + ridge * max(count, 1.0) * np.eye(n_features), moment)
 
 
@@ -635,7 +634,6 @@ def slow_advantages(
     target_lambda: float | None = None,
     lstd: bool = True,
     ridge: float = 1e-5,
-    residual_weight: float = 0.0,
 ) -> list[np.ndarray]:
     """
     :param rollouts: all rollouts so far
@@ -645,7 +643,6 @@ def slow_advantages(
     :param target_lambda: lambda of what the baseline is fitted to
     :param lstd: whether it is fitted to itself, where these targets leave something to the baseline
     :param ridge: weight of the penalty
-    :param residual_weight: of the squared one-step residuals
     :return: the advantages of each rollout, segment by segment
     """
     departure = departure or Departure()
@@ -687,12 +684,9 @@ def slow_advantages(
             values, last_value = judged(i, earlier)
             targets = values + slow_gae(segment.rewards, values, last_value, lambda_)
             own = [RegressionSample(phi, phi, y) for phi, y in zip(features[i], targets, strict=True)]
-            final = finals[i] if segment.end in departure.bootstraps else np.zeros(n_features)
             if lstd:
+                final = finals[i] if segment.end in departure.bootstraps else np.zeros(n_features)
                 own = temporal_differences(segment.rewards, features[i], final, gamma, lambda_)
-            if residual_weight:
-                steps = temporal_differences(segment.rewards, features[i], final, gamma, 0.0)
-                own += [RegressionSample(residual_weight * d, d, reward, counts=0.0) for _, d, reward, _ in steps]
             samples.append(own)
         advantages = []
         for i, segment in enumerate(segments):
@@ -850,18 +844,6 @@ def test_the_baseline_can_be_fitted_by_lstd(n_envs: int, target_lambda: float):
     for departure in departures:
         with pytest.raises(AssertionError):
             assert_kernel_advantages(recorder, departure=departure, **kwargs)
-
-
-@pytest.mark.parametrize("lstd", [pytest.param(False, id="regression"), pytest.param(True, id="lstd")])
-@pytest.mark.parametrize("n_envs", [pytest.param(1, id="1 environment"), pytest.param(3, id="3 environments")])
-def test_one_step_residuals_can_be_penalised(n_envs: int, lstd: bool):
-    fit = "lstd" if lstd else "regression"
-    recorder = record_kernel(VECTOR, n_envs, buffer_kwargs=dict(fit=fit, residual_weight=2.0), gae_lambda=0.9)
-    kwargs: dict[str, Any] = dict(time_unit=7, gae_lambda=0.9, lstd=lstd)
-    assert_kernel_advantages(recorder, residual_weight=2.0, **kwargs)
-    for other in (0.0, 1.0):
-        with pytest.raises(AssertionError):
-            assert_kernel_advantages(recorder, residual_weight=other, **kwargs)
 
 
 def largest_advantage_while_drifting_off(seed: int) -> float:

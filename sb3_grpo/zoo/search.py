@@ -6,7 +6,7 @@ import optuna
 from rl_zoo3.hyperparams_opt import convert_onpolicy_params
 
 #: Options of the kernel baseline, and of the buffers that judge whole groups.
-KERNEL_OPTIONS = ("n_features", "bandwidth", "ridge", "forgetting", "time_feature", "target_lambda", "fit", "residual_weight")
+KERNEL_OPTIONS = ("n_features", "bandwidth", "ridge", "forgetting", "time_feature", "target_lambda", "fit")
 GROUP_OPTIONS = ("scale", "tied_groups")
 
 
@@ -37,7 +37,6 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
         trial.suggest_float("one_minus_gae_lambda", 0.001, 0.2, log=True)
         trial.suggest_float("target_lambda", 0.9, 1.0)
         trial.suggest_categorical("fit", ["regression", "lstd"])
-        trial.suggest_categorical("residual_weight", [0.0, 1.0, 10.0])
         trial.suggest_categorical("n_features", [64, 128, 256, 512])
         trial.suggest_float("bandwidth", 0.1, 2.0, log=True)
         trial.suggest_float("ridge", 1e-7, 0.1, log=True)
