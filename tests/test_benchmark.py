@@ -658,6 +658,33 @@ def test_a_table_without_rows_says_so(tmp_path: pathlib.Path) -> None:
     assert report.ablation_table(report.Suite("buffers", tmp_path)) == report.NO_ROWS
 
 
+def test_replaced_settings_are_those_of_several_reported_seeds_that_no_suite_shows(tmp_path: pathlib.Path) -> None:
+    def row(arm: str, env: str, timesteps: int, seed: int, settings: str, area: float) -> dict[str, Any]:
+        return {
+            "arm": arm, "env": env, "timesteps": timesteps, "seed": seed, "settings_hash": settings,
+            "auc": area, "eval_mean": 2 * area,
+        }  # fmt: skip
+
+    (shown,) = (each for each in run.expand(toy_matrix(["grpo"], ["CartPole-v1"]), "toy", seeds=[100]) if each.arm == "grpo")
+    rows = [
+        *[row("grpo", "CartPole-v1", 1000, seed, shown.settings_hash(), 9.0) for seed in (100, 101)],
+        *[row("former", "CartPole-v1", 1000, seed, "aaaaaaaa", area) for seed, area in ((3, 5.0), (100, 10.0), (101, 20.0))],
+        *[row("former", "CartPole-v1", 5000, seed, "bbbbbbbb", 1.0) for seed in (100, 101)],
+        row("once", "CartPole-v1", 1000, 100, "cccccccc", 10.0),
+        *[row("tuning", "CartPole-v1", 1000, seed, "dddddddd", 10.0) for seed in (98, 99)],
+    ]
+    for each in rows:
+        append_row(tmp_path / "runs.csv", each, run.FIELDS)
+    suite = report.Suite("toy", tmp_path, toy_matrix(["grpo"], ["CartPole-v1"]))
+    assert report.replaced_table(tmp_path, [suite]).splitlines() == [
+        "| environment | steps | settings | hash | reported seeds | area | evaluation | tuning seeds | area |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| CartPole-v1 | 1,000 | former | `aaaaaaaa` | 2 | 15.0 (10.0 to 20.0) | 30.0 (20.0 to 40.0) | 1 | 5.00 |",
+        "| CartPole-v1 | 5,000 | former | `bbbbbbbb` | 2 | 1.00 (1.00 to 1.00) | 2.00 (2.00 to 2.00) | 0 | not run |",
+    ]
+    assert report.replaced_table(tmp_path / "elsewhere", [suite]) == report.NO_ROWS
+
+
 def test_places_of_the_page_are_filled() -> None:
     page = "a\n<!-- report: one -->\nold\n<!-- end -->\nb\n<!-- report: two -->\n<!-- end -->\n"
     filled = report.fill(page, {"one": "1", "two": "2"})
