@@ -587,10 +587,10 @@ def replaced_table(results: pathlib.Path, suites: Sequence[Suite]) -> str:
     :return: one line per environment and settings that have more than one such run, with their area on smaller seeds too
     """
     shown = {finished.run.key() for suite in suites for finished in suite.all_runs()}
-    columns: dict[tuple[str, int, str, str], dict[bool, list[dict[str, str]]]] = {}
+    groups: dict[tuple[str, int, str, str], dict[bool, list[dict[str, str]]]] = {}
     for row in read_rows(results / "runs.csv"):
         key = (row["env"], int(row["timesteps"]), row["arm"], row["settings_hash"])
-        columns.setdefault(key, {True: [], False: []})[int(row["seed"]) >= FIRST_REPORTED_SEED].append(row)
+        groups.setdefault(key, {True: [], False: []})[int(row["seed"]) >= FIRST_REPORTED_SEED].append(row)
 
     def mean(rows: list[dict[str, str]], name: str) -> str:
         return str(mean_over_seeds(np.array([float(row[name]) for row in rows]))) if rows else "not run"
@@ -599,7 +599,7 @@ def replaced_table(results: pathlib.Path, suites: Sequence[Suite]) -> str:
         "| environment | steps | settings | hash | reported seeds | area | evaluation | tuning seeds | area |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (env, timesteps, arm, settings), by_kind in sorted(columns.items()):
+    for (env, timesteps, arm, settings), by_kind in sorted(groups.items()):
         reported, tuning = by_kind[True], by_kind[False]
         if len(reported) < 2 or any(row_key(row) in shown for row in reported):
             continue
