@@ -587,10 +587,10 @@ def replaced_table(results: pathlib.Path, suites: Sequence[Suite]) -> str:
     :return: one line per environment and settings that have more than one such run, with their area on smaller seeds too
     """
     shown = {finished.run.key() for suite in suites for finished in suite.all_runs()}
-    groups: dict[tuple[str, int, str, str], dict[bool, list[dict[str, str]]]] = {}
+    groups: dict[tuple[str, int, str, str], list[dict[str, str]]] = {}
     for row in read_rows(results / "runs.csv"):
         key = (row["env"], int(row["timesteps"]), row["arm"], row["settings_hash"])
-        groups.setdefault(key, {True: [], False: []})[int(row["seed"]) >= FIRST_REPORTED_SEED].append(row)
+        groups.setdefault(key, []).append(row)
 
     def mean(rows: list[dict[str, str]], name: str) -> str:
         return str(mean_over_seeds(np.array([float(row[name]) for row in rows]))) if rows else "not run"
@@ -599,8 +599,9 @@ def replaced_table(results: pathlib.Path, suites: Sequence[Suite]) -> str:
         "| environment | steps | settings | hash | reported seeds | area | evaluation | tuning seeds | area |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (env, timesteps, arm, settings), by_kind in sorted(groups.items()):
-        reported, tuning = by_kind[True], by_kind[False]
+    for (env, timesteps, arm, settings), rows in sorted(groups.items()):
+        reported = [row for row in rows if int(row["seed"]) >= FIRST_REPORTED_SEED]
+        tuning = [row for row in rows if int(row["seed"]) < FIRST_REPORTED_SEED]
         if len(reported) < 2 or any(row_key(row) in shown for row in reported):
             continue
         cells = [
@@ -628,6 +629,7 @@ def sections(results: pathlib.Path = RESULTS) -> dict[str, str]:
     :return: what the page shows, by name of the place
     """
     short, full = Suite("short", results), Suite("full", results)
+    ablations = {name: Suite(name, results) for name in ABLATIONS}
     seconds, ratio = seconds_table(short, "grpo", "ppo")
     if ratio is not None:
         seconds += f"\n\nInterquartile mean, over runs, of the seconds over the mean of PPO's: {ratio}."
@@ -638,8 +640,8 @@ def sections(results: pathlib.Path = RESULTS) -> dict[str, str]:
         "default": area_table(short, "grpo-default", "ppo-default"),
         "seconds": seconds,
         "full": area_table(full, "grpo", "ppo"),
-        "replaced": replaced_table(results, [short, full, Suite("minigrid", results)]),
-        **{name: ablation_table(Suite(name, results)) for name in ABLATIONS},
+        "replaced": replaced_table(results, [short, full, *ablations.values()]),
+        **{name: ablation_table(suite) for name, suite in ablations.items()},
     }
 
 
