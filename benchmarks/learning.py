@@ -40,6 +40,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from tqdm import tqdm
 
 from benchmarks.curves import N_EVAL_EPISODES, TrainingCurve
+from benchmarks.tables import format_steps, markdown_table
 from sb3_grpo import GRPO, CompleteGroupRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
 
@@ -382,10 +383,10 @@ def table(cases: dict[str, Case], rows: list[dict[str, str]]) -> tuple[str, bool
     :param rows: of the CSV
     :return: a table, and whether every case passed on as many seeds as required
     """
-    lines = [
-        "| case | environment, envs | steps | random | must | passed | evaluation | steps to threshold | auc | steps/s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = (
+        "case", "environment, envs", "steps", "random", "must", "passed", "evaluation", "steps to threshold", "auc", "steps/s",
+    )  # fmt: skip
+    lines = []
     everything = True
     for name, case in cases.items():
         mine = [
@@ -395,21 +396,23 @@ def table(cases: dict[str, Case], rows: list[dict[str, str]]) -> tuple[str, bool
         n_passed = sum(passed(case, row) for row in mine)
         everything &= n_passed >= case.required
         must = {"evaluation": "evaluate to", "training": "reach", "failure": "stay below"}[case.judged_by]
-        what = f"| {name} | {case.env_id}, {case.n_envs} | {case.timesteps:,} | {random_return(case.env_id):.0f} | {must} "
-        what += f"{case.threshold:g} on {case.required} of {len(case.seeds)} "
+        what = [
+            name, f"{case.env_id}, {case.n_envs}", f"{case.timesteps:,}", f"{random_return(case.env_id):.0f}",
+            f"{must} {case.threshold:g} on {case.required} of {len(case.seeds)}",
+        ]  # fmt: skip
         if not mine:
-            lines.append(what + "| not run | | | | |")
+            lines.append([*what, "not run"])
             continue
         evaluations = np.array([float(row["eval_mean"]) for row in mine])
         # A run that never got there counts as later than any that did
         steps = np.median([float(row["steps_to_threshold"] or "inf") for row in mine])
         area = np.mean([float(row["auc"]) for row in mine])
         speed = np.median([float(row["steps_per_second"]) for row in mine])
-        lines.append(
-            what + f"| {n_passed} of {len(mine)} | {evaluations.mean():.1f} (worst {evaluations.min():.1f}) "
-            f"| {'never' if np.isinf(steps) else f'{steps:,.0f}'} | {area:.1f} | {speed:,.0f} |"
-        )
-    return "\n".join(lines), everything
+        lines.append([
+            *what, f"{n_passed} of {len(mine)}", f"{evaluations.mean():.1f} (worst {evaluations.min():.1f})",
+            format_steps(float(steps)), f"{area:.1f}", f"{speed:,.0f}",
+        ])  # fmt: skip
+    return markdown_table(header, lines), everything
 
 
 def parse_arguments() -> argparse.Namespace:

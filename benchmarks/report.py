@@ -31,6 +31,7 @@ from scipy import stats
 from benchmarks.curves import WINDOW, LearningCurve
 from benchmarks.learning import read_rows
 from benchmarks.run import RESULTS, Run, expand, load_matrix, row_key
+from benchmarks.tables import format_steps, markdown_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "benchmark.md", ROOT / "docs" / "which_buffer.md", ROOT / "README.md")
@@ -81,6 +82,7 @@ class Suite:
         self.timesteps: dict[str, int] = matrix["suites"][name]["timesteps"]
         rows = {row_key(row): row for row in read_rows(results / "runs.csv")}
         self._finished: dict[tuple[str, str], list[Finished]] = {}
+        self._learns: dict[tuple[str, str], bool] = {}
         for run in expand(matrix, name):
             if (row := rows.get(run.key())) is not None:
                 self._finished.setdefault((run.arm, run.env), []).append(Finished(run, row))
@@ -135,8 +137,10 @@ class Suite:
         :param env: Gymnasium environment
         :return: whether it is better than random actions: the interval of its mean area is, of a single seed the area itself
         """
-        area = mean_over_seeds(self.column(arm, env, "auc"))
-        return bool(np.fmin(area.value, area.low) > self.random_area(env))
+        if (arm, env) not in self._learns:
+            area = mean_over_seeds(self.column(arm, env, "auc"))
+            self._learns[arm, env] = bool(np.fmin(area.value, area.low) > self.random_area(env))
+        return self._learns[arm, env]
 
     def curves(self, arm: str, env: str) -> list[LearningCurve]:
         """
@@ -309,11 +313,11 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
     :return: one line per environment
     """
     ours, theirs = LABELS[arm], LABELS[reference]
-    lines = [
-        f"| environment | steps | seeds | random | area, {ours} | area, {theirs} | ratio | evaluation, {ours} "
-        f"| evaluation, {theirs} |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = (
+        "environment", "steps", "seeds", "random", f"area, {ours}", f"area, {theirs}", "ratio", f"evaluation, {ours}",
+        f"evaluation, {theirs}",
+    )  # fmt: skip
+    lines = []
     compared = suite.compared(arm, reference)
     if not compared:
         return NO_ROWS
@@ -323,12 +327,11 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
         ratio = f"{theirs} no better than random"
         if suite.learns(reference, env):
             ratio = format_number(suite.above_random(arm, env) / suite.above_random(reference, env))
-        cells: list[Any] = [
+        lines.append([
             env, f"{suite.timesteps[env]:,}", " and ".join(str(n) for n in sorted({len(each) for each in areas})),
             format_number(suite.random_area(env)), *map(mean_over_seeds, areas), ratio, *map(mean_over_seeds, evaluations),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return "\n".join(lines)
+        ])  # fmt: skip
+    return markdown_table(header, lines)
 
 
 def ablation_table(suite: Suite) -> str:
@@ -359,16 +362,12 @@ def ablation_over(suite: Suite, arms: Sequence[str], seeds: Sequence[int]) -> st
     """
     envs = [env for env in suite.timesteps if any(suite.runs(arm, env) for arm in arms)]
     numbers = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
-    lines = [
-        f"| {numbers} | " + " | ".join(f"{env}, {suite.timesteps[env]:,}" for env in envs) + " |",
-        "| --- |" + " --- |" * len(envs),
-    ]
-    for arm in arms:
-        areas = [
-            mean_over_seeds(raw_areas(suite, arm, [env], seeds)[:, 0]) if suite.runs(arm, env) else "not run" for env in envs
-        ]
-        lines.append(f"| {arm} | " + " | ".join(map(str, areas)) + " |")
-    return "\n".join(lines)
+
+    def area(arm: str, env: str) -> Estimate | str:
+        return mean_over_seeds(raw_areas(suite, arm, [env], seeds)[:, 0]) if suite.runs(arm, env) else "not run"
+
+    header = [numbers, *(f"{env}, {suite.timesteps[env]:,}" for env in envs)]
+    return markdown_table(header, [[arm, *(area(arm, env) for env in envs)] for arm in arms])
 
 
 def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
@@ -377,12 +376,11 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
     :param pairs: arms, and with what each is compared
     :return: one line per pair
     """
-    lines = [
-        "| comparison | environments | seeds | area at least as large | interquartile mean of ratios "
-        "| probability of improvement |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    notes = []
+    header = (
+        "comparison", "environments", "seeds", "area at least as large", "interquartile mean of ratios",
+        "probability of improvement",
+    )  # fmt: skip
+    lines, notes = [], []
     for arm, reference in pairs:
         compared = suite.compared(arm, reference)
         if not compared:
@@ -393,10 +391,8 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
         at_least = sum(suite.column(arm, env, "auc").mean() >= suite.column(reference, env, "auc").mean() for env in compared)
         scores, envs, ratio_seeds = normalised_areas(suite, (arm, reference), reference)
         ratio = str(interquartile_mean(scores[arm])) if ratio_seeds else "none"
-        lines.append(
-            f"| {title} | {len(compared)} | {len(seeds)} | {at_least} of {len(compared)} | {ratio} "
-            f"| {probability_of_improvement(ours, theirs) if seeds else 'none'} |"
-        )
+        better = probability_of_improvement(ours, theirs) if seeds else "none"
+        lines.append([title, len(compared), len(seeds), f"{at_least} of {len(compared)}", ratio, better])
         if left_out := [env for env in compared if env not in envs]:
             names = ", ".join(left_out)
             note = f"{title}: no ratio on {names}, where {LABELS[reference]} is no better than random actions."
@@ -404,7 +400,7 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
                 mean = interquartile_mean(areas_over(suite, arm, reference, compared, seeds)).text(infinity="∞")
                 note += f" With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
             notes.append(note)
-    return "\n".join([*lines, *(["", *notes] if notes else [])])
+    return "\n".join([markdown_table(header, lines), *(["", *notes] if notes else [])])
 
 
 def seconds_per_step(suite: Suite, arms: Sequence[str], env: str) -> dict[str, float]:
@@ -460,11 +456,11 @@ def seconds_table(suite: Suite, arm: str, reference: str) -> tuple[str, Estimate
     :return: one line per environment, and the interquartile mean, over runs, of the arm's seconds over the mean of the
         reference's
     """
-    lines = [
-        f"| environment | {LABELS[reference]}'s final return | steps, {LABELS[arm]} | steps, {LABELS[reference]} "
-        f"| steps/s, {LABELS[arm]} | steps/s, {LABELS[reference]} | ratio of seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = [
+        "environment", f"{LABELS[reference]}'s final return",
+        *(f"{what}, {LABELS[each]}" for what in ("steps", "steps/s") for each in (arm, reference)), "ratio of seconds",
+    ]  # fmt: skip
+    lines = []
     ratios: list[dict[int, float]] = []
     for env in suite.compared(arm, reference):
         speeds = seconds_per_step(suite, (arm, reference), env)
@@ -475,24 +471,15 @@ def seconds_table(suite: Suite, arm: str, reference: str) -> tuple[str, Estimate
         censored = np.minimum(theirs, suite.timesteps[env])
         ratio = ours * speeds[arm] / (censored.mean() * speeds[reference])
         ratios.append({each.run.seed: float(value) for each, value in zip(suite.runs(arm, env), ratio, strict=True)})
-        cells = [
+        lines.append([
             env, format_number(target), *(format_steps(float(np.median(steps))) for steps in (ours, theirs)),
             *(f"{1 / speeds[each]:,.0f}" for each in (arm, reference)), format_number(float(np.median(ratio))),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
+        ])  # fmt: skip
     if not ratios:
         return NO_ROWS, None
     seeds = sorted(set.intersection(*(set(each) for each in ratios)))
     runs = np.array([[each[seed] for each in ratios] for seed in seeds])
-    return "\n".join(lines), interquartile_mean(runs) if seeds else None
-
-
-def format_steps(steps: float) -> str:
-    """
-    :param steps: to print
-    :return: as a whole number, "never" for infinity
-    """
-    return "never" if math.isinf(steps) else f"{steps:,.0f}"
+    return markdown_table(header, lines), interquartile_mean(runs) if seeds else None
 
 
 def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
@@ -595,21 +582,18 @@ def replaced_table(results: pathlib.Path, suites: Sequence[Suite]) -> str:
     def mean(rows: list[dict[str, str]], name: str) -> str:
         return str(mean_over_seeds(np.array([float(row[name]) for row in rows]))) if rows else "not run"
 
-    lines = [
-        "| environment | steps | settings | hash | reported seeds | area | evaluation | tuning seeds | area |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = ("environment", "steps", "settings", "hash", "reported seeds", "area", "evaluation", "tuning seeds", "area")
+    lines = []
     for (env, timesteps, arm, settings), rows in sorted(groups.items()):
         reported = [row for row in rows if int(row["seed"]) >= FIRST_REPORTED_SEED]
         tuning = [row for row in rows if int(row["seed"]) < FIRST_REPORTED_SEED]
         if len(reported) < 2 or any(row_key(row) in shown for row in reported):
             continue
-        cells = [
+        lines.append([
             env, f"{timesteps:,}", arm, f"`{settings}`", len(reported), mean(reported, "auc"), mean(reported, "eval_mean"),
             len(tuning), mean(tuning, "auc"),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return "\n".join(lines) if len(lines) > 2 else NO_ROWS
+        ])  # fmt: skip
+    return markdown_table(header, lines) if lines else NO_ROWS
 
 
 def provenance(results: pathlib.Path) -> str:

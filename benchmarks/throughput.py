@@ -35,6 +35,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from torch import nn
 
 from benchmarks.learning import append_row, commit, read_rows, versions
+from benchmarks.tables import markdown_table
 from benchmarks.timing import Stopwatch, median_with_interval, take_turns
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import BUFFERS
@@ -313,19 +314,15 @@ def table(rows: list[dict[str, str]]) -> str:
     :return: in Markdown
     """
     latest = {tuple(row[field] for field in FIELDS[:7]): row for row in rows}
-    lines = [
-        "| environment | envs x steps, batch, epochs | GRPO, steps/s | PPO | over PPO | of the bound | advantages |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = ("environment", "envs x steps, batch, epochs", "GRPO, steps/s", "PPO", "over PPO", "of the bound", "advantages")
+    lines = []
     for row in latest.values():
         ppo = f"{int(row['ppo']):,}" + (", fused Adam" if row["fused_ppo"] == "True" else "")
         over = f"{float(row['over_ppo']):.2f} ({float(row['over_ppo_low']):.2f} to {float(row['over_ppo_high']):.2f})"
         sizes = f"{row['n_envs']} x {row['n_steps']}, {row['batch_size']}, {row['n_epochs']}"
-        lines.append(
-            f"| {row['env']} | {sizes} | {int(row['grpo']):,} | {ppo} | {over} | {float(row['over_bound']):.2f} | "
-            f"{float(row['fit_share']):.1%} |"
-        )
-    return "\n".join(lines)
+        shares = f"{float(row['over_bound']):.2f}", f"{float(row['fit_share']):.1%}"
+        lines.append([row["env"], sizes, f"{int(row['grpo']):,}", ppo, over, *shares])
+    return markdown_table(header, lines)
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser, defaults: Setting) -> None:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import run as matrix
 from benchmarks.learning import append_row, commit, read_rows, versions
+from benchmarks.tables import markdown_table
 from sb3_grpo import GRPO
 
 CSV = pathlib.Path(__file__).with_name("zoo.csv")
@@ -137,22 +138,19 @@ def table(rows: list[dict[str, str]], seeds: list[int] | None = None) -> str:
     :param seeds: to report, ``None`` for the environment's own
     :return: in Markdown, one line per environment that has rows under the present settings
     """
-    lines = [
-        "| environment | steps | must | reached | evaluation | seconds | command |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     for env, target in TARGETS.items():
         found = [row for seed in seeds or reported_seeds(env) for row in rows if Run(env, seed).is_in(row)]
         if not found:
             continue
         returns = np.array([float(row["eval_mean"]) for row in found])
         command = " ".join(["python", *Run(env, reported_seeds(env)[0]).command()])
-        lines.append(
-            f"| {env} | {int(found[0]['timesteps']):,} | {target:g} | {(returns >= target).sum()} of {len(found)} | "
-            f"{returns.mean():.1f} ({', '.join(f'{value:.1f}' for value in returns)}) | "
-            f"{np.median([float(row['wall_clock']) for row in found]):.0f} | `{command}` |"
-        )
-    return "\n".join(lines)
+        lines.append([
+            env, f"{int(found[0]['timesteps']):,}", f"{target:g}", f"{(returns >= target).sum()} of {len(found)}",
+            f"{returns.mean():.1f} ({', '.join(f'{value:.1f}' for value in returns)})",
+            f"{np.median([float(row['wall_clock']) for row in found]):.0f}", f"`{command}`",
+        ])  # fmt: skip
+    return markdown_table(("environment", "steps", "must", "reached", "evaluation", "seconds", "command"), lines)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from benchmarks import learning, report, run
 from benchmarks.curves import LearningCurve, TrainingCurve
 from benchmarks.learning import append_row, read_rows
+from benchmarks.tables import markdown_table
 
 MATRIX = run.load_matrix()
 #: One environment, two seeds of its own, and another that has one more.
@@ -500,6 +501,14 @@ def test_arms_of_an_ablation_are_compared_on_the_same_seeds(tmp_path: pathlib.Pa
 
 
 @quick
+def test_a_table_has_a_line_per_row_and_empty_cells_where_one_is_short() -> None:
+    lines = markdown_table(["arm", "area", "seeds"], [["ppo", 1.5, 5], ["grpo"]]).splitlines()
+    assert lines[:3] == ["| arm | area | seeds |", "| --- | --- | --- |", "| ppo | 1.5 | 5 |"]
+    assert [cell.strip() for cell in lines[3].split("|")] == ["", "grpo", "", "", ""]
+    with pytest.raises(ValueError, match=r"2 cells, and the table 1 columns: .*'ppo', 5"):
+        markdown_table(["arm"], [["ppo", 5]])
+
+
 def test_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
     areas = np.array([[1.0, -50.0], [2.0, 100.0]])
     assert report.interquartile_mean(areas).value == pytest.approx(1.5)
