@@ -28,7 +28,7 @@ from stable_baselines3.common.torch_layers import (
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
-from sb3_grpo.checks import is_finite_number, require_between, require_flag
+from sb3_grpo.checks import is_finite_number, require_between, require_flag, require_positive
 from sb3_grpo.closed_form import ClosedFormActor, closed_form_layers, has_hooks
 from sb3_grpo.distributions import LEAN_DISTRIBUTIONS, LeanDistribution
 
@@ -66,6 +66,9 @@ class ActorPolicy(BasePolicy):
     :param optimizer_class: Optimizer
     :param optimizer_kwargs: Keyword arguments of the optimizer, the learning rate excluded. None means ``eps=1e-5``
         and ``fused=True`` for ``Adam``, and nothing for the others.
+    :param log_std_lr_factor: Learning rate of the log standard deviation over that of all other weights. A step of Adam's is
+        about as long as the learning rate, however clear the gradient: at a rate that suits a large network, exploration
+        fades more slowly than the returns ask for. Needs Box actions.
     """
 
     default_features_extractor_class: ClassVar[type[BaseFeaturesExtractor]] = FlattenExtractor
@@ -92,6 +95,7 @@ class ActorPolicy(BasePolicy):
         normalize_images: bool = True,
         optimizer_class: type[th.optim.Optimizer] = th.optim.Adam,
         optimizer_kwargs: dict[str, Any] | None = None,
+        log_std_lr_factor: float = 1.0,
     ):
         flags = dict(
             ortho_init=ortho_init,
@@ -104,6 +108,7 @@ class ActorPolicy(BasePolicy):
         for name, flag in flags.items():
             require_flag(name, flag)
         require_between("log_std_init", log_std_init, -np.inf, np.inf)
+        require_positive("log_std_lr_factor", log_std_lr_factor)
         _check_schedule(lr_schedule)
         _check_factory("activation_fn", activation_fn, nn.Module, "as torch.nn.Tanh")
         if features_extractor_class is not None:
@@ -113,6 +118,11 @@ class ActorPolicy(BasePolicy):
             if kwargs is not None and not isinstance(kwargs, Mapping):
                 raise ValueError(f"`{name}` must be a dict or None, not {kwargs!r}.")
         _check_action_space(action_space, use_sde)
+        if log_std_lr_factor != 1.0 and not isinstance(action_space, spaces.Box):
+            raise ValueError(
+                f"log_std_lr_factor={log_std_lr_factor} is for Box actions, {action_space} has no standard deviation: "
+                "leave it out"
+            )
         if squash_output and not use_sde:
             raise ValueError(f"squash_output={squash_output} needs gSDE: pass use_sde=True too, or squash_output=False")
         if features_extractor_class is None:
@@ -138,6 +148,7 @@ class ActorPolicy(BasePolicy):
         self.ortho_init = ortho_init
         self.use_sde = use_sde
         self.log_std_init = log_std_init
+        self.log_std_lr_factor = log_std_lr_factor
         self.full_std = full_std
         self.use_expln = use_expln
         # Shape of one action as the distributions take it
@@ -178,13 +189,28 @@ class ActorPolicy(BasePolicy):
 
         try:
             self.optimizer = self.optimizer_class(
-                self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs  # type: ignore[call-arg]
+                self._parameter_groups(), lr=lr_schedule(1), **self.optimizer_kwargs  # type: ignore[call-arg]
             )
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"`optimizer_kwargs` must be keyword arguments of {self.optimizer_class!r} other than `lr`, which is "
                 f"`learning_rate`, not {self.optimizer_kwargs!r}: {error}"
             ) from error
+        self.set_learning_rate(lr_schedule(1))
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """:return: what the optimizer is made of: all weights, or those and the log standard deviation on its own"""
+        if self.log_std_lr_factor == 1.0:
+            return [{"params": list(self.parameters())}]
+        others = [parameter for parameter in self.parameters() if parameter is not self.log_std]
+        return [{"params": others}, {"params": [self.log_std], "lr_factor": self.log_std_lr_factor}]
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """
+        :param learning_rate: of all weights but those that have a factor of their own
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate * group.get("lr_factor", 1.0)
 
     @classmethod
     def check_keywords(cls, policy_kwargs: Mapping[str, Any]) -> None:
@@ -211,6 +237,7 @@ class ActorPolicy(BasePolicy):
             ortho_init=self.ortho_init,
             use_sde=self.use_sde,
             log_std_init=self.log_std_init,
+            log_std_lr_factor=self.log_std_lr_factor,
             full_std=self.full_std,
             use_expln=self.use_expln,
             squash_output=self.squash_output,

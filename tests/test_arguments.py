@@ -380,6 +380,10 @@ POLICY_TABLE: Table = {
     "ortho_init": flags(),
     "use_sde": [*flags(), Wrong(True, "pass use_sde=False", "use_sde=True", dict(action_space=DISCRETE))],
     "log_std_init": all_of("must be a finite number", *NO_NUMBER, None, np.inf),
+    "log_std_lr_factor": [
+        *all_of(POSITIVE, *NO_NUMBER, None, 0.0, -1.0, np.inf),
+        Wrong(2.0, "leave it out", "log_std_lr_factor=2.0 is for Box actions", dict(action_space=DISCRETE)),
+    ],
     "full_std": flags(),
     "use_expln": flags(),
     "squash_output": [*flags(), Wrong(True, "pass use_sde=True too, or squash_output=False", "squash_output=True")],

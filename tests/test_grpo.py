@@ -815,6 +815,22 @@ def test_schedules_follow_the_progress():
     assert moved == [True, True, True, False]
 
 
+def test_the_standard_deviations_rate_follows_the_schedule_at_its_factor():
+    def first_update(**policy_kwargs: Any) -> dict[str, th.Tensor]:
+        model = make_model(
+            make_envs(action_space=BOX), n_epochs=1, batch_size=32, learning_rate=lambda progress: 0.01 * progress,
+            policy_kwargs={**SMALL, **policy_kwargs},
+        )  # fmt: skip
+        model.learn(128, callback=(watcher := Watcher()))
+        return {name: watcher.weights[1][name] - value for name, value in watcher.weights[0].items()}
+
+    plain, fast = first_update(), first_update(log_std_lr_factor=4.0)
+    # Adam's first step is as long as the learning rate, at 3/4 of the progress
+    th.testing.assert_close(plain["log_std"].abs(), th.full((2,), 0.0075), rtol=0.01, atol=0.0)
+    for name, step in plain.items():
+        th.testing.assert_close(fast[name], step * (4.0 if name == "log_std" else 1.0), rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("action_space", [pytest.param(BOX, id="Box"), pytest.param(spaces.Discrete(3), id="Discrete")])
 def test_the_entropy_bonus_raises_the_entropy(action_space: spaces.Space):
     def entropy(ent_coef: float) -> float:

@@ -465,6 +465,9 @@ def test_net_arch_that_is_no_list_of_sizes_is_refused(net_arch: Any, message: st
     "kwargs, message",
     [
         pytest.param(dict(squash_output=True), "squash_output=True needs gSDE", id="squash-without-gSDE"),
+        pytest.param(
+            dict(log_std_lr_factor=2.0, action_space=spaces.Discrete(2)), r"log_std_lr_factor=2.0 is for Box", id="no-log_std"
+        ),
         pytest.param(dict(use_sde=True, action_space=spaces.Discrete(2)), r"action_space=Discrete\(2\)", id="gSDE-Discrete"),
         pytest.param(dict(action_space=spaces.Tuple([BOX])), r"action_space=Tuple\(.*is not supported: pass Box", id="Tuple"),
         pytest.param(dict(action_space=DICT), r"action_space=Dict\(.*is not supported: pass Box", id="Dict"),
@@ -481,6 +484,28 @@ def test_net_arch_that_is_no_list_of_sizes_is_refused(net_arch: Any, message: st
 def test_arguments_that_do_not_go_together_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_policy(**kwargs)
+
+
+@pytest.mark.parametrize("kwargs", [pytest.param({}, id="gaussian"), pytest.param(dict(use_sde=True), id="gSDE")])
+def test_the_standard_deviation_learns_faster_by_its_factor(kwargs: dict[str, Any]) -> None:
+    plain, fast = (make_policy(log_std_lr_factor=factor, **SMALL, **kwargs) for factor in (1.0, 8.0))
+    fast.load_state_dict(plain.state_dict())
+    before = {name: weight.clone() for name, weight in plain.state_dict().items()}
+    for learning_rate in (1e-3, 5e-4):  # of a schedule
+        for policy in (plain, fast):
+            policy.set_learning_rate(learning_rate)
+            for weight in policy.parameters():
+                weight.grad = th.ones_like(weight)
+            policy.optimizer.step()
+    for name, weight in plain.state_dict().items():
+        expected = before[name] + (weight - before[name]) * (8.0 if name == "log_std" else 1.0)
+        th.testing.assert_close(fast.state_dict()[name], expected)
+    assert not th.equal(plain.log_std, before["log_std"])
+
+
+def test_the_first_step_is_at_the_factor_too() -> None:
+    lrs = [group["lr"] for group in make_policy(log_std_lr_factor=3.0, **SMALL).optimizer.param_groups]
+    assert lrs == [constant_lr(1.0), 3.0 * constant_lr(1.0)]
 
 
 def test_noise_of_a_policy_without_gsde_cannot_be_reset() -> None:
@@ -566,7 +591,10 @@ def test_dicts_and_lists_of_the_caller_are_left_alone() -> None:
 @pytest.mark.parametrize(
     "kwargs",
     [
-        pytest.param(dict(net_arch=[8], activation_fn=nn.ReLU, ortho_init=False, log_std_init=-1.0), id="gaussian"),
+        pytest.param(
+            dict(net_arch=[8], activation_fn=nn.ReLU, ortho_init=False, log_std_init=-1.0, log_std_lr_factor=4.0),
+            id="gaussian",
+        ),
         pytest.param(dict(net_arch=dict(pi=[8]), use_sde=True, squash_output=True, full_std=False, use_expln=True), id="gSDE"),
         pytest.param(
             dict(net_arch=[8], features_extractor_class=Doubler, features_extractor_kwargs=dict(factor=3.0)), id="custom"
