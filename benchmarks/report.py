@@ -43,7 +43,18 @@ FIRST_REPORTED_SEED = 100
 VERY_LARGE = 1e12
 NO_ROWS = "There are no rows yet."
 #: Suites of which a table of areas is made.
-ABLATIONS = ("minigrid", "cheetah", "cheetah_full", "cheetah_start", "fit", "buffers", "groups", "starts", "baseline")
+ABLATIONS = (
+    "minigrid",
+    "pendulum",
+    "cheetah",
+    "cheetah_full",
+    "cheetah_start",
+    "fit",
+    "buffers",
+    "groups",
+    "starts",
+    "baseline",
+)
 LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
 COLOURS = {"grpo": "tab:blue", "ppo": "tab:orange", "grpo-default": "tab:cyan", "ppo-default": "tab:brown"}
 
