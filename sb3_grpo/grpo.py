@@ -597,6 +597,7 @@ class GRPO(OnPolicyAlgorithm):
     def train(self) -> None:
         """Update the policy with the transitions that the rollout buffer holds; without any, leave it as it is."""
         self._update_learning_rate(self.policy.optimizer)
+        # Stable-Baselines3 knows one rate for all weights, the policy may have another for some of them
         self.policy.set_learning_rate(self.lr_schedule(self._current_progress_remaining))
         self.update_metrics = {}
         if self.rollout_buffer.n_samples == 0:
