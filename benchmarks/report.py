@@ -28,6 +28,7 @@ from rliable import library as rly
 from rliable import metrics, plot_utils
 from scipy import stats
 
+from benchmarks import posture
 from benchmarks.curves import WINDOW, LearningCurve
 from benchmarks.learning import read_rows
 from benchmarks.run import RESULTS, Run, expand, load_matrix, row_key
@@ -636,6 +637,7 @@ def sections(results: pathlib.Path = RESULTS) -> dict[str, str]:
         "seconds": seconds,
         "full": area_table(full, "grpo", "ppo"),
         "replaced": replaced_table(results, [short, full, *ablations.values()]),
+        "posture": posture.table(read_rows(results / "posture.csv"), posture.trainings()) or NO_ROWS,
         **{name: ablation_table(suite) for name, suite in ablations.items()},
     }
 

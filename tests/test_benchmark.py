@@ -20,7 +20,7 @@ import yaml
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 
-from benchmarks import learning, report, run
+from benchmarks import learning, posture, report, run
 from benchmarks.curves import LearningCurve, TrainingCurve
 from benchmarks.learning import append_row, read_rows
 from benchmarks.tables import markdown_table
@@ -708,3 +708,58 @@ def test_the_pages_are_what_the_rows_say() -> None:
     for path in report.PAGES:
         page = path.read_text(encoding="utf-8")
         assert report.fill(page, contents) == page, f"{path.name} is old, run: python -m benchmarks.report"
+
+
+# Postures
+
+
+def test_postures_are_told_by_the_wrapped_pitch() -> None:
+    pitch = np.array([0.0, -0.5, 0.7, 1.1, 2.1, 3.3, -3.3, -1.1, 1.1 + 2 * np.pi, 0.1 - 4 * np.pi])
+    there = {name: np.flatnonzero(which).tolist() for name, which in posture.postures(pitch).items()}
+    assert there == {"nose": [2, 3, 8], "back": [4, 5, 6], "upright": [0, 1, 9]}
+
+
+def test_shares_of_postures_and_the_speed_in_each() -> None:
+    recorder = posture.PostureRecorder(4)
+    # Two environments, two steps: pitch and speed
+    recorder.observations = [np.array([[0.0, 3.0], [1.1, 0.0]]), np.array([[0.1, 2.0], [1.2, 0.5]])]
+    assert recorder.shares_and_speeds() == {
+        "upright_share": "0.5000", "upright_speed": "2.500", "nose_share": "0.5000", "nose_speed": "0.250",
+        "back_share": "0.0000", "back_speed": "",
+    }  # fmt: skip
+
+
+def test_the_first_steps_of_a_training_are_observed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    csv = tmp_path / "posture.csv"
+    arguments = ["posture", "--arms", "grpo", "--seeds", "3", "--timesteps", "2048", "--csv", str(csv)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    for _ in range(2):  # the second time there is nothing left to do
+        assert posture.main() == 0
+    (row,) = read_rows(csv)
+    assert (row["arm"], row["seed"], row["timesteps"]) == ("grpo", "3", "2048")
+    # A cheetah that has hardly learned anything stays where it was put
+    assert float(row["upright_share"]) > 0.9 and abs(float(row["upright_speed"])) < 0.5
+
+
+def test_postures_are_shown_of_the_present_settings_alone() -> None:
+    (run_,) = posture.trainings(["grpo"], [100])
+    row = {
+        "arm": "grpo", "seed": "100", "settings_hash": run_.settings_hash(), "timesteps": "120000",
+        "nose_share": "0.25", "nose_speed": "0.04", "back_share": "0.0", "back_speed": "",
+        "upright_share": "0.75", "upright_speed": "1.26",
+    }  # fmt: skip
+    assert posture.table([{**row, "settings_hash": "aaaaaaaa"}, row], [run_]).splitlines() == [
+        "| seed | arm | steps | upright | on the nose | on the back |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| 100 | grpo | 120,000 | 75%, 1.3 m/s | 25%, 0.0 m/s | 0% |",
+    ]
+    assert posture.table([row], posture.trainings(["grpo"], [101])) == ""
+
+
+@pytest.mark.parametrize("wrong, quoted", [(["--arms", "a2c"], "'a2c'"), (["--timesteps", "0"], "not 0")])
+def test_postures_of_nothing_are_refused(
+    wrong: list[str], quoted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["posture", *wrong])
+    assert posture.main() == 2
+    assert quoted in capsys.readouterr().err
