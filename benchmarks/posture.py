@@ -65,10 +65,9 @@ class PostureRecorder(BaseCallback):
         self.observations: list[np.ndarray] = []
 
     def _on_step(self) -> bool:
-        assert isinstance(self.training_env, VecNormalize)
-        observations = self.training_env.get_original_obs()
-        assert isinstance(observations, np.ndarray)
-        self.observations.append(observations[:, [PITCH, SPEED]])
+        env = self.training_env
+        observations = env.get_original_obs() if isinstance(env, VecNormalize) else self.locals["new_obs"]
+        self.observations.append(np.asarray(observations)[:, [PITCH, SPEED]])
         return self.num_timesteps < self.timesteps
 
     def shares_and_speeds(self) -> dict[str, str]:
@@ -76,7 +75,7 @@ class PostureRecorder(BaseCallback):
         :return: for each posture its share of all steps, and the mean speed in it, in m/s
         """
         pitch, speed = np.concatenate(self.observations).T
-        row = {}
+        row: dict[str, str] = {}
         for name, there in postures(pitch).items():
             row[f"{name}_share"] = f"{there.mean():.4f}"
             row[f"{name}_speed"] = f"{speed[there].mean():.3f}" if there.any() else ""

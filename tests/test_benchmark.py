@@ -729,16 +729,19 @@ def test_shares_of_postures_and_the_speed_in_each() -> None:
     }  # fmt: skip
 
 
-def test_the_first_steps_of_a_training_are_observed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arm", ["grpo", "ppo-default"])  # with normalised observations and without
+def test_the_first_steps_of_a_training_are_observed(arm: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     csv = tmp_path / "posture.csv"
-    arguments = ["posture", "--arms", "grpo", "--seeds", "3", "--timesteps", "2048", "--csv", str(csv)]
+    arguments = ["posture", "--arms", arm, "--seeds", "3", "--timesteps", "2048", "--csv", str(csv)]
     monkeypatch.setattr(sys, "argv", arguments)
     for _ in range(2):  # the second time there is nothing left to do
         assert posture.main() == 0
     (row,) = read_rows(csv)
-    assert (row["arm"], row["seed"], row["timesteps"]) == ("grpo", "3", "2048")
-    # A cheetah that has hardly learned anything stays where it was put
-    assert float(row["upright_share"]) > 0.9 and abs(float(row["upright_speed"])) < 0.5
+    assert (row["arm"], row["seed"], row["timesteps"]) == (arm, "3", "2048")
+    # A cheetah that has hardly learned anything stays about where it was put
+    assert abs(float(row["upright_speed"])) < 0.5
+    # Noise as small as that of the tuned settings does not tip it over
+    assert arm != "grpo" or float(row["upright_share"]) > 0.9
 
 
 def test_postures_are_shown_of_the_present_settings_alone() -> None:
