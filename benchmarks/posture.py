@@ -2,10 +2,10 @@
 How HalfCheetah spends its first steps of training: upright, on its nose, or on its back.
 
     python -m benchmarks.posture                    # GRPO and PPO, seeds 100 to 102; interrupted, it goes on
-    python -m benchmarks.posture --arms grpo --seeds 4 5
+    python -m benchmarks.posture --suite cheetah --arms "4 x 250, regression" --seeds 4
     python -m benchmarks.posture --table            # of the rows there are, run nothing
 
-Trainings are those of the suite `short` (`benchmarks/matrix.yml`), stopped after `--timesteps`; each is one row of
+Trainings are those of a suite (`benchmarks/matrix.yml`), by default `short`, stopped after `--timesteps`; each is one row of
 `posture.csv`, beside those of `benchmarks.run`. An episode lasts 1,000 steps whatever happens: a posture without a way out
 takes the rest of it.
 """
@@ -23,7 +23,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from tqdm import tqdm
 
 from benchmarks.learning import append_row, commit, read_rows, versions
-from benchmarks.run import RESULTS, Run, expand, experiment, load_matrix
+from benchmarks.run import RESULTS, Run, expand, experiment, load_matrix, train
 from benchmarks.tables import markdown_table
 
 ENV = "HalfCheetah-v5"
@@ -82,14 +82,15 @@ class PostureRecorder(BaseCallback):
         return row
 
 
-def trainings(arms: Sequence[str] = ARMS, seeds: Sequence[int] = SEEDS) -> list[Run]:
+def trainings(arms: Sequence[str] = ARMS, seeds: Sequence[int] = SEEDS, suite: str = "short") -> list[Run]:
     """
-    :param arms: of the suite `short`
+    :param arms: of the suite
     :param seeds: of each
+    :param suite: of the matrix, with HalfCheetah in it
     :return: what to observe
-    :raises ValueError: if there is no such arm
+    :raises ValueError: if there is no such suite or arm
     """
-    return [run for run in expand(load_matrix(), "short", list(arms), [ENV], list(seeds)) if run.algo != "random"]
+    return [run for run in expand(load_matrix(), suite, list(arms), [ENV], list(seeds)) if run.algo != "random"]
 
 
 def observe(run: Run, timesteps: int) -> dict[str, Any]:
@@ -100,10 +101,7 @@ def observe(run: Run, timesteps: int) -> dict[str, Any]:
     """
     recorder = PostureRecorder(timesteps)
     with experiment(run) as (manager, model):
-        manager.callbacks.append(recorder)
-        manager.learn(model)
-    if model.num_timesteps < timesteps:
-        raise RuntimeError(f"interrupted after {model.num_timesteps} of {timesteps} steps")
+        train(manager, model, recorder, timesteps)
     row = {"arm": run.arm, "seed": run.seed, "settings_hash": run.settings_hash(), "timesteps": timesteps}
     return {**row, **recorder.shares_and_speeds(), "commit": commit(), "versions": versions()}
 
@@ -132,7 +130,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.posture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help="of the suite `short`")
+    parser.add_argument("--suite", default="short")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help="of the suite")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--timesteps", type=int, default=120_000)
     parser.add_argument("--csv", type=pathlib.Path, default=RESULTS / "posture.csv")
@@ -146,7 +145,7 @@ def main() -> int:
         print(f"--timesteps must be at least 1, not {args.timesteps}", file=sys.stderr)
         return 2
     try:
-        runs = trainings(args.arms, args.seeds)
+        runs = trainings(args.arms, args.seeds, args.suite)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -45,6 +45,7 @@ import yaml
 from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3 import PPO
 from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv, sync_envs_normalization
 from tqdm import tqdm
@@ -252,6 +253,21 @@ def experiment(run: Run) -> Iterator[tuple[ExperimentManager, BaseAlgorithm]]:
         yield manager, made[0]
 
 
+def train(manager: ExperimentManager, model: BaseAlgorithm, callback: BaseCallback, timesteps: int) -> None:
+    """
+    :param manager: that made the model
+    :param model: to train
+    :param callback: that watches, and may stop it
+    :param timesteps: that it has to reach
+    :raises RuntimeError: if it was interrupted before
+    """
+    manager.callbacks.append(callback)
+    manager.learn(model)
+    if model.num_timesteps < timesteps:
+        # rl-zoo3 takes Ctrl-C for the end of a training
+        raise RuntimeError(f"interrupted after {model.num_timesteps} of {timesteps} steps")
+
+
 def execute(run: Run, results: pathlib.Path) -> dict[str, Any]:
     """
     Train, evaluate, and save the learning curve.
@@ -274,13 +290,9 @@ def execute(run: Run, results: pathlib.Path) -> dict[str, Any]:
     th.set_num_threads(1)
     with experiment(run) as (manager, model):
         curve = TrainingCurve()
-        manager.callbacks.append(curve)
         began = time.perf_counter()
-        manager.learn(model)
+        train(manager, model, curve, run.timesteps)
         wall_clock = time.perf_counter() - began
-        if model.num_timesteps < run.timesteps:
-            # rl-zoo3 takes Ctrl-C for the end of a training
-            raise RuntimeError(f"interrupted after {model.num_timesteps} of {run.timesteps} steps")
         eval_mean, eval_std = evaluate(manager, model, seed=10_000 + run.seed)
     held = curve.first_held(run.threshold)
     path = run.curve_path(results)

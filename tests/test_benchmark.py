@@ -759,7 +759,9 @@ def test_postures_are_shown_of_the_present_settings_alone() -> None:
     assert posture.table([row], posture.trainings(["grpo"], [101])) == ""
 
 
-@pytest.mark.parametrize("wrong, quoted", [(["--arms", "a2c"], "'a2c'"), (["--timesteps", "0"], "not 0")])
+@pytest.mark.parametrize(
+    "wrong, quoted", [(["--arms", "a2c"], "'a2c'"), (["--suite", "long"], "'long'"), (["--timesteps", "0"], "not 0")]
+)
 def test_postures_of_nothing_are_refused(
     wrong: list[str], quoted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
