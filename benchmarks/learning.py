@@ -62,6 +62,7 @@ NEUTRAL: dict[str, Any] = dict(
     reward_weights=None,
     component_aggregation="sum_then_normalize",
     worker_timeout=None,
+    n_reused_rollouts=0,
     actor_features=False,
     target_lambda=None,
     fit="regression",

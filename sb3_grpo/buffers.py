@@ -97,8 +97,19 @@ class GroupRolloutBufferSamples(NamedTuple):
         :param index: of transitions
         :return: the transitions chosen
         """
+        return self.map(lambda tensor: tensor[index])
+
+    def map(self, function: Callable[..., th.Tensor], *others: "GroupRolloutBufferSamples") -> "GroupRolloutBufferSamples":
+        """
+        :param function: of a tensor of these transitions, and of the same of each of the others
+        :param others: transitions of the same spaces, which lack what these lack
+        :return: its results
+        """
         return GroupRolloutBufferSamples(
-            *(None if field is None else take_observations(field, index) for field in self)  # type: ignore[arg-type]
+            *(
+                None if fields[0] is None else map_observations(function, *fields)  # type: ignore[arg-type]
+                for fields in zip(self, *others, strict=True)
+            )
         )
 
     def split(self, size: int) -> Iterator["GroupRolloutBufferSamples"]:
@@ -257,6 +268,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._group_returns = GroupReturns(n_envs, group_size)
         self._update: GroupRolloutBufferSamples | None = None
         self._update_starts = np.empty(0, dtype=np.int64)
+        # Of the rollouts before, the latest first: what each gave rise to, and from which starts
+        self._earlier: list[tuple[GroupRolloutBufferSamples, np.ndarray]] = []
         self._has_images = any(is_image_space(part) for part in parts)
         self._allocate()
 
@@ -296,6 +309,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         """All environments are being reset: nothing collected before will be continued."""
         self._elapsed[:] = 0
         self._group_returns.start_afresh()
+        self._earlier = []
         self.pos = 0
 
     def add(
@@ -440,6 +454,30 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         if self.whitens and self._update is not None:
             whitened = F.whiten(self._update.advantages.cpu().numpy()).astype(np.float32)
             self._update = self._update._replace(advantages=th.as_tensor(whitened, device=self.device))
+
+    def reuse_earlier(self, n_rollouts: int, log_probs: Callable[[GroupRolloutBufferSamples], th.Tensor]) -> None:
+        """
+        Add to the update those of the rollouts before, as if the present policy had sampled them: their log-probabilities
+        become the present ones, and their advantages are weighed by :func:`~sb3_grpo.functional.reuse_weights`. A rollout
+        that has nothing to train on is left so.
+
+        :param n_rollouts: how many of them; the memory of as many is held from one rollout to the next
+        :param log_probs: of the actions of ``n`` transitions under the present policy, shape ``(n,)``
+        """
+        if self._update is None or self.n_samples == 0:
+            return
+        # A copy: the update shares the memory of the storage, which the next rollout fills
+        latest = self._update.map(th.clone), self._update_starts
+        updates, weights = [self._update], []
+        for earlier, _ in self._earlier:
+            present = log_probs(earlier)
+            weights.append(F.reuse_weights(present, earlier.old_log_prob))
+            updates.append(earlier._replace(old_log_prob=present, advantages=earlier.advantages * weights[-1]))
+        if weights:
+            self.metrics["train/reuse_effective_sample_size"] = F.effective_sample_size(th.cat(weights)).item()
+            self._update = updates[0].map(lambda *parts: th.cat(parts), *updates[1:])
+            self._update_starts = np.concatenate([self._update_starts, *(starts for _, starts in self._earlier)])
+        self._earlier = [latest, *self._earlier][:n_rollouts]
 
     def weigh_transitions(self, aggregation: F.LossAggregation) -> None:
         """

@@ -10,6 +10,7 @@ Symbols: ``r_t`` reward, ``G_t`` discounted return from step ``t`` (return-to-go
 trajectory's rewards, ``A_t`` advantage.
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -30,6 +31,8 @@ TIE_TOLERANCE = 1e-9
 MAX_LOG_RATIO = 20.0
 #: An adaptive coefficient of the KL penalty stays between these, so that it can always find its way back.
 KL_COEF_BOUNDS = (1e-6, 1e6)
+#: The most that a transition of an earlier rollout counts.
+LARGEST_REUSE_WEIGHT = 2.0
 
 
 # --- trajectories -----------------------------------------------------------------------------------------------------
@@ -517,6 +520,20 @@ def effective_sample_size(ratio: th.Tensor) -> th.Tensor:
     """
     ratio = ratio.double()  # the square of exp(MAX_LOG_RATIO) leaves single precision few digits
     return ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())
+
+
+def reuse_weights(log_prob: th.Tensor, sampled_log_prob: th.Tensor) -> th.Tensor:
+    """
+    ``min(pi(a | s) / mu(a | s), 2)``: truncated importance weights (Ionides 2008, "Truncated Importance Sampling",
+    https://doi.org/10.1198/106186008X320456) of transitions that a policy learns from once more. Reusing the samples of
+    earlier policies in a clipped surrogate is Generalized PPO's idea (Queeney, Paschalidis, Cassandras 2021,
+    https://arxiv.org/abs/2111.00072).
+
+    :param log_prob: of the actions under the present policy ``pi``, shape ``(n,)``
+    :param sampled_log_prob: under the policy ``mu`` that sampled them, shape ``(n,)``
+    :return: shape ``(n,)``
+    """
+    return th.exp((log_prob - sampled_log_prob).clamp(-MAX_LOG_RATIO, math.log(LARGEST_REUSE_WEIGHT)))
 
 
 def k1(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:

@@ -151,6 +151,9 @@ class GRPO(OnPolicyAlgorithm):
     :param rollout_buffer_kwargs: keyword arguments of the rollout buffer
     :param target_kl: an update stops early once the approximate KL divergence from the policy that sampled exceeds 1.5 times
         this
+    :param n_reused_rollouts: rollouts before the latest that an update trains on once more, their actions weighed by the
+        present policy's probabilities (Generalized PPO, https://arxiv.org/abs/2111.00072). An update has as many more
+        minibatches: with one, a ``batch_size`` twice as large keeps their number
     :param worker_timeout: seconds that the workers of a ``SubprocVecEnv`` may take for a step before learning stops with an
         error, ``None`` for any number
     :param stats_window_size: episodes over which the logged return, length and success rate are averaged
@@ -204,6 +207,7 @@ class GRPO(OnPolicyAlgorithm):
         rollout_buffer_class: str | type[GroupRolloutBuffer] | None = "kernel",
         rollout_buffer_kwargs: dict[str, Any] | None = None,
         target_kl: float | None = None,
+        n_reused_rollouts: int = 0,
         worker_timeout: float | None = None,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
@@ -266,6 +270,7 @@ class GRPO(OnPolicyAlgorithm):
         self.kl_reference_tau = kl_reference_tau
         self.kl_estimator = kl_estimator
         self.target_kl = target_kl
+        self.n_reused_rollouts = n_reused_rollouts
         self.worker_timeout = worker_timeout
         self.doctor = doctor
 
@@ -340,6 +345,7 @@ class GRPO(OnPolicyAlgorithm):
         require_at_least("n_steps", self.n_steps, 1)
         require_at_least("batch_size", self.batch_size, 1)
         require_at_least("n_epochs", self.n_epochs, 1)
+        require_at_least("n_reused_rollouts", self.n_reused_rollouts, 0)
         if self.n_steps * self.n_envs < 2:
             raise ValueError(
                 f"A rollout of n_steps * n_envs = {self.n_steps} * {self.n_envs} transitions leaves nothing to compare: pass "
@@ -517,6 +523,8 @@ class GRPO(OnPolicyAlgorithm):
         rollout_buffer.finish_rollout(new_obs, self._actor_features)  # type: ignore[arg-type]
         if self.normalize_advantage:
             rollout_buffer.whiten_advantages()
+        if self.n_reused_rollouts > 0:
+            rollout_buffer.reuse_earlier(self.n_reused_rollouts, self._log_probs)
         rollout_buffer.weigh_transitions(self.loss_aggregation)
         self._log_rollout(seeded_env.mismatches)
 
@@ -585,6 +593,15 @@ class GRPO(OnPolicyAlgorithm):
                 extractor = self.policy.features_extractor
                 features.append(self.policy._latent(obs) if hidden else self.policy.extract_features(obs, extractor))
         return th.cat(features).double().cpu().numpy()
+
+    @th.no_grad()
+    def _log_probs(self, transitions: GroupRolloutBufferSamples) -> th.Tensor:
+        """
+        :param transitions: ``n`` of them
+        :return: log-probabilities of their actions under the present policy, shape ``(n,)``
+        """
+        parts = transitions.split(ENCODING_BATCH)
+        return th.cat([self.policy.evaluate_actions(part.observations, part.actions)[0] for part in parts])
 
     def _log_rollout(self, start_mismatches: int) -> None:
         for name, value in self.rollout_buffer.metrics.items():

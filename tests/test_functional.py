@@ -1217,6 +1217,13 @@ def test_clip_fractions_add_up_to_that_of_ppo(clip_range):
     assert high > 0
 
 
+def test_what_is_reused_counts_by_its_importance_weight_up_to_two():
+    log_prob, sampled = th.tensor([-1.0, -3.0, -1.0, 0.0, -2000.0]), th.tensor([-1.0, -2.0, -1.5, -50.0, 0.0])
+    # 1, 1/e, sqrt(e) = 1.6487, e^50 truncated, nothing
+    assert F.reuse_weights(log_prob, sampled).tolist() == pytest.approx([1.0, 0.367879, 1.648721, 2.0, 0.0], abs=1e-6)
+    assert (F.reuse_weights(log_prob, sampled) > 0).all()
+
+
 def test_effective_sample_size_is_as_worked_out_by_hand():
     # (1 + 3)^2 / (2 * (1 + 9)) = 0.8; (1 + 1 + 2)^2 / (3 * (1 + 1 + 4)) = 16 / 18 = 0.888889
     assert F.effective_sample_size(th.tensor([1.0, 3.0])).item() == pytest.approx(0.8, rel=1e-12)

@@ -16,6 +16,7 @@ from test_grpo import (
     ACTION_SPACES,
     BOX,
     ENDLESS,
+    OBSERVATIONS,
     SMALL,
     AnyEnv,
     ContextEnv,
@@ -32,7 +33,8 @@ from test_grpo import (
     weights_of,
 )
 
-from sb3_grpo.buffers import BUFFERS
+from sb3_grpo import GRPO
+from sb3_grpo.buffers import BUFFERS, GroupRolloutBufferSamples
 
 GROUP_BUFFERS = [buffer for buffer in BUFFERS if buffer != "kernel"]
 #: Settings under which most ratios leave the clip range.
@@ -174,6 +176,9 @@ def test_an_option_at_its_limit_leaves_a_run_as_it_is_bit_for_bit(
             id="polyak-and-not-initial",
         ),
         pytest.param(make_envs, PENALTY, dict(adaptive_kl_target=1e-4), {}, id="adaptive_kl_target"),
+        pytest.param(make_envs, {}, dict(n_reused_rollouts=1), {}, id="n_reused_rollouts"),
+        pytest.param(make_envs, {}, dict(n_reused_rollouts=2), dict(n_reused_rollouts=1), id="n_reused_rollouts-2-and-not-1"),
+        pytest.param(make_envs, GROUP, dict(n_reused_rollouts=1), {}, id="n_reused_rollouts-groups"),
     ],
 )
 def test_an_option_changes_a_run_where_it_should(
@@ -322,6 +327,117 @@ def test_a_polyak_reference_survives_a_file_and_goes_on_identically():
     assert same(ends[0][1], ends[1][1])
 
 
+# --- Rollouts that are trained on again -----------------------------------------------------------------------------------
+
+
+class Updates(BaseCallback):
+    """What each update trains on, the log-probabilities of its actions under the policy that it starts from, metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates: list[GroupRolloutBufferSamples] = []
+        self.starts: list[np.ndarray] = []
+        self.log_probs: list[th.Tensor] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        assert isinstance(self.model, GRPO) and self.model.rollout_buffer._update is not None
+        update = self.model.rollout_buffer._update.map(th.clone)
+        self.updates.append(update)
+        self.starts.append(self.model.rollout_buffer._update_starts.copy())
+        self.log_probs.append(self.model.policy.evaluate_actions(update.observations, update.actions)[0].detach())
+        self.metrics.append(dict(self.model.rollout_buffer.metrics))
+
+
+def assert_same_observations(left: GroupRolloutBufferSamples, right: GroupRolloutBufferSamples) -> None:
+    parts, others = (
+        list(each.values()) if isinstance(each, dict) else [each] for each in (left.observations, right.observations)
+    )
+    assert all(th.equal(*pair) for pair in zip(parts, others, strict=True))
+
+
+def updates_of(n_updates: int, **kwargs: Any) -> Updates:
+    updates = Updates()
+    make_model(**kwargs).learn(32 * n_updates, callback=updates)
+    return updates
+
+
+@pytest.mark.parametrize("n_reused", [1, 3])
+def test_an_update_reuses_the_rollouts_before_with_the_probabilities_and_weights_of_the_present_policy(n_reused: int):
+    # Far from the policies that sampled, so that some weights are truncated
+    updates = updates_of(6, env=box_envs(), n_reused_rollouts=n_reused, learning_rate=0.05)
+    own = [update.take(slice(32)) for update in updates.updates]
+    truncated = 0
+    for index, (update, log_probs) in enumerate(zip(updates.updates, updates.log_probs, strict=True)):
+        n_earlier = min(index, n_reused)
+        assert len(update.advantages) == 32 * (1 + n_earlier)
+        th.testing.assert_close(update.old_log_prob, log_probs, rtol=1e-4, atol=1e-5)
+        weights_of_all = []
+        for age in range(1, n_earlier + 1):
+            reused, sampled = update.take(slice(32 * age, 32 * (age + 1))), own[index - age]
+            assert_same_observations(reused, sampled)
+            assert th.equal(reused.actions, sampled.actions)
+            ratio = th.exp(reused.old_log_prob - sampled.old_log_prob)
+            weights_of_all.append(ratio.clamp(max=2.0))
+            truncated += int((ratio > 2.0).sum())
+            th.testing.assert_close(reused.advantages, sampled.advantages * weights_of_all[-1], rtol=1e-4, atol=1e-6)
+        name = "train/reuse_effective_sample_size"
+        if n_earlier == 0:
+            assert name not in updates.metrics[index]
+        else:
+            all_weights = th.cat(weights_of_all).double()
+            expected = all_weights.sum() ** 2 / (all_weights**2).sum() / len(all_weights)
+            assert updates.metrics[index][name] == pytest.approx(expected.item(), rel=1e-4)
+    assert truncated > 0
+
+
+def test_the_first_update_of_a_run_has_nothing_to_reuse():
+    assert same(trained(n_updates=1, n_reused_rollouts=3), trained(n_updates=1))
+
+
+def test_rollouts_before_a_reset_from_outside_are_not_reused():
+    updates = Updates()
+    model = make_model(n_reused_rollouts=3)
+    model.learn(64)
+    model.learn(64, callback=updates)
+    assert [len(update.advantages) for update in updates.updates] == [32, 64]
+
+
+def test_a_rollout_that_completes_no_group_makes_no_update_of_those_before():
+    # Episodes of 40 steps in rollouts of 16: groups are complete in some rollouts only
+    updates = updates_of(10, env=make_envs(lengths=(40, 41)), n_reused_rollouts=2, **GROUP)
+    lengths = [len(update.advantages) for update in updates.updates]
+    complete = [index for index, length in enumerate(lengths) if length > 0]
+    assert 2 <= len(complete) < len(lengths)
+    assert lengths[complete[1]] == 2 * lengths[complete[0]] == 160
+
+
+def test_whole_groups_are_reused_with_their_trajectories():
+    updates = updates_of(
+        4, n_reused_rollouts=1, importance_sampling_level="trajectory", loss_aggregation="trajectory", **GROUP
+    )
+    for update, starts in zip(updates.updates, updates.starts, strict=True):
+        assert update.weights is not None and len(starts) == len(update.advantages)
+        _, trajectories, lengths = np.unique(starts, return_inverse=True, return_counts=True)
+        expected = len(starts) / len(lengths) / lengths[trajectories]
+        np.testing.assert_allclose(update.weights.numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("policy", "space", "policy_kwargs"), OBSERVATIONS)
+@pytest.mark.parametrize("buffer", ["kernel", "outcome"])
+def test_observations_of_every_kind_are_reused(buffer: str, policy: str, space: spaces.Space, policy_kwargs: dict[str, Any]):
+    envs = make_envs(observation_space=space)
+    first, second = updates_of(
+        2, env=envs, policy=policy, policy_kwargs=policy_kwargs, n_reused_rollouts=1, rollout_buffer_class=buffer
+    ).updates
+    n_first = len(first.advantages)
+    assert 0 < n_first < len(second.advantages)
+    assert_same_observations(second.take(slice(-n_first, None)), first)
+
+
 # --- All together ---------------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +449,7 @@ ALL: dict[str, Any] = dict(
     adaptive_kl_target=0.01,
     kl_coef=0.1,
     kl_reference="polyak",
+    n_reused_rollouts=1,
     ent_coef=0.01,
 )
 
@@ -392,6 +509,8 @@ def learned_in_context(n_updates: int, **kwargs: Any) -> float:
         pytest.param(dict(loss_aggregation="constant"), id="loss_aggregation-constant"),
         pytest.param(dict(kl_coef=0.1, adaptive_kl_target=0.5), id="adaptive_kl_target"),
         pytest.param(dict(kl_coef=0.1, kl_reference="polyak"), id="polyak"),
+        pytest.param(dict(n_reused_rollouts=2), id="n_reused_rollouts"),
+        pytest.param({**GROUP, **dict(n_reused_rollouts=1)}, id="n_reused_rollouts-groups"),
         pytest.param({**GROUP, **kwargs_of_buffer(tied_groups="skip")}, id="tied_groups"),
         pytest.param({**GROUP, **kwargs_of_buffer(scale="batch")}, id="scale-batch"),
         pytest.param({**GROUP, **kwargs_of_buffer(scale="none")}, id="scale-none"),

@@ -66,6 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reference every third update": dict(kl_coef=0.1, kl_reference=3),
     "polyak reference": dict(kl_coef=0.1, kl_reference="polyak"),
     "adaptive penalty": dict(kl_coef=0.1, adaptive_kl_target=0.5),
+    "reused rollouts": dict(n_reused_rollouts=2),
     "gSDE": dict(env="Pendulum-v1", use_sde=True),
     "log_std_lr_factor": dict(env="Pendulum-v1", policy_kwargs=dict(net_arch=[8], log_std_lr_factor=8.0)),
     "LSTD": dict(env="Pendulum-v1", rollout_buffer_kwargs=dict(fit="lstd")),
