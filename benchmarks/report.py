@@ -47,6 +47,7 @@ NO_ROWS = "There are no rows yet."
 ABLATIONS = (
     "minigrid",
     "pendulum",
+    "cheetah_reuse",
     "cheetah",
     "cheetah_full",
     "cheetah_start",

@@ -35,7 +35,7 @@ CSV = pathlib.Path(__file__).with_name("zoo.csv")
 SEEDS = (100, 101, 102)
 #: Where settings were chosen again after those had been looked at: others, or more.
 FRESH_SEEDS = {
-    "HalfCheetah-v5": (103, 104, 105, 110, 111, 112),
+    "HalfCheetah-v5": (113, 114, 115),
     "LunarLander-v3": (104, 105, 106),
     "Pendulum-v1": (100, 101, 102, 110, 111, 112),
 }
