@@ -78,7 +78,8 @@ class GroupRolloutBufferSamples(NamedTuple):
 
     :param observations: shape ``(n, *obs_shape)``, or a dict of such
     :param actions: as ``evaluate_actions`` takes them, shape ``(n, action_dim)``, for Discrete ``(n,)``
-    :param old_log_prob: under the policy that sampled the actions, shape ``(n,)``
+    :param old_log_prob: under the policy that sampled the actions, of a reused rollout under the one that the update starts
+        from, shape ``(n,)``
     :param advantages: shape ``(n,)``
     :param weights: in the loss, shape ``(n,)``, ``None`` for ones
     :param trajectories: the trajectory of each transition, integers from 0 on, shape ``(n,)``, ``None`` unless the minibatch

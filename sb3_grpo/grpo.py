@@ -137,9 +137,9 @@ class GRPO(OnPolicyAlgorithm):
     :param adaptive_kl_target: divergence from the reference at the end of an update that ``kl_coef``, doubled or halved after
         each update, is to bring about; ``None`` leaves ``kl_coef`` as it is
     :param kl_reference: the reference policy: ``"old"``, the policy at the start of the update (for the estimates ``k1`` to
-        ``k3``: the policy that sampled the transition); ``"initial"``, the policy when it was first needed; ``"polyak"``, a
-        moving average of its weights; or an integer ``k``, the policy of at most ``k`` updates ago (it is renewed every ``k``
-        updates)
+        ``k3``: the policy that sampled the transition, unless its rollout is reused); ``"initial"``, the policy when it was
+        first needed; ``"polyak"``, a moving average of its weights; or an integer ``k``, the policy of at most ``k`` updates
+        ago (it is renewed every ``k`` updates)
     :param kl_reference_tau: part of the way that the reference ``"polyak"`` goes towards the policy before each update
     :param kl_estimator: ``"exact"``, the closed form; or ``"k1"``, ``"k2"``, ``"k3"``, estimates from the actions taken, see
         :mod:`sb3_grpo.functional`
@@ -760,7 +760,7 @@ class GRPO(OnPolicyAlgorithm):
         :return: KL(pi || reference) or its estimate, shape ``(n,)``
         """
         if self.kl_estimator != "exact" and self.kl_reference == "old":
-            # The policy that sampled has left its log-probabilities: no second pass is needed
+            # The policy that sampled, or that the update began with, has left its log-probabilities: no second pass is needed
             reference_log_prob = rollout_data.old_log_prob
         else:
             assert self.kl_reference_policy is not None

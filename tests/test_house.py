@@ -184,8 +184,13 @@ def logged_keys() -> set[str]:
     """:return: whatever any buffer and any option logs"""
     watcher = LoggedKeys()
     for buffer in BUFFERS:
-        options: dict[str, Any] = dict(kl_coef=0.1, adaptive_kl_target=0.1, clip_range_high=0.3, n_reused_rollouts=1)
-        options["rollout_buffer_class"] = buffer
+        options: dict[str, Any] = dict(
+            kl_coef=0.1,
+            adaptive_kl_target=0.1,
+            clip_range_high=0.3,
+            n_reused_rollouts=1,
+            rollout_buffer_class=buffer,
+        )
         for env in ("CartPole-v1", "Pendulum-v1"):
             GRPO("MlpPolicy", env, n_steps=420, n_epochs=1, **options).learn(840, callback=watcher, log_interval=100)
     # Recorded when the log is written, after a callback's last chance to see it

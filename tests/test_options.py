@@ -510,7 +510,7 @@ def learned_in_context(n_updates: int, **kwargs: Any) -> float:
         pytest.param(dict(kl_coef=0.1, adaptive_kl_target=0.5), id="adaptive_kl_target"),
         pytest.param(dict(kl_coef=0.1, kl_reference="polyak"), id="polyak"),
         pytest.param(dict(n_reused_rollouts=2), id="n_reused_rollouts"),
-        pytest.param({**GROUP, **dict(n_reused_rollouts=1)}, id="n_reused_rollouts-groups"),
+        pytest.param(dict(n_reused_rollouts=1, **GROUP), id="n_reused_rollouts-groups"),
         pytest.param({**GROUP, **kwargs_of_buffer(tied_groups="skip")}, id="tied_groups"),
         pytest.param({**GROUP, **kwargs_of_buffer(scale="batch")}, id="scale-batch"),
         pytest.param({**GROUP, **kwargs_of_buffer(scale="none")}, id="scale-none"),
