@@ -318,6 +318,7 @@ def test_every_sampled_configuration_is_valid():
         assert ("ridge" in hyperparams["rollout_buffer_kwargs"]) == (buffer == "kernel") == ("forgetting" in trial.params)
         assert ("scale" in hyperparams["rollout_buffer_kwargs"]) == (buffer != "kernel")
         assert 0 < hyperparams["gamma"] < 1 and 0 < hyperparams["gae_lambda"] < 1
+        assert model.n_reused_rollouts == trial.params["n_reused_rollouts"]
     assert set(seen) == set(BUFFERS) and min(seen.values()) > 5
 
 
