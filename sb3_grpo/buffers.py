@@ -36,6 +36,8 @@ REWARD_COMPONENTS = "reward_components"
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 #: Below, the normal equations of features that depend on one another are singular in double precision.
 SMALLEST_RIDGE = 1e-8
+#: Episodes that LSTD looks ahead at most: with ``gamma=1`` and no end in sight, the level of returns would be anything.
+EPISODES_AHEAD = 10
 
 
 class ActorFeatures(Protocol):
@@ -230,6 +232,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     #: Whether :class:`~sb3_grpo.grpo.GRPO` may whiten the advantages (``normalize_advantage``). False for those that compare
     #: within groups: a shift over the whole update would give tied groups an advantage.
     whitens: ClassVar[bool] = False
+    #: Whether rewards are to be those of the environments, where a ``VecNormalize`` would give normalised ones.
+    takes_original_rewards: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -271,7 +275,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._update_starts = np.empty(0, dtype=np.int64)
         # Of the rollouts before, the latest first: what each gave rise to, and from which starts
         self._earlier: list[tuple[GroupRolloutBufferSamples, np.ndarray]] = []
-        self._has_images = any(is_image_space(part) for part in parts)
+        #: Whether observations, or parts of them, are images, of which the actor's features take the place.
+        self.has_images = any(is_image_space(part) for part in parts)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -305,6 +310,14 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         super().reset()
         self._update = None
         self._final_observations: list[tuple[int, int, Any]] = []
+
+    def set_horizon(self, horizon: int | None) -> None:
+        """
+        Other environments are being trained in. What a kernel baseline has been fitted with stays.
+
+        :param horizon: their time limit in steps, ``None`` where it is not known
+        """
+        self.horizon = horizon
 
     def start_afresh(self) -> None:
         """All environments are being reset: nothing collected before will be continued."""
@@ -512,7 +525,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             return
         permutation = th.as_tensor(np.random.permutation(self.n_samples), device=self.device)
         size = batch_size or max(self.n_samples, 1)
-        if self._has_images:  # which are not to be held twice
+        if self.has_images:  # which are not to be held twice
             yield from map(self._update.take, permutation.split(size))
         else:
             yield from self._update.take(permutation).split(size)
@@ -576,8 +589,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param target_lambda: lambda of the returns that the baseline is fitted to, ``None`` for ``gae_lambda``
     :param fit: with ``"lstd"``, what such a return leaves to the baseline is left to the new one itself, by least-squares
         temporal difference learning, LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646). That system can be
-        close to singular: predictions are kept within what rewards such as those seen so far can add up to, and the fit's
-        discount factor is ``1 - 1 / horizon`` at most, for it has seen nothing beyond an episode. With ``"regression"`` it is
+        close to singular: predictions are kept within what rewards such as those seen so far can add up to, and the
+        discount factor is ``1 - 1 / (10 horizon)`` at most, so that ``gamma=1`` has a level. With ``"regression"`` it is
         left to the baseline of the rollout before, which then lags behind where ``target_lambda`` is less than 1; that wants
         a larger ``ridge``, such as 1e-4
     :param reward_weights: see :class:`GroupRolloutBuffer`
@@ -655,7 +668,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self._n_features_kept = 0
 
     def keep_features(self, features: th.Tensor) -> None:
-        if not self._has_images or self.actor_features:
+        if not self.has_images or self.actor_features:
             return
         shape = (self.n_envs, self.buffer_size, features.shape[1])
         if self._features.shape != shape:
@@ -670,7 +683,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     def _form_update(
         self, rollout: Transitions, last_obs: Observations, actor_features: ActorFeatures
     ) -> tuple[Transitions, np.ndarray]:
-        encode: Callable[[Observations], np.ndarray] = actor_features if self._has_images else self._encode
+        encode: Callable[[Observations], np.ndarray] = actor_features if self.has_images else self._encode
         if self.actor_features:
             encode = functools.partial(actor_features, hidden=True)
         time_unit = self._time_unit(rollout.steps)
@@ -683,28 +696,31 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
         # Where a time limit or the end of the rollout cut a trajectory, the baseline stands for what would have followed
         cuts, cut_obs = self._cut_observations(last_obs)
-        cut_features = self.baseline.features(encode(cut_obs), (rollout.steps[cuts] + 1) / time_unit)
+        cut_times = rollout.steps[cuts] + 1
+        if self.baseline.instrumented and self.gamma > 1.0 - 1.0 / time_unit:
+            cut_times[rollout.dones[cuts]] = 0
+        cut_features = self.baseline.features(encode(cut_obs), cut_times / time_unit)
 
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
         continues = 1.0 - ends
         rewards = rollout.rewards.astype(np.float64)
 
+        gamma = self._discount_factor(time_unit)
+
         def advantages_against(baseline: np.ndarray, cut_baseline: np.ndarray, lambda_: float) -> np.ndarray:
             next_baseline = np.append(baseline[1:], 0.0) * continues
             next_baseline[cuts] = cut_baseline
-            return F.generalized_advantages(rewards, baseline, next_baseline, continues, self.gamma, lambda_)
+            return F.generalized_advantages(rewards, baseline, next_baseline, continues, gamma, lambda_)
 
         trajectory = np.cumsum(ends) - ends
         folds = th.as_tensor(trajectory % self.n_folds)
-        # Beyond an episode there is nothing to see, and for a discount of 1 no level that LSTD could find
-        fitted_gamma = min(self.gamma, 1.0 - 1.0 / time_unit)
-        bounds = self._attainable_returns(rewards, fitted_gamma)
+        bounds = self._attainable_returns(rewards, gamma)
         earlier = self.baseline.weights
         prior, cut_prior = (np.clip((each @ earlier).numpy(), *bounds) for each in (features, cut_features))
         targets = prior + advantages_against(prior, cut_prior, 1.0 if self.baseline.instrumented else self.target_lambda)
         if self.baseline.instrumented:
-            weights = self._fit_differences(features, cut_features, cuts, rewards, continues, folds, fitted_gamma)
+            weights = self._fit_differences(features, cut_features, cuts, rewards, continues, folds, gamma)
         else:
             weights = self.baseline.fit(features, th.as_tensor(targets), folds)
         baseline = np.clip(predict_by_fold(features, weights, folds).numpy(), *bounds)
@@ -714,6 +730,13 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         # Without a baseline a transition would be judged by its lambda-return as it is
         self.metrics["train/baseline_variance_reduction"] = F.explained_variance(baseline, baseline + advantages)
         return rollout, advantages
+
+    def _discount_factor(self, time_unit: float) -> float:
+        """
+        :param time_unit: steps of an episode
+        :return: of fit and advantages alike: where they differed, each advantage would have a part of the baseline in it
+        """
+        return min(self.gamma, 1.0 - 1.0 / (EPISODES_AHEAD * time_unit)) if self.baseline.instrumented else self.gamma
 
     def _fit_differences(
         self,
@@ -823,6 +846,9 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     exactly one update; a rollout in which no group was completed makes none. When all environments are reset from outside
     (a new ``learn``, a loaded model) trajectories in flight end unseen, and the transitions of their groups are dropped.
 
+    Rewards are the environments' own, not those that a ``VecNormalize`` divides by a running scale: equal members would have
+    different returns for the moments they ran at.
+
     :param buffer_size: steps per environment and rollout
     :param observation_space: observation space
     :param action_space: action space
@@ -847,6 +873,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     """
 
     default_scale: ClassVar[F.Scale] = "group"
+    takes_original_rewards = True
 
     def __init__(
         self,
@@ -891,12 +918,17 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         if max_waiting is not None:
             require_at_least("max_waiting", max_waiting, 1)
         self.scale: F.Scale = scale or self.default_scale
-        longest_wait = 2 * (horizon or 0) * (group_size + n_envs)
-        self.max_waiting = max_waiting or max(16 * buffer_size * n_envs, 20_000, longest_wait)
+        self._max_waiting = max_waiting
         self.dropped = 0
         self._waiting: Transitions | None = None
         self._first_live_group = 0
         self._warned_of_dropping = False
+
+    @property
+    def max_waiting(self) -> int:
+        """Transitions that may wait for their group to end."""
+        longest_wait = 2 * (self.horizon or 0) * (self.group_size + self.n_envs)
+        return self._max_waiting or max(16 * self.buffer_size * self.n_envs, 20_000, longest_wait)
 
     def reset(self) -> None:
         if self.pos > 0:

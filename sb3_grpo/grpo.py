@@ -15,6 +15,7 @@ from stable_baselines3.common.base_class import maybe_make_env
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.preprocessing import get_flattened_obs_dim
 from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, PyTorchObs, Schedule
 from stable_baselines3.common.utils import FloatSchedule, obs_as_tensor, polyak_update
@@ -25,6 +26,7 @@ from sb3_grpo import functional as F
 from sb3_grpo.buffers import (
     GroupRolloutBuffer,
     GroupRolloutBufferSamples,
+    KernelRolloutBuffer,
     Observations,
     check_buffer_arguments,
     map_observations,
@@ -58,6 +60,8 @@ SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
 #: Transitions per rollout that ``n_steps=None`` aims at.
 DEFAULT_ROLLOUT_SIZE = 2048
+#: Entries of an observation that a kernel baseline can be fitted to in reasonable time and memory.
+LARGEST_BASELINE_INPUT = 5000
 #: Observations encoded at a time when a baseline asks for the actor's features.
 ENCODING_BATCH = 1024
 
@@ -305,14 +309,15 @@ class GRPO(OnPolicyAlgorithm):
         if self.clip_range_high is not None:
             self.clip_range_high = FloatSchedule(self.clip_range_high)
 
-        start_queue, last_obs = self.start_queue, self._last_obs
+        start_queue, last_obs, pending_random_state = self.start_queue, self._last_obs, self._random_state
         user_kwargs = self.rollout_buffer_kwargs
         self.rollout_buffer_kwargs = {"group_size": self.group_size, "horizon": self._time_limit(), **user_kwargs}
         try:
             super()._setup_model()
         finally:
             self.rollout_buffer_kwargs = user_kwargs
-        # Seeding the model has made a new queue; one that came with a saved model goes on instead
+        # Seeding the model has made a new queue and random stream; those that came with a saved model go on instead
+        self._random_state = pending_random_state
         if start_queue is not None and start_queue.group_size == self.group_size:
             self.start_queue, self._last_obs = start_queue, last_obs
         elif self.start_queue is start_queue:  # not seeded: there is none, or one of another group size
@@ -322,6 +327,7 @@ class GRPO(OnPolicyAlgorithm):
             if saved_class is self.rollout_buffer_class:  # a model can be loaded with another buffer than it was saved with
                 self.rollout_buffer.set_state(state)
             self._rollout_buffer_state = None
+        self._check_baseline_inputs()
         if self._kl_reference_age is not None:
             # A saved model has a reference: make the module into which it is about to be loaded
             self.kl_reference_policy = self._twin_of_policy()
@@ -383,6 +389,20 @@ class GRPO(OnPolicyAlgorithm):
                 "GRPO itself, which hands out the starts accordingly."
             )
 
+    def _check_baseline_inputs(self) -> None:
+        buffer = self.rollout_buffer
+        if not isinstance(buffer, KernelRolloutBuffer) or buffer.actor_features:
+            return
+        n_inputs = (
+            self.policy.features_extractor.features_dim if buffer.has_images else get_flattened_obs_dim(self.observation_space)
+        )
+        if n_inputs > LARGEST_BASELINE_INPUT:
+            raise ValueError(
+                f"The kernel baseline would be fitted to the {n_inputs} numbers of an observation ({self.observation_space}), "
+                f"by a linear system of as many unknowns; it takes {LARGEST_BASELINE_INPUT} at most. Pass "
+                "`rollout_buffer_kwargs=dict(actor_features=True)`, which fits it to the actor's last hidden layer instead."
+            )
+
     def _check_kl_arguments(self) -> None:
         require_between("kl_coef", self.kl_coef, 0.0, np.inf)
         require_one_of("kl_estimator", self.kl_estimator, ("exact", *F.KL_ESTIMATORS))
@@ -421,6 +441,7 @@ class GRPO(OnPolicyAlgorithm):
         super().set_random_seed(seed)
         if seed is not None:
             self.start_queue = StartQueue(self.group_size, seed)
+            self._random_state = None
             # The groups in flight are the former queue's: begin anew with the starts of this one
             self._last_obs = None
 
@@ -442,6 +463,8 @@ class GRPO(OnPolicyAlgorithm):
         if is_reset:
             _check_finite("observation", self._last_obs, self.num_timesteps)
             self.rollout_buffer.start_afresh()
+        if "horizon" not in self.rollout_buffer_kwargs:  # there may be another environment than the model was made with
+            self.rollout_buffer.set_horizon(self._time_limit())
         return result
 
     @contextmanager
@@ -503,6 +526,7 @@ class GRPO(OnPolicyAlgorithm):
             start_indices = seeded_env.start_indices  # before the step, which may begin others
             new_obs, rewards, dones, infos = env.step(clipped_actions)
             self._check_environments(new_obs, rewards, dones, infos)
+            judged_rewards = self._original_rewards(rewards) if rollout_buffer.takes_original_rewards else rewards
 
             self.num_timesteps += env.num_envs
 
@@ -513,7 +537,7 @@ class GRPO(OnPolicyAlgorithm):
             self._update_info_buffer(infos, dones)
             n_steps += 1
             rollout_buffer.add(
-                self._last_obs, actions, rewards, dones, log_probs, start_indices, infos  # type: ignore[arg-type]
+                self._last_obs, actions, judged_rewards, dones, log_probs, start_indices, infos  # type: ignore[arg-type]
             )
             self._last_obs = new_obs  # type: ignore[assignment]
             self._last_episode_starts = dones
@@ -566,6 +590,14 @@ class GRPO(OnPolicyAlgorithm):
         if rewards is not None and dones is not None and infos is not None:
             _check_finite("reward", rewards, self.num_timesteps)
             _check_final_observations(dones, infos, self.num_timesteps)
+
+    def _original_rewards(self, rewards: np.ndarray) -> np.ndarray:
+        """
+        :param rewards: of the last step, shape ``(n_envs,)``
+        :return: what they were before a ``VecNormalize`` divided them by its running scale
+        """
+        normalizer = self.get_vec_normalize_env()
+        return normalizer.get_original_reward() if normalizer is not None and normalizer.norm_reward else rewards
 
     def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
         """
@@ -981,6 +1013,8 @@ class GRPO(OnPolicyAlgorithm):
             params = load_path_or_dict
         else:
             params = load_from_zip_file(load_path_or_dict, device=device, load_data=False)[1]
+        if "kl_reference_policy" not in params and exact_match:  # they are of a model that had none: it is taken afresh
+            self.kl_reference_policy = self._kl_reference_age = None
         if "kl_reference_policy" in params and self.kl_reference_policy is None:
             self.kl_reference_policy = self._twin_of_policy()
             self._kl_reference_age = 0
@@ -1061,6 +1095,7 @@ def _check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -
     supported = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
     if not isinstance(action_space, supported):
         raise ValueError(f"GRPO takes Box, Discrete, MultiDiscrete and MultiBinary action spaces, not {action_space}.")
+    _check_start_of_discrete(action_space, "action space")
     if isinstance(action_space, spaces.Box) and not action_space.is_bounded():
         raise ValueError(
             f"The action space {action_space} has no finite bounds: give the environment a bounded one, to which actions clip."
@@ -1072,8 +1107,21 @@ def _check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -
             raise ValueError(
                 f"GRPO takes Box, Discrete, MultiDiscrete and MultiBinary observations, and Dicts of these, not {part}{where}."
             )
+        _check_start_of_discrete(part, f"observation space{where}")
         if part.shape is not None and 0 in part.shape:
             raise ValueError(f"The observation space {part}{where} is empty: there is nothing to learn from.")
+
+
+def _check_start_of_discrete(space: spaces.Space, what: str) -> None:
+    """
+    :param space: of observations or actions
+    :param what: it is of
+    :raises ValueError: if it counts from another number than zero, which Stable-Baselines3's policies do not
+    """
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)) and np.any(space.start != 0):
+        raise ValueError(
+            f"The {what} {space} counts from {space.start!r}: let it count from 0, and shift the numbers in the environment."
+        )
 
 
 def _check_policy(log_probs: th.Tensor, num_timesteps: int) -> None:

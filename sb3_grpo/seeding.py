@@ -405,7 +405,8 @@ class SeededVecEnv(VecEnv):
                 f"`reset(seed=...)` with the same seed returned different observations (environment {env_idx}, start "
                 f"{start.index}, group {start.group}). The members of a group do not share their start. In the "
                 "environment, and in each of its wrappers, call `super().reset(seed=seed)` first and draw only from "
-                "`self.np_random`; or pass `share_starts=False` to GRPO to go without shared starts.",
+                "`self.np_random`; or pass `share_starts=False` to GRPO to go without shared starts, as with a wrapper that "
+                "does not reset at every end of an episode (Atari's `EpisodicLifeEnv`).",
                 UserWarning,
                 stacklevel=2,
             )
@@ -519,6 +520,7 @@ def insert_seeded_vec_env(env: VecEnv) -> VecEnv:
 
     :param env: The environment, wrapped or not
     :return: The outermost environment: ``env``, or the new ``SeededVecEnv`` if ``env`` is a base ``VecEnv``
+    :raises ValueError: If what is wrapped is no ``VecEnv``
     """
     if isinstance(env, SeededVecEnv):
         return env
@@ -527,6 +529,11 @@ def insert_seeded_vec_env(env: VecEnv) -> VecEnv:
     wrapper = env
     while isinstance(wrapper.venv, VecEnvWrapper):
         wrapper = wrapper.venv
+    if not isinstance(wrapper.venv, VecEnv):
+        raise ValueError(
+            f"`env` is a {type(wrapper).__name__} around {wrapper.venv!r}, which is no `VecEnv`: derive the class "
+            f"{type(wrapper).__name__} from `VecEnv` instead of `VecEnvWrapper`."
+        )
     if not isinstance(wrapper.venv, SeededVecEnv):
         wrapper.venv = SeededVecEnv(wrapper.venv)
     return env

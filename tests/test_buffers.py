@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
@@ -562,6 +563,8 @@ class Departure(NamedTuple):
     leaves_fold_out: bool = True
     remembers: float = 0.8
     n_folds: int = 4
+    episodes_ahead: float = 10.0
+    time_limits_reset_the_clock: bool = True
 
 
 def slow_features(state: dict[str, Any], inputs: np.ndarray, time: float) -> np.ndarray:
@@ -597,12 +600,12 @@ def slow_fit(samples: list[tuple[float, RegressionSample]], n_features: int, rid
     return np.linalg.solve(gram + ridge * max(count, 1.0) * np.eye(n_features), moment)
 
 
-def slow_gae(rewards: list[float], values: np.ndarray, last_value: float, gae_lambda: float) -> np.ndarray:
+def slow_gae(rewards: list[float], values: np.ndarray, last_value: float, gae_lambda: float, gamma: float) -> np.ndarray:
     advantages = np.zeros(len(rewards))
     following = 0.0
     next_values = [*values[1:], last_value]
     for t in reversed(range(len(rewards))):
-        following = rewards[t] + GAMMA * next_values[t] - values[t] + GAMMA * gae_lambda * following
+        following = rewards[t] + gamma * next_values[t] - values[t] + gamma * gae_lambda * following
         advantages[t] = following
     return advantages
 
@@ -634,6 +637,7 @@ def slow_advantages(
     target_lambda: float | None = None,
     lstd: bool = True,
     ridge: float = 1e-5,
+    gamma: float = GAMMA,
 ) -> list[np.ndarray]:
     """
     :param rollouts: all rollouts so far
@@ -643,6 +647,7 @@ def slow_advantages(
     :param target_lambda: lambda of what the baseline is fitted to
     :param lstd: whether it is fitted to itself, where these targets leave something to the baseline
     :param ridge: weight of the penalty
+    :param gamma: discount factor
     :return: the advantages of each rollout, segment by segment
     """
     departure = departure or Departure()
@@ -660,11 +665,13 @@ def slow_advantages(
             times = [(first + t) / unit for t in range(len(segment.inputs))]
             features.append(np.array([slow_features(state, x, tau) for x, tau in zip(segment.inputs, times, strict=True)]))
             final_time = times[-1] + departure.final_time / unit
+            if lstd and departure.time_limits_reset_the_clock and gamma > 1 - 1 / unit and segment.end == "truncated":
+                final_time = 0.0
             finals.append(slow_features(state, segment.final_input, final_time))
 
         rewards += [reward for segment in segments for reward in segment.rewards]
-        gamma = min(GAMMA, 1 - 1 / unit)  # that LSTD looks ahead with
-        bounds = (min(rewards) / (1 - gamma), max(rewards) / (1 - gamma)) if lstd else (-np.inf, np.inf)
+        discount = min(gamma, 1 - 1 / (departure.episodes_ahead * unit)) if lstd else gamma
+        bounds = (min(rewards) / (1 - discount), max(rewards) / (1 - discount)) if lstd else (-np.inf, np.inf)
 
         def judged(
             segment: int, weights: np.ndarray, features: Any = features, finals: Any = finals, bounds: Any = bounds
@@ -682,11 +689,11 @@ def slow_advantages(
         samples: list[list[RegressionSample]] = []
         for i, segment in enumerate(segments):
             values, last_value = judged(i, earlier)
-            targets = values + slow_gae(segment.rewards, values, last_value, lambda_)
+            targets = values + slow_gae(segment.rewards, values, last_value, lambda_, discount)
             own = [RegressionSample(phi, phi, y) for phi, y in zip(features[i], targets, strict=True)]
             if lstd:
                 final = finals[i] if segment.end in departure.bootstraps else np.zeros(n_features)
-                own = temporal_differences(segment.rewards, features[i], final, gamma, lambda_)
+                own = temporal_differences(segment.rewards, features[i], final, discount, lambda_)
             samples.append(own)
         advantages = []
         for i, segment in enumerate(segments):
@@ -694,7 +701,7 @@ def slow_advantages(
             others = others if departure.leaves_fold_out else list(range(len(segments)))
             current = [(1.0, sample) for j in others for sample in samples[j]]
             weights = slow_fit(remembered(1) + current, n_features, ridge)
-            advantages.append(slow_gae(segment.rewards, *judged(i, weights), gae_lambda))
+            advantages.append(slow_gae(segment.rewards, *judged(i, weights), gae_lambda, discount))
         history.append([sample for own in samples for sample in own])
         result.append(np.concatenate(advantages))
     return result
@@ -782,6 +789,42 @@ def test_the_kernel_buffer_equals_a_slow_computation_from_scratch(space: spaces.
     ends = {segment.end for rollout in recorder.rollouts for segment in rollout.segments}
     assert ends == {"terminated", "truncated", "unfinished"}
     assert_kernel_advantages(recorder, time_unit=7)
+
+
+@pytest.mark.parametrize("departure", [Departure(time_limits_reset_the_clock=False), Departure(episodes_ahead=1.0)])
+@pytest.mark.parametrize(("gamma", "looks_beyond_an_episode"), [(0.8, False), (0.95, True), (1.0, True)])
+def test_lstd_that_looks_beyond_an_episode_lets_time_limits_reset_the_clock(
+    gamma: float, looks_beyond_an_episode: bool, departure: Departure
+):
+    recorder = record_kernel(VECTOR, gamma=gamma)
+    assert_kernel_advantages(recorder, time_unit=7, gamma=gamma)
+    with pytest.raises(AssertionError) if looks_beyond_an_episode else nullcontext():
+        assert_kernel_advantages(recorder, time_unit=7, gamma=gamma, departure=departure)
+
+
+@pytest.mark.parametrize("gamma", [0.99, 1.0])
+@pytest.mark.parametrize("truncated", [False, True], ids=["terminated", "truncated"])
+@pytest.mark.parametrize("length", [10, 50])
+def test_what_an_action_earns_shows_in_episodes_shorter_than_the_discount_looks_ahead(
+    length: int, truncated: bool, gamma: float
+):
+    # An action earns 0.3 more than the other; episodes of `length` steps, states that say nothing
+    np.random.seed(0)
+    rng = np.random.default_rng(0)
+    buffer = KernelRolloutBuffer(500, VECTOR, spaces.Discrete(2), n_envs=4, gamma=gamma, horizon=length)
+    for _ in range(3):
+        buffer.reset()
+        for step in range(500):
+            observations = rng.uniform(-1, 1, (5, 4, 3)).astype(np.float32)
+            actions, done = rng.integers(2, size=4), (step + 1) % length == 0
+            infos = [{"TimeLimit.truncated": done and truncated, "terminal_observation": final} for final in observations[1]]
+            rewards = 1.0 + 0.3 * actions
+            buffer.add(
+                observations[0], actions[:, None], rewards, np.full(4, done), th.zeros(4), np.full(4, step // length), infos
+            )
+        buffer.finish_rollout(observations[2], lambda observations, hidden=False: np.empty(0))
+    (update,) = buffer.get()
+    assert np.corrcoef(update.advantages.numpy(), update.actions.numpy())[0, 1] > (0.3 if length == 10 else 0.15)
 
 
 @pytest.mark.parametrize("target_lambda", [None, 0.0, 0.5, 1.0])
@@ -873,15 +916,15 @@ def test_lstd_predicts_nothing_that_rewards_cannot_add_up_to(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("gamma", [0.9999, 1.0])
-def test_without_discount_lstd_looks_no_farther_than_an_episode(gamma: float):
-    # A reward of 1 at every step and no end in sight: with such a discount the level is anything, or far too high
+def test_without_discount_lstd_looks_no_farther_than_ten_episodes(gamma: float):
+    # A reward of 1 at every step and no end in sight: without a discount the level is anything
     buffer = KernelRolloutBuffer(64, VECTOR, spaces.Discrete(2), n_envs=4, gamma=gamma, horizon=50, time_feature=False)
     rng = np.random.default_rng(0)
     for _ in range(6):
         collect(buffer, lambda step: rng.uniform(-1, 1, (4, 3)).astype(np.float32), reward=1.0)
         (update,) = buffer.get()
     features = buffer.baseline.features(rng.uniform(-1, 1, (8, 3)), np.zeros(8))
-    np.testing.assert_allclose(features @ buffer.baseline.weights, np.full(8, 50.0), rtol=0.02)
+    np.testing.assert_allclose(features @ buffer.baseline.weights, np.full(8, 500.0), rtol=0.05)
     assert update.advantages.abs().max() < 50.0
 
 

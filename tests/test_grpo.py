@@ -634,6 +634,68 @@ def test_a_failed_or_finished_save_leaves_no_trace_in_the_model(tmp_path: pathli
     assert_trained(model.learn(32), before)
 
 
+@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
+def test_large_observations_are_judged_by_what_the_actor_makes_of_them(buffer: str):
+    options = dict(actor_features=True) if buffer == "kernel" else {}
+    env = make_envs(observation_space=spaces.Box(-1, 1, (72, 72)))
+    model = make_model(env, rollout_buffer_class=buffer, rollout_buffer_kwargs=options)
+    before = weights(model)
+    assert_trained(model.learn(64), before)
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_learning_in_another_environment_goes_by_its_time_limit(buffer: str):
+    def limited(*limits: int) -> DummyVecEnv:
+        return DummyVecEnv([lambda limit=limit: TimeLimit(AnyEnv(), limit) for limit in limits])  # type: ignore[misc]
+
+    model = make_model(limited(5000, 7000), rollout_buffer_class=buffer)
+    loaded = reload(model)
+    assert (model.rollout_buffer.horizon, loaded.rollout_buffer.horizon) == (7000, None)
+    loaded.set_env(limited(5000, 7000))
+    loaded.learn(32)
+    assert loaded.rollout_buffer.horizon == 7000
+    if buffer != "kernel":
+        assert loaded.rollout_buffer.max_waiting == model.rollout_buffer.max_waiting == 2 * 7000 * 4
+    loaded.set_env(limited(3, 4))
+    loaded.learn(32)
+    assert loaded.rollout_buffer.horizon == 4
+    assert buffer == "kernel" or loaded.rollout_buffer.max_waiting == 20_000
+
+    chosen = make_model(limited(5, 5), rollout_buffer_class=buffer, rollout_buffer_kwargs=dict(horizon=50))
+    chosen.set_env(limited(9, 9))
+    chosen.learn(32)
+    assert chosen.rollout_buffer.horizon == 50
+
+
+class ConstantEnv(AnyEnv):
+    """A reward of 1 at each of ten steps."""
+
+    def __init__(self) -> None:
+        super().__init__(lengths=(10, 11))
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, _, *rest = super().step(action)
+        return observation, 1.0, *rest
+
+
+@pytest.mark.parametrize("buffer", [buffer for buffer in BUFFERS if buffer != "kernel"])
+def test_a_running_scale_of_rewards_does_not_tell_equal_members_apart(buffer: str):
+    # One environment: the members of a group run one after the other
+    model = make_model(VecNormalize(DummyVecEnv([ConstantEnv])), rollout_buffer_class=buffer, n_steps=60)
+    for _ in range(3):
+        model.learn(60, reset_num_timesteps=False)
+        np.testing.assert_array_equal(model.rollout_buffer.rewards, 1.0)
+        assert model.rollout_buffer.metrics["rollout/group_return_spread"] == 0.0
+        assert buffer == "return_to_go" or model.rollout_buffer.metrics["rollout/groups_tied"] == 1.0
+
+
+def test_the_kernel_baseline_takes_normalised_rewards():
+    env = VecNormalize(DummyVecEnv([ConstantEnv]))
+    model = make_model(env, n_steps=60).learn(60)
+    assert model.rollout_buffer.rewards[0, -1] == pytest.approx(env.normalize_reward(1.0), rel=1e-5)
+    assert model.rollout_buffer.rewards[0, -1] != 1.0
+
+
 def test_set_env_continues_in_the_new_environment():
     model = make_model().learn(64)
     new = make_envs(lengths=(7, 8))
@@ -1161,6 +1223,26 @@ def test_an_argument_out_of_range_is_refused_and_quoted(kwargs: dict[str, Any], 
         pytest.param(spaces.Dict({"a": spaces.Text(3)}), BOX, r"not Text\(.* under 'a'", id="Text-in-Dict"),
         pytest.param(spaces.Box(0, 1, (0,)), BOX, r"Box\(.*\(0,\).* is empty", id="empty"),
         pytest.param(spaces.Dict({"a": VECTOR, "b": spaces.Box(0, 1, (0,))}), BOX, "under 'b' is empty", id="empty-in-Dict"),
+        pytest.param(
+            VECTOR, spaces.Discrete(2, start=1), r"action space Discrete\(2, start=1\) counts from", id="start-action"
+        ),
+        pytest.param(
+            VECTOR, spaces.MultiDiscrete([2, 2], start=[0, 1]), r"MultiDiscrete.* counts from array\(\[0, 1\]\)", id="starts"
+        ),
+        pytest.param(spaces.Discrete(3, start=-1), BOX, r"observation space Discrete.* counts from .*-1", id="start"),
+        pytest.param(
+            spaces.Dict({"a": spaces.Discrete(3, start=1)}),
+            BOX,
+            "observation space under 'a' .* counts from",
+            id="start-in-Dict",
+        ),
+        pytest.param(
+            spaces.Box(-1, 1, (72, 72), np.float32),
+            BOX,
+            "fitted to the 5184 numbers .* at most.*actor_features=True",
+            id="large",
+        ),
+        pytest.param(spaces.Box(0, 255, (3, 48, 48), np.uint8), BOX, "fitted to the 6912 numbers", id="image-without-CNN"),
     ],
 )
 def test_a_space_without_a_policy_is_refused_and_quoted(
@@ -1262,9 +1344,8 @@ def test_cartpole_is_solved_by_default_settings_and_not_without_training():
 
 def learned_in_context(buffer: str, n_steps: int) -> float:
     env = DummyVecEnv([ContextEnv] * 8)
-    model = make_model(
-        env, rollout_buffer_class=buffer, n_steps=32, batch_size=64, n_epochs=4, gamma=0.5, group_size=4, policy_kwargs={}
-    )
+    settings: dict[str, Any] = dict(n_steps=32, batch_size=64, n_epochs=4, learning_rate=3e-3, gamma=0.5, group_size=4)
+    model = make_model(env, rollout_buffer_class=buffer, policy_kwargs={}, **settings)
     doctor = Doctor()
     score = mean_return(model.learn(n_steps, callback=doctor), ContextEnv(), n_episodes=100)
     assert doctor.reported == []

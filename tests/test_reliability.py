@@ -128,6 +128,18 @@ def test_a_seed_that_is_passed_begins_a_stream_of_its_own(tmp_path: Path):
     assert not same(runs[5], runs[6]) and not same(runs[5], runs[None])
 
 
+def test_a_seed_that_is_set_after_loading_begins_a_stream_of_its_own(tmp_path: Path):
+    make_model().learn(128).save(tmp_path / "model")
+    runs = []
+    for seed in (5, 5, 6):
+        model = GRPO.load(tmp_path / "model", env=make_vec_env("CartPole-v1", 1), device="cpu")
+        model.set_random_seed(seed)
+        model.learn(128, reset_num_timesteps=False)
+        runs.append((weights(model), random.random()))
+    assert same(runs[0][0], runs[1][0]) and not same(runs[0][0], runs[2][0])
+    assert runs[0][1] == runs[1][1] != runs[2][1]
+
+
 def test_loading_a_model_to_predict_leaves_the_random_generators_of_a_run_alone(tmp_path: Path):
     make_model(seed=None).learn(64).save(tmp_path / "model")
     drawn = set()
@@ -171,6 +183,18 @@ def test_parameters_are_taken_with_the_reference_they_belong_to(tmp_path: Path):
     assert fresh.kl_reference_policy is not None and model.kl_reference_policy is not None
     assert same(fresh.kl_reference_policy.state_dict(), model.kl_reference_policy.state_dict())
     assert same(weights(fresh), weights(model))
+
+
+def test_a_model_can_go_back_to_parameters_from_before_there_was_a_reference():
+    model = make_model(kl_coef=0.1)
+    first = copy.deepcopy(model.get_parameters())
+    model.learn(128)
+    model.set_parameters(first)
+    assert same(weights(model), first["policy"])
+    assert model.kl_reference_policy is None
+    model.learn(64)  # 64 transitions are one update: the reference is the policy that it began with
+    assert model.kl_reference_policy is not None
+    assert same(first["policy"], model.kl_reference_policy.state_dict())
 
 
 def test_waiting_transitions_are_dropped_by_a_reset_in_either_model(tmp_path: Path):

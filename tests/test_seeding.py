@@ -619,6 +619,21 @@ def test_it_goes_around_a_base_only(wrap):
         SeededVecEnv(wrap(DummyVecEnv([DriftEnv])))
 
 
+def test_a_wrapper_around_something_else_is_refused():
+    class Adapter(VecEnvWrapper):
+        def __init__(self, native):
+            self.venv = native
+
+        def reset(self):
+            raise NotImplementedError
+
+        def step_wait(self):
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="`env` is a Adapter around 7, which is no `VecEnv`"):
+        insert_seeded_vec_env(Adapter(7))
+
+
 def test_normalisation_statistics_reach_an_evaluation_env_that_has_none_of_it():
     evaluation = VecNormalize(DummyVecEnv([DriftEnv]))
     training = insert_seeded_vec_env(VecNormalize(DummyVecEnv([DriftEnv] * 2)))
