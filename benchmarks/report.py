@@ -7,8 +7,8 @@ Tables and pictures of what `benchmarks/run.py` has measured, written into pages
 Definitions: the *area* is the mean over the budget of the mean return of the last 20 training episodes; an area *over PPO's*
 is what lies above the return of random actions, divided by the mean of the same for PPO. Aggregates over environments are
 rliable's (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264): interquartile mean over runs and environments, with 95%
-intervals of a bootstrap stratified by environment, and the probability that a run is better than one of PPO. Other intervals
-are 95% bootstraps of the mean over seeds.
+intervals of a bootstrap stratified by environment, which draws PPO's seeds anew as well, and the probability that a run is
+better than one of PPO. Other intervals are 95% bootstraps of the mean over seeds.
 """
 
 import argparse
@@ -51,7 +51,6 @@ ABLATIONS = (
     "cheetah",
     "cheetah_full",
     "cheetah_start",
-    "fit",
     "buffers",
     "groups",
     "starts",
@@ -192,27 +191,34 @@ def raw_areas(suite: Suite, arm: str, envs: Sequence[str], seeds: Sequence[int])
     return np.array([[suite.by_seed(arm, env)[seed] for env in envs] for seed in seeds]).reshape(len(seeds), len(envs))
 
 
-def areas_over(suite: Suite, arm: str, reference: str, envs: Sequence[str], seeds: Sequence[int]) -> np.ndarray:
+def areas_and_scales(
+    suite: Suite, arm: str, reference: str, envs: Sequence[str], seeds: Sequence[int]
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """
+    What areas over the reference's are a fraction of.
+
     :param suite: of finished runs
     :param arm: name
-    :param reference: by whose mean areas are divided; the mean of all its seeds, taken as known
+    :param reference: by whose mean areas are divided, that of all its seeds
     :param envs: Gymnasium environments
     :param seeds: of the runs
-    :return: areas above that of random actions over the reference's, shape ``(n_seeds, n_envs)``; where the reference is no
-        better than random actions, infinity for a run that is and 0 for others
+    :return: areas above that of random actions, shape ``(n_seeds, n_envs)``, and for each environment those of the reference,
+        shape ``(n,)``; where it is no better than random actions, infinity for a run that is and 0 for others, over one
     """
     above = raw_areas(suite, arm, envs, seeds) - np.array([suite.random_area(env) for env in envs])
-    scale = np.array([suite.above_random(reference, env) for env in envs])
     learns = np.array([suite.learns(reference, env) for env in envs], dtype=bool)
-    return np.divide(above, scale, out=np.where(above > 0.0, math.inf, 0.0), where=learns)
+    scales = [
+        suite.column(reference, env, "auc") - suite.random_area(env) if suite.learns(reference, env) else np.ones(1)
+        for env in envs
+    ]
+    return np.where(learns, above, np.where(above > 0.0, math.inf, 0.0)), scales
 
 
 def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
     """
     :param suite: of finished runs
     :param arms: names
-    :param reference: of :func:`areas_over`
+    :param reference: by whose mean areas are divided
     :return: areas over the reference's by arm, each of shape ``(n_seeds, n_envs)``, the environments, and the seeds, those
         that all arms have in all of them. An environment where the reference is no better than random actions has no such
         area, and is left out
@@ -221,7 +227,12 @@ def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple
     if not envs:
         return {}, [], []
     seeds = common_seeds(suite, arms, envs)
-    return {arm: areas_over(suite, arm, reference, envs, seeds) for arm in arms}, envs, seeds
+
+    def areas_over(arm: str) -> np.ndarray:
+        areas, scales = areas_and_scales(suite, arm, reference, envs, seeds)
+        return areas / np.array([scale.mean() for scale in scales])
+
+    return {arm: areas_over(arm) for arm in arms}, envs, seeds
 
 
 class Estimate(NamedTuple):
@@ -271,9 +282,9 @@ def seeded_numpy() -> Iterator[None]:
 
 def bootstrapped(statistic: Callable[..., float], *scores: np.ndarray) -> Estimate:
     """
-    :param statistic: of rliable
-    :param scores: that it takes, each of shape ``(n_seeds, n_envs)``
-    :return: with rliable's stratified bootstrap interval, where there are several seeds
+    :param statistic: of scores
+    :param scores: that it takes, each of shape ``(n_seeds, n_envs)``; drawn independently of one another
+    :return: with rliable's stratified bootstrap interval, where the first have several seeds
     """
     if len(scores[0]) < 2:
         return Estimate(float(statistic(*scores)), math.nan, math.nan)
@@ -285,12 +296,19 @@ def bootstrapped(statistic: Callable[..., float], *scores: np.ndarray) -> Estima
     return Estimate(float(points[""][0]), float(low), float(high))
 
 
-def interquartile_mean(scores: np.ndarray) -> Estimate:
+def interquartile_mean(scores: np.ndarray, scales: Sequence[np.ndarray] = ()) -> Estimate:
     """
     :param scores: shape ``(n_seeds, n_envs)``; infinity is larger than any number
+    :param scales: by the mean of which the scores of each environment are divided, shape ``(n,)``; none for ones. They are
+        drawn anew as the scores are
     :return: over all of them, infinity where infinite ones are within the middle half
     """
-    estimate = bootstrapped(metrics.aggregate_iqm, np.where(np.isinf(scores), VERY_LARGE, scores))
+
+    def statistic(scores: np.ndarray, *scales: np.ndarray) -> float:
+        ratios = scores / np.array([scale.mean() for scale in scales]) if scales else scores
+        return metrics.aggregate_iqm(np.where(np.isinf(ratios), VERY_LARGE, ratios))
+
+    estimate = bootstrapped(statistic, scores, *(scale[:, None] for scale in scales))
     return Estimate(*(math.inf if value > VERY_LARGE / 1000 else value for value in estimate))
 
 
@@ -313,7 +331,7 @@ def mean_over_seeds(values: np.ndarray) -> Estimate:
     if np.ptp(values) == 0.0:
         return Estimate(float(values[0]), float(values[0]), float(values[0]))
     interval = stats.bootstrap(
-        (values,), np.mean, n_resamples=N_RESAMPLES, method="percentile", rng=np.random.default_rng(0)
+        (np.sort(values),), np.mean, n_resamples=N_RESAMPLES, method="percentile", rng=np.random.default_rng(0)
     ).confidence_interval
     return Estimate(float(values.mean()), float(interval.low), float(interval.high))
 
@@ -401,16 +419,27 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
         title = f"{LABELS[arm]} against {LABELS[reference]}"
         seeds = common_seeds(suite, (arm, reference), compared)
         ours, theirs = (raw_areas(suite, each, compared, seeds) for each in (arm, reference))
-        at_least = sum(suite.column(arm, env, "auc").mean() >= suite.column(reference, env, "auc").mean() for env in compared)
-        scores, envs, ratio_seeds = normalised_areas(suite, (arm, reference), reference)
-        ratio = str(interquartile_mean(scores[arm])) if ratio_seeds else "none"
+        at_least = [
+            env for env in compared if suite.column(arm, env, "auc").mean() >= suite.column(reference, env, "auc").mean()
+        ]
+        envs = [env for env in compared if suite.learns(reference, env)]
+        ratio_seeds = common_seeds(suite, (arm, reference), envs) if envs else []
+        ratio: Any = "none"
+        if ratio_seeds:
+            ratio = interquartile_mean(*areas_and_scales(suite, arm, reference, envs, ratio_seeds))
         better = probability_of_improvement(ours, theirs) if seeds else "none"
-        lines.append([title, len(compared), len(seeds), f"{at_least} of {len(compared)}", ratio, better])
+        lines.append([title, len(compared), len(seeds), f"{len(at_least)} of {len(compared)}", ratio, better])
         if left_out := [env for env in compared if env not in envs]:
             names = ", ".join(left_out)
             note = f"{title}: no ratio on {names}, where {LABELS[reference]} is no better than random actions."
+            if ratio_seeds:
+                better = probability_of_improvement(*(raw_areas(suite, each, envs, ratio_seeds) for each in (arm, reference)))
+                note += (
+                    f" On the other {len(envs)} the area is at least as large on {len(set(at_least) & set(envs))}, and the "
+                )
+                note += f"probability of improvement {better}."
             if seeds:
-                mean = interquartile_mean(areas_over(suite, arm, reference, compared, seeds)).text(infinity="∞")
+                mean = interquartile_mean(*areas_and_scales(suite, arm, reference, compared, seeds)).text(infinity="∞")
                 note += f" With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
             notes.append(note)
     return "\n".join([markdown_table(header, lines), *(["", *notes] if notes else [])])
@@ -466,33 +495,36 @@ def seconds_table(suite: Suite, arm: str, reference: str) -> tuple[str, Estimate
     :param suite: of finished runs
     :param arm: to judge
     :param reference: to compare with
-    :return: one line per environment, and the interquartile mean, over runs, of the arm's seconds over the mean of the
-        reference's
+    :return: one line per environment, with medians over runs, and the interquartile mean, over runs, of the arm's seconds over
+        the mean of the reference's
     """
     header = [
         "environment", f"{LABELS[reference]}'s final return",
-        *(f"{what}, {LABELS[each]}" for what in ("steps", "steps/s") for each in (arm, reference)), "ratio of seconds",
+        *(f"{what}, {LABELS[each]}" for what in ("runs there", "steps", "steps/s") for each in (arm, reference)),
+        "ratio of seconds",
     ]  # fmt: skip
     lines = []
-    ratios: list[dict[int, float]] = []
+    seconds: list[dict[int, float]] = []
+    scales: list[np.ndarray] = []
     for env in suite.compared(arm, reference):
         speeds = seconds_per_step(suite, (arm, reference), env)
         if not speeds or not suite.learns(reference, env):
             continue
         target = suite.column(reference, env, "final").mean()
         ours, theirs = (np.array([steps_to(curve, target) for curve in suite.curves(each, env)]) for each in (arm, reference))
-        censored = np.minimum(theirs, suite.timesteps[env])
-        ratio = ours * speeds[arm] / (censored.mean() * speeds[reference])
-        ratios.append({each.run.seed: float(value) for each, value in zip(suite.runs(arm, env), ratio, strict=True)})
+        scales.append(np.minimum(theirs, suite.timesteps[env]) * speeds[reference])
+        seconds.append({each.run.seed: steps * speeds[arm] for each, steps in zip(suite.runs(arm, env), ours, strict=True)})
         lines.append([
-            env, format_number(target), *(format_steps(float(np.median(steps))) for steps in (ours, theirs)),
-            *(f"{1 / speeds[each]:,.0f}" for each in (arm, reference)), format_number(float(np.median(ratio))),
+            env, format_number(target), *(f"{np.isfinite(steps).sum()} of {len(steps)}" for steps in (ours, theirs)),
+            *(format_steps(float(np.median(steps))) for steps in (ours, theirs)),
+            *(f"{1 / speeds[each]:,.0f}" for each in (arm, reference)),
+            format_number(float(np.median(ours * speeds[arm]) / scales[-1].mean())),
         ])  # fmt: skip
-    if not ratios:
+    if not seconds:
         return NO_ROWS, None
-    seeds = sorted(set.intersection(*(set(each) for each in ratios)))
-    runs = np.array([[each[seed] for each in ratios] for seed in seeds])
-    return markdown_table(header, lines), interquartile_mean(runs) if seeds else None
+    seeds = sorted(set.intersection(*(set(each) for each in seconds)))
+    runs = np.array([[each[seed] for each in seconds] for seed in seeds])
+    return markdown_table(header, lines), interquartile_mean(runs, scales) if seeds else None
 
 
 def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
@@ -584,9 +616,16 @@ def replaced_table(results: pathlib.Path, suites: Sequence[Suite]) -> str:
 
     :param results: folder
     :param suites: what is shown
-    :return: one line per environment and settings that have more than one such run, with their area on smaller seeds too
+    :return: one line per environment and settings that have more than one such run, with the area of the present settings of
+        ``grpo`` on the same seeds, and their own on smaller ones
     """
     shown = {finished.run.key() for suite in suites for finished in suite.all_runs()}
+    present = {
+        (env, each.run.timesteps, str(each.run.seed)): each.row
+        for suite in suites
+        for env in suite.timesteps
+        for each in suite.runs("grpo", env)
+    }
     groups: dict[tuple[str, int, str, str], list[dict[str, str]]] = {}
     for row in read_rows(results / "runs.csv"):
         key = (row["env"], int(row["timesteps"]), row["arm"], row["settings_hash"])
@@ -595,15 +634,20 @@ def replaced_table(results: pathlib.Path, suites: Sequence[Suite]) -> str:
     def mean(rows: list[dict[str, str]], name: str) -> str:
         return str(mean_over_seeds(np.array([float(row[name]) for row in rows]))) if rows else "not run"
 
-    header = ("environment", "steps", "settings", "hash", "reported seeds", "area", "evaluation", "tuning seeds", "area")
+    header = (
+        "environment", "steps", "settings", "hash", "reported seeds", "area", "the present ones' there", "evaluation",
+        "tuning seeds", "area",
+    )  # fmt: skip
     lines = []
     for (env, timesteps, arm, settings), rows in sorted(groups.items()):
         reported = [row for row in rows if int(row["seed"]) >= FIRST_REPORTED_SEED]
         tuning = [row for row in rows if int(row["seed"]) < FIRST_REPORTED_SEED]
         if len(reported) < 2 or any(row_key(row) in shown for row in reported):
             continue
+        today = [present.get((env, timesteps, row["seed"])) for row in reported]
         lines.append([
-            env, f"{timesteps:,}", arm, f"`{settings}`", len(reported), mean(reported, "auc"), mean(reported, "eval_mean"),
+            env, f"{timesteps:,}", arm, f"`{settings}`", len(reported), mean(reported, "auc"),
+            mean([row for row in today if row is not None], "auc") if all(today) else "not run", mean(reported, "eval_mean"),
             len(tuning), mean(tuning, "auc"),
         ])  # fmt: skip
     return markdown_table(header, lines) if lines else NO_ROWS

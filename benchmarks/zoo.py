@@ -35,6 +35,8 @@ CSV = pathlib.Path(__file__).with_name("zoo.csv")
 SEEDS = (100, 101, 102)
 #: Where settings were chosen again after those had been looked at: others, or more.
 FRESH_SEEDS = {
+    "CartPole-v1": (110, 111, 112),
+    "Acrobot-v1": (110, 111, 112),
     "HalfCheetah-v5": (113, 114, 115),
     "LunarLander-v3": (104, 105, 106),
     "Pendulum-v1": (100, 101, 102, 110, 111, 112),
@@ -136,19 +138,20 @@ def reported_seeds(env: str) -> tuple[int, ...]:
     return FRESH_SEEDS.get(env, SEEDS)
 
 
-def table(rows: list[dict[str, str]], seeds: list[int] | None = None) -> str:
+def table(rows: list[dict[str, str]], seeds: list[int] | None = None, params: tuple[str, ...] = ()) -> str:
     """
     :param rows: of the CSV
     :param seeds: to report, ``None`` for the environment's own
-    :return: in Markdown, one line per environment that has rows under the present settings
+    :param params: overwritten hyperparameters
+    :return: in Markdown, one line per environment that has rows under these settings
     """
     lines = []
     for env, target in TARGETS.items():
-        found = [row for seed in seeds or reported_seeds(env) for row in rows if Run(env, seed).is_in(row)]
+        found = [row for seed in seeds or reported_seeds(env) for row in rows if Run(env, seed, params).is_in(row)]
         if not found:
             continue
         returns = np.array([float(row["eval_mean"]) for row in found])
-        command = " ".join(["python", *Run(env, reported_seeds(env)[0]).command()])
+        command = " ".join(["python", *Run(env, reported_seeds(env)[0], params).command()])
         lines.append([
             env, f"{int(found[0]['timesteps']):,}", f"{target:g}", f"{(returns >= target).sum()} of {len(found)}",
             f"{returns.mean():.1f} ({', '.join(f'{value:.1f}' for value in returns)})",
@@ -177,7 +180,7 @@ def main() -> None:
             row = future.result()
             append_row(args.csv, row, FIELDS)
             tqdm.write(f"{row['env']} seed {row['seed']} {row['params']}: {row['eval_mean']} in {row['wall_clock']} s")
-    print(table(read_rows(args.csv), args.seeds))
+    print(table(read_rows(args.csv), args.seeds, tuple(args.params)))
 
 
 if __name__ == "__main__":

@@ -450,7 +450,9 @@ def test_a_ratio_needs_a_reference_whose_interval_is_above_random(
     assert envs == (["CartPole-v1"] if learns else [])
     assert ("PPO no better than random" in report.area_table(suite, "grpo", "ppo")) is not learns
     seeds = report.common_seeds(suite, ("grpo", "ppo"), ["CartPole-v1"])
-    assert np.isinf(report.areas_over(suite, "grpo", "ppo", ["CartPole-v1"], seeds)).all() == (not learns)
+    areas, (scale,) = report.areas_and_scales(suite, "grpo", "ppo", ["CartPole-v1"], seeds)
+    assert np.isinf(areas).all() == (not learns)
+    np.testing.assert_array_equal(scale, np.array(ppo) - 10.0 if learns else [1.0])
 
 
 def test_an_ablation_has_a_line_per_arm_and_a_column_per_environment(tmp_path: pathlib.Path) -> None:
@@ -515,6 +517,15 @@ def test_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
     assert report.interquartile_mean(areas).value == pytest.approx(1.5)
 
 
+def test_the_reference_is_drawn_anew_as_well() -> None:
+    ours, theirs = np.array([[2.0], [3.0], [4.0]]), np.array([1.0, 2.0, 3.0])
+    known, drawn = report.interquartile_mean(ours / theirs.mean()), report.interquartile_mean(ours, [theirs])
+    assert known.value == drawn.value == pytest.approx(1.5)
+    assert drawn.low < known.low < drawn.value < known.high < drawn.high
+    same = np.array([2.0])
+    assert report.interquartile_mean(ours, [same]) == report.interquartile_mean(ours / 2.0)
+
+
 @quick
 def test_what_never_ends_is_left_out_with_the_longest_quarter_and_is_never_beyond_it() -> None:
     finite = np.array([[1.0, 2.0], [3.0, math.inf]])
@@ -570,6 +581,7 @@ def test_an_environment_where_ppo_is_no_better_than_random_has_no_ratio(tmp_path
     table = report.aggregate_table(suite, [("grpo", "ppo")])
     assert "| GRPO against PPO | 2 | 1 | 2 of 2 | 2.00 | 1.00 |" in table
     assert "GRPO against PPO: no ratio on Acrobot-v1, where PPO is no better than random actions." in table
+    assert "On the other 1 the area is at least as large on 1, and the probability of improvement 1.00." in table
     assert table.endswith("counted as ∞ there, others as 0, the interquartile mean is ∞.")
 
 
@@ -627,7 +639,7 @@ def test_seconds_to_ppos_final_return(tmp_path: pathlib.Path) -> None:
     assert steps == {"grpo": 360.0, "ppo": 600.0}
     table, ratio = report.seconds_table(suite, "grpo", "ppo")
     assert ratio is not None and ratio.value == pytest.approx(360 * 0.001 / (600 * 0.003))
-    assert "| 360 | 600 | 1,000 | 333 | 0.20 |" in table
+    assert "| 1 of 1 | 1 of 1 | 360 | 600 | 1,000 | 333 | 0.20 |" in table
 
 
 def test_a_run_that_never_gets_there_counts_as_never(tmp_path: pathlib.Path) -> None:
@@ -636,7 +648,7 @@ def test_a_run_that_never_gets_there_counts_as_never(tmp_path: pathlib.Path) -> 
     )
     assert math.isinf(report.steps_to(suite.curves("grpo", "CartPole-v1")[0], 20.0))
     table, ratio = report.seconds_table(suite, "grpo", "ppo")
-    assert "| never |" in table and str(ratio) == "never"
+    assert "| 0 of 1 | 1 of 1 | never |" in table and str(ratio) == "never"
 
 
 @quick
@@ -686,12 +698,23 @@ def test_replaced_settings_are_those_of_several_reported_seeds_that_no_suite_sho
     for each in rows:
         append_row(tmp_path / "runs.csv", each, run.FIELDS)
     suite = report.Suite("toy", tmp_path, toy_matrix(["grpo"], ["CartPole-v1"]))
-    assert report.replaced_table(tmp_path, [suite]).splitlines() == [
-        "| environment | steps | settings | hash | reported seeds | area | evaluation | tuning seeds | area |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| CartPole-v1 | 1,000 | former | `aaaaaaaa` | 2 | 15.0 (10.0 to 20.0) | 30.0 (20.0 to 40.0) | 1 | 5.00 |",
-        "| CartPole-v1 | 5,000 | former | `bbbbbbbb` | 2 | 1.00 (1.00 to 1.00) | 2.00 (2.00 to 2.00) | 0 | not run |",
-    ]
+    header, _, *lines = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in report.replaced_table(tmp_path, [suite]).splitlines()
+    )
+    assert header == [
+        "environment", "steps", "settings", "hash", "reported seeds", "area", "the present ones' there", "evaluation",
+        "tuning seeds", "area",
+    ]  # fmt: skip
+    assert lines == [
+        [
+            "CartPole-v1", "1,000", "former", "`aaaaaaaa`", "2", "15.0 (10.0 to 20.0)", "9.00 (9.00 to 9.00)",
+            "30.0 (20.0 to 40.0)", "1", "5.00",
+        ],
+        [
+            "CartPole-v1", "5,000", "former", "`bbbbbbbb`", "2", "1.00 (1.00 to 1.00)", "not run", "2.00 (2.00 to 2.00)",
+            "0", "not run",
+        ],
+    ]  # fmt: skip
     assert report.replaced_table(tmp_path / "elsewhere", [suite]) == report.NO_ROWS
 
 

@@ -18,22 +18,27 @@ def row(seed: int, evaluation: float, env: str = "CartPole-v1") -> dict[str, str
 
 
 def test_the_table_counts_the_seeds_that_reached_the_target():
-    text = table([row(100, 500.0), row(101, 499.9), row(102, 500.0)])
+    text = table([row(110, 500.0), row(111, 499.9), row(112, 500.0)])
     assert "| 2 of 3 | 500.0 (500.0, 499.9, 500.0) |" in text
 
 
 @pytest.mark.parametrize(
     "stranger",
-    [row(7, 500.0), {**row(100, 500.0), "settings_hash": "another"}, row(100, 500.0, env="Acrobot-v1")],
+    [row(7, 500.0), {**row(110, 500.0), "settings_hash": "another"}, row(110, 500.0, env="Acrobot-v1")],
     ids=["another seed", "other settings", "another environment"],
 )
 def test_rows_of_other_seeds_and_settings_do_not_count(stranger: dict[str, str]):
-    text = table([row(100, 500.0), stranger])
+    text = table([row(110, 500.0), stranger])
     assert "| CartPole-v1 | 100,352 | 500 | 1 of 1 |" in text
 
 
 def test_what_is_overwritten_makes_another_run():
-    assert Run("CartPole-v1", 0).settings_hash() != Run("CartPole-v1", 0, ("gamma:0.9",)).settings_hash()
+    trial = Run("CartPole-v1", 110, ("gamma:0.9",))
+    assert Run("CartPole-v1", 110).settings_hash() != trial.settings_hash()
+    rows = [row(110, 500.0), {**row(110, 77.0), "settings_hash": trial.settings_hash()}]
+    assert "| 500.0 (500.0) |" in table(rows)
+    shown = table(rows, [110], trial.params)
+    assert "| 77.0 (77.0) |" in shown and "-params gamma:0.9`" in shown
 
 
 def test_a_trial_is_not_written_into_the_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
