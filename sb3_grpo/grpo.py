@@ -1013,12 +1013,17 @@ class GRPO(OnPolicyAlgorithm):
             params = load_path_or_dict
         else:
             params = load_from_zip_file(load_path_or_dict, device=device, load_data=False)[1]
+        before = self.kl_reference_policy, self._kl_reference_age
         if "kl_reference_policy" not in params and exact_match:  # they are of a model that had none: it is taken afresh
             self.kl_reference_policy = self._kl_reference_age = None
         if "kl_reference_policy" in params and self.kl_reference_policy is None:
             self.kl_reference_policy = self._twin_of_policy()
             self._kl_reference_age = 0
-        super().set_parameters(params, exact_match, device)
+        try:
+            super().set_parameters(params, exact_match, device)
+        except Exception:
+            self.kl_reference_policy, self._kl_reference_age = before
+            raise
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_doctor"]

@@ -197,6 +197,16 @@ def test_a_model_can_go_back_to_parameters_from_before_there_was_a_reference():
     assert same(first["policy"], model.kl_reference_policy.state_dict())
 
 
+def test_parameters_that_do_not_fit_leave_the_reference_alone():
+    model = make_model(kl_coef=0.1).learn(64)
+    reference = model.kl_reference_policy
+    with pytest.raises(ValueError, match="do not match"):
+        model.set_parameters({})
+    assert model.kl_reference_policy is reference is not None
+    model.learn(64, reset_num_timesteps=False)
+    assert model.kl_reference_policy is reference
+
+
 def test_waiting_transitions_are_dropped_by_a_reset_in_either_model(tmp_path: Path):
     model = make_model(rollout_buffer_class="outcome", n_steps=7).learn(7)
     buffer: Any = model.rollout_buffer
