@@ -208,10 +208,30 @@ def areas_and_scales(
     above = raw_areas(suite, arm, envs, seeds) - np.array([suite.random_area(env) for env in envs])
     learns = np.array([suite.learns(reference, env) for env in envs], dtype=bool)
     scales = [
-        suite.column(reference, env, "auc") - suite.random_area(env) if suite.learns(reference, env) else np.ones(1)
-        for env in envs
+        suite.column(reference, env, "auc") - suite.random_area(env) if learned else np.ones(1)
+        for env, learned in zip(envs, learns, strict=True)
     ]
     return np.where(learns, above, np.where(above > 0.0, math.inf, 0.0)), scales
+
+
+def where_reference_learns(suite: Suite, arms: Sequence[str], reference: str) -> tuple[list[str], list[int]]:
+    """
+    :param suite: of finished runs
+    :param arms: names
+    :param reference: that areas are to be divided by
+    :return: environments where it is better than random actions, and the seeds that all arms have in all of them
+    """
+    envs = [env for env in suite.compared(*arms, reference) if suite.learns(reference, env)]
+    return envs, common_seeds(suite, arms, envs) if envs else []
+
+
+def over_means(areas: np.ndarray, scales: Sequence[np.ndarray]) -> np.ndarray:
+    """
+    :param areas: shape ``(n_seeds, n_envs)``
+    :param scales: of each environment, shape ``(n,)``
+    :return: areas over the means of the scales, shape ``(n_seeds, n_envs)``
+    """
+    return areas / np.array([scale.mean() for scale in scales])
 
 
 def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
@@ -223,16 +243,10 @@ def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple
         that all arms have in all of them. An environment where the reference is no better than random actions has no such
         area, and is left out
     """
-    envs = [env for env in suite.compared(*arms, reference) if suite.learns(reference, env)]
+    envs, seeds = where_reference_learns(suite, arms, reference)
     if not envs:
         return {}, [], []
-    seeds = common_seeds(suite, arms, envs)
-
-    def areas_over(arm: str) -> np.ndarray:
-        areas, scales = areas_and_scales(suite, arm, reference, envs, seeds)
-        return areas / np.array([scale.mean() for scale in scales])
-
-    return {arm: areas_over(arm) for arm in arms}, envs, seeds
+    return {arm: over_means(*areas_and_scales(suite, arm, reference, envs, seeds)) for arm in arms}, envs, seeds
 
 
 class Estimate(NamedTuple):
@@ -305,7 +319,7 @@ def interquartile_mean(scores: np.ndarray, scales: Sequence[np.ndarray] = ()) ->
     """
 
     def statistic(scores: np.ndarray, *scales: np.ndarray) -> float:
-        ratios = scores / np.array([scale.mean() for scale in scales]) if scales else scores
+        ratios = over_means(scores, scales) if scales else scores
         return metrics.aggregate_iqm(np.where(np.isinf(ratios), VERY_LARGE, ratios))
 
     estimate = bootstrapped(statistic, scores, *(scale[:, None] for scale in scales))
@@ -422,8 +436,7 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
         at_least = [
             env for env in compared if suite.column(arm, env, "auc").mean() >= suite.column(reference, env, "auc").mean()
         ]
-        envs = [env for env in compared if suite.learns(reference, env)]
-        ratio_seeds = common_seeds(suite, (arm, reference), envs) if envs else []
+        envs, ratio_seeds = where_reference_learns(suite, (arm, reference), reference)
         ratio: Any = "none"
         if ratio_seeds:
             ratio = interquartile_mean(*areas_and_scales(suite, arm, reference, envs, ratio_seeds))
@@ -434,10 +447,9 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
             note = f"{title}: no ratio on {names}, where {LABELS[reference]} is no better than random actions."
             if ratio_seeds:
                 better = probability_of_improvement(*(raw_areas(suite, each, envs, ratio_seeds) for each in (arm, reference)))
-                note += (
-                    f" On the other {len(envs)} the area is at least as large on {len(set(at_least) & set(envs))}, and the "
-                )
-                note += f"probability of improvement {better}."
+                n_at_least = len(set(at_least) & set(envs))
+                note += f" On the other {len(envs)} the area is at least as large on {n_at_least}, and the probability of "
+                note += f"improvement {better}."
             if seeds:
                 mean = interquartile_mean(*areas_and_scales(suite, arm, reference, compared, seeds)).text(infinity="∞")
                 note += f" With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."

@@ -264,6 +264,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.gae_lambda = gae_lambda
         self.gamma = gamma
         self.group_size = group_size
+        #: Of the present environments; a kernel baseline keeps the unit of time that it has been fitted with.
         self.horizon = horizon
         self.reward_weights = _checked_reward_weights(reward_weights)
         #: Figures on the last rollout, recorded by GRPO under these names.
@@ -310,14 +311,6 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         super().reset()
         self._update = None
         self._final_observations: list[tuple[int, int, Any]] = []
-
-    def set_horizon(self, horizon: int | None) -> None:
-        """
-        Other environments are being trained in. What a kernel baseline has been fitted with stays.
-
-        :param horizon: their time limit in steps, ``None`` where it is not known
-        """
-        self.horizon = horizon
 
     def start_afresh(self) -> None:
         """All environments are being reset: nothing collected before will be continued."""
@@ -590,9 +583,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param fit: with ``"lstd"``, what such a return leaves to the baseline is left to the new one itself, by least-squares
         temporal difference learning, LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646). That system can be
         close to singular: predictions are kept within what rewards such as those seen so far can add up to, and the
-        discount factor is ``1 - 1 / (10 horizon)`` at most, so that ``gamma=1`` has a level. With ``"regression"`` it is
-        left to the baseline of the rollout before, which then lags behind where ``target_lambda`` is less than 1; that wants
-        a larger ``ridge``, such as 1e-4
+        discount factor is ``1 - 1 / (10 horizon)`` at most, so that ``gamma=1`` has a level. With ``gamma`` above
+        ``1 - 1 / horizon`` time limits reset the clock. With ``"regression"`` it is left to the baseline of the rollout
+        before, which then lags behind where ``target_lambda`` is less than 1; that wants a larger ``ridge``, such as 1e-4
     :param reward_weights: see :class:`GroupRolloutBuffer`
     """
 
@@ -697,6 +690,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         # Where a time limit or the end of the rollout cut a trajectory, the baseline stands for what would have followed
         cuts, cut_obs = self._cut_observations(last_obs)
         cut_times = rollout.steps[cuts] + 1
+        # If the discount looks that far, what follows a time limit would be a level that no sample ties down: it has no time
+        # of its own, so that the clock may as well begin anew
         if self.baseline.instrumented and self.gamma > 1.0 - 1.0 / time_unit:
             cut_times[rollout.dones[cuts]] = 0
         cut_features = self.baseline.features(encode(cut_obs), cut_times / time_unit)

@@ -464,7 +464,7 @@ class GRPO(OnPolicyAlgorithm):
             _check_finite("observation", self._last_obs, self.num_timesteps)
             self.rollout_buffer.start_afresh()
         if "horizon" not in self.rollout_buffer_kwargs:  # there may be another environment than the model was made with
-            self.rollout_buffer.set_horizon(self._time_limit())
+            self.rollout_buffer.horizon = self._time_limit()
         return result
 
     @contextmanager
