@@ -57,6 +57,8 @@ ABLATIONS = (
     "baseline",
 )
 LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
+#: Of the upper quartile of the returns around it; an episode with less has fallen
+FALLEN = 0.7
 COLOURS = {"grpo": "tab:blue", "ppo": "tab:orange", "grpo-default": "tab:cyan", "ppo-default": "tab:brown"}
 
 
@@ -379,6 +381,50 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
     return markdown_table(header, lines)
 
 
+def fallen(returns: np.ndarray) -> np.ndarray:
+    """
+    Which episodes fell behind the others of their time: on HalfCheetah those that spend a part of it lying down.
+
+    :param returns: of neighbouring episodes, mostly positive, shape ``(n,)``
+    :return: whether each is below ``FALLEN`` times their upper quartile, shape ``(n,)``
+    """
+    return returns < FALLEN * np.quantile(returns, 0.75)
+
+
+def fall_shares(curve: LearningCurve, timesteps: int) -> tuple[float, float, float]:
+    """
+    :param curve: of a run, with training episodes in each fifth of the budget
+    :param timesteps: budget of the run
+    :return: share of fallen episodes after the first fifth, each judged within its own; mean return of the last fifth; and
+        that of its episodes that did not fall
+    """
+    steps, returns = np.asarray(curve.steps), np.asarray(curve.returns)
+    fifths = np.array_split(returns, np.searchsorted(steps, np.linspace(0, timesteps, 6)[1:-1], side="right"))
+    fell = [fallen(each) for each in fifths[1:]]
+    return float(np.concatenate(fell).mean()), float(fifths[-1].mean()), float(fifths[-1][~fell[-1]].mean())
+
+
+def fall_table(suite: Suite, env: str, arms: Sequence[str]) -> str:
+    """
+    :param suite: of finished runs
+    :param env: of it
+    :param arms: of it
+    :return: one line per seed and arm, by how many episodes fell, and their mean for each arm
+    """
+    lines = []
+    for arm in arms:
+        runs = suite.runs(arm, env)
+        if not runs:
+            return NO_ROWS
+        shares = [fall_shares(each.curve(suite.results), suite.timesteps[env]) for each in runs]
+        rows = [(*share, float(each.row["eval_mean"])) for share, each in zip(shares, runs, strict=True)]
+        named = [(str(each.run.seed), row) for each, row in zip(runs, rows, strict=True)]
+        named.sort(key=lambda each: each[1][0])
+        for seed, (share, *returns) in [*named, ("mean", tuple(np.mean(rows, axis=0)))]:
+            lines.append([LABELS[arm], seed, f"{share:.0%}", *map(format_number, returns)])
+    return markdown_table(("", "seed", "fallen", "last fifth", "without the fallen", "evaluation"), lines)
+
+
 def ablation_table(suite: Suite) -> str:
     """
     :param suite: of finished runs
@@ -693,6 +739,7 @@ def sections(results: pathlib.Path = RESULTS) -> dict[str, str]:
         "default": area_table(short, "grpo-default", "ppo-default"),
         "seconds": seconds,
         "full": area_table(full, "grpo", "ppo"),
+        "falls": fall_table(full, "HalfCheetah-v5", ["grpo", "ppo"]),
         "replaced": replaced_table(results, [short, full, *ablations.values()]),
         "posture": posture.table(read_rows(results / "posture.csv"), posture.trainings()) or NO_ROWS,
         **{name: ablation_table(suite) for name, suite in ablations.items()},

@@ -737,6 +737,18 @@ def test_the_pages_are_what_the_rows_say() -> None:
 # Postures
 
 
+def test_falls_are_told_from_the_episodes_around_them() -> None:
+    # A run that gets better: what is a fall at the end was the best return at the beginning
+    steps = np.arange(1, 51) * 20
+    returns = np.repeat([100.0, 200.0, 300.0, 400.0, 500.0], 10)
+    returns[[10, 41, 42]] = 100.0
+    curve = LearningCurve(steps, returns)
+    share, last, without = report.fall_shares(curve, 1000)
+    assert share == pytest.approx(3 / 40)
+    assert (last, without) == (pytest.approx(420.0), pytest.approx(500.0))
+    assert np.flatnonzero(report.fallen(np.array([10.0, 6.9, 7.1, 10.0, 10.0]))).tolist() == [1]
+
+
 def test_postures_are_told_by_the_wrapped_pitch() -> None:
     pitch = np.array([0.0, -0.5, 0.7, 1.1, 2.1, 3.3, -3.3, -1.1, 1.1 + 2 * np.pi, 0.1 - 4 * np.pi])
     there = {name: np.flatnonzero(which).tolist() for name, which in posture.postures(pitch).items()}
