@@ -409,18 +409,19 @@ def fall_table(suite: Suite, env: str, arms: Sequence[str]) -> str:
     :param suite: of finished runs
     :param env: of it
     :param arms: of it
-    :return: one line per seed and arm, by how many episodes fell, and their mean for each arm
+    :return: for each arm one line per seed, sorted by the share of fallen episodes, then their mean
     """
     lines = []
     for arm in arms:
         runs = suite.runs(arm, env)
         if not runs:
             return NO_ROWS
-        shares = [fall_shares(each.curve(suite.results), suite.timesteps[env]) for each in runs]
-        rows = [(*share, float(each.row["eval_mean"])) for share, each in zip(shares, runs, strict=True)]
-        named = [(str(each.run.seed), row) for each, row in zip(runs, rows, strict=True)]
-        named.sort(key=lambda each: each[1][0])
-        for seed, (share, *returns) in [*named, ("mean", tuple(np.mean(rows, axis=0)))]:
+        figures = [
+            (*fall_shares(each.curve(suite.results), suite.timesteps[env]), float(each.row["eval_mean"]), str(each.run.seed))
+            for each in runs
+        ]
+        means = np.mean([each[:-1] for each in figures], axis=0)
+        for share, *returns, seed in [*sorted(figures), (*means, "mean")]:
             lines.append([LABELS[arm], seed, f"{share:.0%}", *map(format_number, returns)])
     return markdown_table(("", "seed", "fallen", "last fifth", "without the fallen", "evaluation"), lines)
 

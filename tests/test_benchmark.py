@@ -734,7 +734,7 @@ def test_the_pages_are_what_the_rows_say() -> None:
         assert report.fill(page, contents) == page, f"{path.name} is old, run: python -m benchmarks.report"
 
 
-# Postures
+# Postures and falls
 
 
 def test_falls_are_told_from_the_episodes_around_them() -> None:
