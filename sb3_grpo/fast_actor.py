@@ -1,10 +1,11 @@
 """
-Actors that need no autograd: multilayer perceptrons whose gradient is written out.
+The actor without autograd.
 
-On networks as small as those of control, building autograd's graph and walking it backwards takes longer than the arithmetic.
-:class:`ClosedFormActor` does the arithmetic alone: the same operations forwards, the textbook's backpropagation backwards
-(Rumelhart, Hinton & Williams 1986), the gradients of all weights side by side in one array. It gives the same numbers as the
-modules, up to rounding in the gradients; :func:`closed_form_layers` says for which networks.
+On networks as small as those of control tasks, building and walking autograd's graph takes longer than the arithmetic, and so
+does constructing SB3's distribution objects. This module writes the arithmetic out: :func:`fast_actor` is the one entry, it
+returns ``None`` for policies that are not eligible, and its docstring is the list of what makes a policy eligible.
+
+The numbers are those of the ordinary path up to rounding, and actions are drawn from the same random numbers.
 """
 
 import math
@@ -13,15 +14,20 @@ from typing import NamedTuple, Protocol
 
 import torch as th
 from stable_baselines3.common.distributions import CategoricalDistribution, DiagGaussianDistribution, Distribution
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.torch_layers import FlattenExtractor
 from torch import nn
 
 HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
 
 
+# --- distributions ----------------------------------------------------------------------------------------------------
+
+
 class Sample(NamedTuple):
     """
-    :param actions: shape ``(n,)`` if discrete, else ``(n, action_dim)``
-    :param log_prob: of the actions, shape ``(n,)``
+    :param actions: Actions, shape ``(n,)`` if discrete, else ``(n, action_dim)``
+    :param log_prob: Their log-probabilities, shape ``(n,)``
     """
 
     actions: th.Tensor
@@ -30,8 +36,8 @@ class Sample(NamedTuple):
 
 class Evaluation(NamedTuple):
     """
-    :param log_prob: of the actions given, shape ``(n,)``
-    :param entropy: of the distributions, shape ``(n,)``
+    :param log_prob: Log-probabilities of given actions, shape ``(n,)``
+    :param entropy: Entropies of the distributions, shape ``(n,)``
     """
 
     log_prob: th.Tensor
@@ -39,22 +45,26 @@ class Evaluation(NamedTuple):
 
 
 class LeanDistribution(Protocol):
-    """A family of distributions, as functions of the parameters that the actor's last layer returns."""
+    """
+    A family of action distributions, as functions of the output of the actor's last layer.
+
+    Arguments are not validated: parameters that are NaN give NaN, which GRPO checks for.
+    """
 
     def sample(self, params: th.Tensor, log_std: th.Tensor | None, deterministic: bool) -> Sample:
         """
-        :param params: one row per observation, shape ``(n, n_params)``
-        :param log_std: log standard deviations of the actions, shape ``(action_dim,)``, for those that have them
-        :param deterministic: whether to take the mode
-        :return: actions, and their log-probabilities
+        :param params: Output of the last layer, shape ``(n, n_params)``
+        :param log_std: Log standard deviations of the actions, shape ``(action_dim,)``, for families that have them
+        :param deterministic: Whether to take the mode instead of a sample
+        :return: Actions and their log-probabilities
         """
 
     def evaluate(self, params: th.Tensor, log_std: th.Tensor | None, actions: th.Tensor) -> Evaluation:
         """
-        :param params: one row per observation, shape ``(n, n_params)``
-        :param log_std: see :meth:`sample`
-        :param actions: shape ``(n,)`` if discrete, else ``(n, action_dim)``
-        :return: log-probabilities and entropies
+        :param params: Output of the last layer, shape ``(n, n_params)``
+        :param log_std: See :meth:`sample`
+        :param actions: Actions, shape ``(n,)`` if discrete, else ``(n, action_dim)``
+        :return: Log-probabilities and entropies
         """
 
     def backward(
@@ -62,18 +72,18 @@ class LeanDistribution(Protocol):
         params: th.Tensor,
         log_std: th.Tensor | None,
         actions: th.Tensor,
-        of_log_prob: th.Tensor,
-        of_entropy: th.Tensor | None,
+        grad_log_prob: th.Tensor,
+        grad_entropy: th.Tensor | None,
     ) -> tuple[th.Tensor, th.Tensor | None]:
         """
-        The chain rule through :meth:`evaluate`, written out.
+        The chain rule through :meth:`evaluate`.
 
-        :param params: see :meth:`evaluate`
-        :param log_std: see :meth:`evaluate`
-        :param actions: see :meth:`evaluate`
-        :param of_log_prob: gradient of a loss with respect to the log-probabilities, shape ``(n,)``
-        :param of_entropy: gradient with respect to the entropies, shape ``(n,)``, ``None`` for zero
-        :return: gradient with respect to ``params``, of their shape, and to ``log_std``, of its shape, ``None`` without one
+        :param params: See :meth:`evaluate`
+        :param log_std: See :meth:`evaluate`
+        :param actions: See :meth:`evaluate`
+        :param grad_log_prob: Gradient of a loss with respect to the log-probabilities, shape ``(n,)``
+        :param grad_entropy: Gradient with respect to the entropies, shape ``(n,)``; ``None`` for zero
+        :return: Gradients with respect to ``params`` and to ``log_std``; ``None`` for the latter if there is none
         """
 
 
@@ -85,7 +95,7 @@ class LeanCategorical:
         if deterministic:
             actions = log_probs.argmax(dim=1)
         else:
-            # An exponential race, which is how torch.multinomial draws a single sample
+            # An exponential race; torch.multinomial draws a single sample in the same way.
             probs = log_probs.exp()
             actions = (probs / th.empty_like(probs).exponential_()).argmax(dim=1)
         return Sample(actions, log_probs.gather(1, actions[:, None])[:, 0])
@@ -100,22 +110,22 @@ class LeanCategorical:
         params: th.Tensor,
         log_std: th.Tensor | None,
         actions: th.Tensor,
-        of_log_prob: th.Tensor,
-        of_entropy: th.Tensor | None,
+        grad_log_prob: th.Tensor,
+        grad_entropy: th.Tensor | None,
     ) -> tuple[th.Tensor, None]:
         # d log p_a / dx = 1_a - p, and dH / dx = -p (log p + H)
         log_probs = th.log_softmax(params, dim=1)
         probs = log_probs.exp()
-        column = of_log_prob[:, None]
+        column = grad_log_prob[:, None]
         gradient = (probs * -column).scatter_add_(1, actions.long().reshape(-1, 1), column)
-        if of_entropy is not None:
+        if grad_entropy is not None:
             weighted = self._finite(log_probs) * probs
-            gradient -= (weighted - probs * weighted.sum(dim=1, keepdim=True)) * of_entropy[:, None]
+            gradient -= (weighted - probs * weighted.sum(dim=1, keepdim=True)) * grad_entropy[:, None]
         return gradient, None
 
     @staticmethod
     def _finite(log_probs: th.Tensor) -> th.Tensor:
-        # A logit of minus infinity forbids an action: it adds nothing to the entropy, rather than 0 * inf
+        # An action with a logit of minus infinity is forbidden: it adds nothing to the entropy, instead of 0 * inf.
         return log_probs.clamp(min=th.finfo(log_probs.dtype).min)
 
 
@@ -137,18 +147,18 @@ class LeanGaussian:
         params: th.Tensor,
         log_std: th.Tensor | None,
         actions: th.Tensor,
-        of_log_prob: th.Tensor,
-        of_entropy: th.Tensor | None,
+        grad_log_prob: th.Tensor,
+        grad_entropy: th.Tensor | None,
     ) -> tuple[th.Tensor, th.Tensor]:
         # With z = (a - mu) / sigma: d log p / dmu = z / sigma, d log p / dlog sigma = z^2 - 1, dH / dlog sigma = 1
         assert log_std is not None
         precision = (-log_std).exp()
         noise = (actions - params) * precision
-        weighted = noise * of_log_prob[:, None]
-        of_log_std = (weighted * noise).sum(dim=0) - of_log_prob.sum()
-        if of_entropy is not None:
-            of_log_std += of_entropy.sum()
-        return weighted * precision, of_log_std
+        weighted = noise * grad_log_prob[:, None]
+        grad_log_std = (weighted * noise).sum(dim=0) - grad_log_prob.sum()
+        if grad_entropy is not None:
+            grad_log_std += grad_entropy.sum()
+        return weighted * precision, grad_log_std
 
     @staticmethod
     def _log_prob(mean: th.Tensor, log_std: th.Tensor, actions: th.Tensor) -> th.Tensor:
@@ -156,27 +166,30 @@ class LeanGaussian:
         return -0.5 * noise.square().sum(dim=1) - (log_std + HALF_LOG_2_PI).sum()
 
 
-#: By the exact class of SB3's distribution; a subclass may mean something else.
+#: Keys are exact classes: a subclass of SB3's distributions may mean something else.
 LEAN_DISTRIBUTIONS: dict[type[Distribution], LeanDistribution] = {
     CategoricalDistribution: LeanCategorical(),
     DiagGaussianDistribution: LeanGaussian(),
 }
 
 
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
 class Activation(Protocol):
-    """An activation function whose derivative can be told from its value."""
+    """An activation function whose derivative is a function of its value."""
 
     def apply_(self, x: th.Tensor) -> th.Tensor:
         """
-        :param x: its argument, overwritten
-        :return: its value, of the same shape
+        :param x: Argument, overwritten
+        :return: Value, same shape
         """
 
     def backward(self, gradient: th.Tensor, value: th.Tensor) -> th.Tensor:
         """
-        :param gradient: of something with respect to the value
-        :param value: of the function, of the same shape
-        :return: the gradient with respect to its argument
+        :param gradient: Gradient with respect to the value
+        :param value: Value of the function, same shape
+        :return: Gradient with respect to the argument
         """
 
 
@@ -191,7 +204,7 @@ class Tanh:
 
 
 class ReLU:
-    """Slope one above zero, none below."""
+    """The slope is one above zero, and zero below."""
 
     def apply_(self, x: th.Tensor) -> th.Tensor:
         return x.relu_()
@@ -200,7 +213,7 @@ class ReLU:
         return gradient * (value > 0)
 
 
-#: By the exact class of the module; a subclass may mean something else.
+#: Keys are exact classes, as in ``LEAN_DISTRIBUTIONS``.
 ACTIVATIONS: dict[type[nn.Module], Activation] = {nn.Tanh: Tanh(), nn.ReLU: ReLU()}
 
 
@@ -208,9 +221,9 @@ class Layers(NamedTuple):
     """
     Linear layers with one kind of activation between them.
 
-    :param weights: of each layer, shape ``(n_outputs, n_inputs)``
-    :param biases: of each layer, shape ``(n_outputs,)``
-    :param activation: between the layers
+    :param weights: Weight of each layer, shape ``(n_outputs, n_inputs)``
+    :param biases: Bias of each layer, shape ``(n_outputs,)``
+    :param activation: Activation between the layers
     """
 
     weights: list[nn.Parameter]
@@ -218,11 +231,11 @@ class Layers(NamedTuple):
     activation: Activation
 
 
-def closed_form_layers(modules: Sequence[nn.Module]) -> Layers | None:
+def linear_layers(modules: Sequence[nn.Module]) -> Layers | None:
     """
-    :param modules: through which features pass one after the other, the action layer last
-    :return: the layers, or ``None`` if these are not linear layers with a bias, with one kind of activation known to
-        :data:`ACTIVATIONS` between them, or if somebody listens to the modules by hooks
+    :param modules: Modules that features pass one after the other, the action layer last
+    :return: Their parameters; ``None`` unless they are linear layers with a bias, with one kind of activation from
+        ``ACTIVATIONS`` between them, and without hooks
     """
     linear, between = modules[::2], modules[1::2]
     activations = {type(module) for module in between} or {nn.Tanh}
@@ -237,8 +250,8 @@ def closed_form_layers(modules: Sequence[nn.Module]) -> Layers | None:
 
 def has_hooks(module: nn.Module) -> bool:
     """
-    :param module: any
-    :return: whether somebody listens to it, to all modules, or to one of its own parameters; or has replaced its ``forward``
+    :param module: Any module
+    :return: Whether there are hooks on it, on all modules, or on one of its own parameters, or its ``forward`` is replaced
     """
     hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
     for parameter in module.parameters(recurse=False):
@@ -246,50 +259,53 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
 
 
-class ClosedFormActor:
-    """
-    Acts, evaluates actions, and differentiates what it has evaluated, without autograd: to be used under ``torch.no_grad()``.
+# --- the actor --------------------------------------------------------------------------------------------------------
 
-    :param layers: from features to the parameters of the action distribution
-    :param distribution: of the actions
-    :param log_std: log standard deviations of the actions, shape ``(action_dim,)``, for those that have them
+
+class FastActor:
+    """
+    Chooses and evaluates actions, and computes the gradient of a loss, without autograd: for use under ``torch.no_grad()``.
+    It shares the parameters of the policy.
+
+    :param layers: Layers from features to the parameters of the action distribution
+    :param distribution: Family of the action distribution
+    :param log_std: Log standard deviations of the actions, shape ``(action_dim,)``, for families that have them
     """
 
     def __init__(self, layers: Layers, distribution: LeanDistribution, log_std: nn.Parameter | None):
         self.layers = layers
         self.distribution = distribution
         self.log_std = log_std
-        parameters = [*layers.weights, *layers.biases, *([] if log_std is None else [log_std])]
-        sizes = [parameter.numel() for parameter in parameters]
-        # One array, so that its norm is one operation
-        self._gradient = th.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        self._parameters = [*layers.weights, *layers.biases, *([] if log_std is None else [log_std])]
+        sizes = [parameter.numel() for parameter in self._parameters]
+        # All gradients are views of one array, so that their norm is a single operation.
+        self._gradient = th.zeros(sum(sizes), dtype=self._parameters[0].dtype, device=self._parameters[0].device)
         self._views = [
-            view.view_as(parameter) for view, parameter in zip(self._gradient.split(sizes), parameters, strict=True)
+            view.view_as(parameter) for view, parameter in zip(self._gradient.split(sizes), self._parameters, strict=True)
         ]
-        self._parameters = parameters
         self._values: list[th.Tensor] = []
         self._actions = th.empty(0)
 
     def sample(self, features: th.Tensor) -> Sample:
         """
-        :param features: shape ``(n, features_dim)``
-        :return: actions, and their log-probabilities
+        :param features: Features, shape ``(n, features_dim)``
+        :return: Sampled actions and their log-probabilities
         """
         return self.distribution.sample(self._forward(features)[-1], self.log_std, deterministic=False)
 
     def evaluate(self, features: th.Tensor, actions: th.Tensor) -> Evaluation:
         """
-        :param features: shape ``(n, features_dim)``
-        :param actions: shape ``(n,)`` if discrete, else ``(n, action_dim)``
-        :return: log-probabilities and entropies, which :meth:`backward` differentiates
+        :param features: Features, shape ``(n, features_dim)``
+        :param actions: Actions, shape ``(n,)`` if discrete, else ``(n, action_dim)``
+        :return: Log-probabilities and entropies, which :meth:`backward` differentiates
         """
         self._values, self._actions = self._forward(features), actions
         return self.distribution.evaluate(self._values[-1], self.log_std, actions)
 
     def _forward(self, features: th.Tensor) -> list[th.Tensor]:
         """
-        :param features: shape ``(n, features_dim)``
-        :return: the features, the values of the hidden layers, the parameters of the distribution
+        :param features: Features, shape ``(n, features_dim)``
+        :return: The features, the values of the hidden layers, and the parameters of the distribution
         """
         values = [features]
         for weight, bias in zip(self.layers.weights, self.layers.biases, strict=True):
@@ -298,15 +314,15 @@ class ClosedFormActor:
             values.append(th.addmm(bias, values[-1], weight.t()))
         return values
 
-    def backward(self, of_log_prob: th.Tensor, of_entropy: th.Tensor | None) -> None:
+    def backward(self, grad_log_prob: th.Tensor, grad_entropy: th.Tensor | None) -> None:
         """
-        Set the gradients of the parameters to those of a loss.
+        Set the gradients of the parameters to those of a loss (backpropagation, Rumelhart, Hinton & Williams 1986).
 
-        :param of_log_prob: its gradient with respect to the log-probabilities of the last :meth:`evaluate`, shape ``(n,)``
-        :param of_entropy: its gradient with respect to the entropies, shape ``(n,)``, ``None`` for zero
+        :param grad_log_prob: Gradient with respect to the log-probabilities of the last :meth:`evaluate`, shape ``(n,)``
+        :param grad_entropy: Gradient with respect to the entropies, shape ``(n,)``; ``None`` for zero
         """
-        gradient, of_log_std = self.distribution.backward(
-            self._values[-1], self.log_std, self._actions, of_log_prob, of_entropy
+        gradient, grad_log_std = self.distribution.backward(
+            self._values[-1], self.log_std, self._actions, grad_log_prob, grad_entropy
         )
         n_layers = len(self.layers.weights)
         for layer in reversed(range(n_layers)):
@@ -314,19 +330,62 @@ class ClosedFormActor:
             th.sum(gradient, dim=0, out=self._views[n_layers + layer])
             if layer > 0:
                 gradient = self.layers.activation.backward(gradient @ self.layers.weights[layer], self._values[layer])
-        if of_log_std is not None:
-            self._views[-1].copy_(of_log_std)
+        if grad_log_std is not None:
+            self._views[-1].copy_(grad_log_std)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is not view:
                 parameter.grad = view
 
     def clip_gradient(self, max_norm: float) -> th.Tensor:
         """
-        As :func:`torch.nn.utils.clip_grad_norm_`.
+        Clip the gradient as :func:`torch.nn.utils.clip_grad_norm_` does.
 
-        :param max_norm: largest norm of the gradient that is left as it is
-        :return: the norm before clipping, a scalar
+        :param max_norm: Maximum norm of the gradient
+        :return: Norm before clipping, a scalar
         """
         norm = th.linalg.vector_norm(self._gradient)
         self._gradient.mul_((max_norm / (norm + 1e-6)).clamp_(max=1.0))
         return norm
+
+
+def is_unaltered(policy: BasePolicy, base: type[BasePolicy], methods: Sequence[str]) -> bool:
+    """
+    :param policy: Policy
+    :param base: Class that defines the methods
+    :param methods: Names of methods
+    :return: Whether no subclass, and no attribute of the policy, replaces one of them
+    """
+    return all(getattr(getattr(policy, name), "__func__", None) is getattr(base, name) for name in methods)
+
+
+def fast_actor(policy: BasePolicy, base: type[BasePolicy], distribution: LeanDistribution | None) -> FastActor | None:
+    """
+    The actor of a policy without autograd. A policy is eligible if
+
+    - the action distribution is in ``LEAN_DISTRIBUTIONS``: Discrete actions or independent Gaussians, no gSDE;
+    - the features extractor is ``FlattenExtractor``: no images, no Dict observations, no custom extractor;
+    - the hidden layers are linear with a bias, with tanh or ReLU between them;
+    - no subclass overrides how actions are chosen or evaluated, and there are no hooks;
+    - no other parameters exist, and all of them are trained.
+
+    :param policy: An :class:`~sb3_grpo.policies.ActorPolicy`
+    :param base: That class, whose methods a subclass may have overridden
+    :param distribution: The lean distribution of the policy, if it has one
+    :return: The actor; ``None`` if the policy is not eligible
+    """
+    overridable = ("__call__", "forward", "forward_features", "evaluate_actions", "extract_features")
+    if distribution is None or not is_unaltered(policy, base, overridable):
+        return None
+    if type(policy.features_extractor) is not FlattenExtractor or type(policy.policy_net) is not nn.Sequential:
+        return None
+    if any(has_hooks(module) for module in (policy, policy.features_extractor, policy.policy_net)):
+        return None
+    layers = linear_layers([*policy.policy_net, policy.action_net])  # type: ignore[list-item]
+    if layers is None:
+        return None
+    log_std = getattr(policy, "log_std", None)
+    ours = [*layers.weights, *layers.biases, *([] if log_std is None else [log_std])]
+    is_whole = len(ours) == len(set(ours)) and set(ours) == set(policy.parameters())
+    if not is_whole or not all(parameter.requires_grad for parameter in ours):
+        return None
+    return FastActor(layers, distribution, log_std)

@@ -1,141 +1,140 @@
-"""What saving a model takes beside Stable-Baselines3's own: whole files, random generators, versions."""
+"""What saving a model needs beyond Stable-Baselines3: a file format, complete files, and the state that continues a run."""
 
 import io
+import json
 import os
 import pathlib
 import random
-import warnings
 import zipfile
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch as th
 
-#: Entry of a saved model's archive, beside Stable-Baselines3's own.
-VERSION_ENTRY = "_sb3_grpo_version"
 VERSION = pathlib.Path(__file__).with_name("version.txt").read_text(encoding="utf-8").strip()
+#: Version of the file format. It increases when files of earlier formats can no longer be loaded.
+FORMAT = 2
+#: Name of the archive member that holds the format.
+FORMAT_ENTRY = "_sb3_grpo_format"
 
 
-class RandomState(NamedTuple):
+@dataclass
+class RunState:
     """
-    State of all random generators that a run draws from.
+    Everything that continuing a run needs beyond what SB3 saves.
 
-    :param python: of the module ``random``
-    :param numpy: of numpy's global generator
-    :param torch: of torch's on the CPU
-    :param cuda: of torch's on each GPU
+    :param buffer_class: Class of the rollout buffer
+    :param buffer: State of the rollout buffer
+    :param kl_penalty: State of the KL penalty
+    :param random: State of the random generators; ``None`` if the run is not to be continued
     """
 
-    python: tuple[Any, ...]
-    numpy: dict[str, Any]
-    torch: th.Tensor
-    cuda: list[th.Tensor]
+    buffer_class: type
+    buffer: dict[str, Any]
+    kl_penalty: dict[str, Any]
+    random: dict[str, Any] | None
 
 
-def random_state() -> RandomState:
-    """:return: of the generators as they are"""
-    cuda = th.cuda.get_rng_state_all() if th.cuda.is_available() else []
-    return RandomState(random.getstate(), np.random.get_state(legacy=False), th.get_rng_state(), cuda)
-
-
-def set_random_state(state: RandomState) -> None:
+def random_state() -> dict[str, Any]:
     """
-    :param state: from :func:`random_state`; states of GPUs that are not there are left out
+    :return: State of the global random generators of Python, numpy and torch
     """
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)
-    th.set_rng_state(state.torch)
-    if th.cuda.is_available() and len(state.cuda) == th.cuda.device_count():
-        th.cuda.set_rng_state_all(state.cuda)
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": th.get_rng_state(),
+        "cuda": th.cuda.get_rng_state_all() if th.cuda.is_available() else [],
+    }
 
 
-def with_suffix(path: pathlib.Path, suffix: str) -> pathlib.Path:
+def set_random_state(state: dict[str, Any]) -> None:
     """
-    :param path: of a file
-    :param suffix: to add where the path has none
-    :return: the path that Stable-Baselines3 would write to
+    :param state: State from :func:`random_state`; the states of missing GPUs are left out
     """
-    return path if path.suffix else path.with_name(path.name + suffix)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    th.set_rng_state(state["torch"])
+    if th.cuda.is_available() and len(state["cuda"]) == th.cuda.device_count():
+        th.cuda.set_rng_state_all(state["cuda"])
 
 
 def replace_file(path: pathlib.Path, content: bytes) -> None:
     """
-    Write a file so that at any moment there is either the old one or the new one under its name, whole: beside it first, and
-    moved over it once it is on the disk. A process that is killed may leave the file beside it behind.
+    Write a file such that at any moment either the old or the new content is complete under its name.
 
-    :param path: of the file; missing folders are made
-    :param content: of the new file
+    :param path: Path of the file; missing folders are created
+    :param content: New content
     """
-    path = path.resolve()  # what a link points to is replaced, not the link
+    path = path.resolve()  # replace the target of a link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
-            beside.chmod(path.stat().st_mode)
-        os.replace(beside, path)
+            temporary.chmod(path.stat().st_mode)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
-def write_version(archive: io.BytesIO) -> None:
+def write_format(archive: io.BytesIO) -> None:
     """
-    Add the version of this package to a saved model.
+    Add the file format to a saved model.
 
-    :param archive: the model
+    :param archive: The model
     """
     with zipfile.ZipFile(archive, "a") as file:
-        file.writestr(VERSION_ENTRY, VERSION)
+        file.writestr(FORMAT_ENTRY, json.dumps({"format": FORMAT, "version": VERSION}))
 
 
-def read_version(path: str | pathlib.Path | io.BufferedIOBase) -> str | None:
+def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
     """
-    :param path: of a saved model, or a file-like object, which is left at the position it had
-    :return: the version of this package that saved it, ``None`` if it does not say
+    Refuse files that this version cannot load, before anything in them is unpickled.
+
+    :param path: Path of a saved model, or a file-like object, whose position does not change
+    :raises ValueError: If the file is of another algorithm, or of another format
     """
     if isinstance(path, (str, pathlib.Path)):
-        path = pathlib.Path(path)
-        if not path.is_file():
-            path = path.with_name(path.name + ".zip")
-        if not path.is_file():
-            return None  # which load will say better, as it will that a file is no archive
-        return _version_in(path)
-    position = path.tell()
-    version = _version_in(path)
-    path.seek(position)
-    return version
+        candidates = [pathlib.Path(path), pathlib.Path(f"{path}.zip")]
+        existing = [each for each in candidates if each.is_file()]
+        if not existing:
+            return  # SB3's error for missing files is clear
+        _check_archive(existing[0], repr(str(existing[0])))
+    else:
+        position = path.tell()
+        _check_archive(path, "The file")
+        path.seek(position)
 
 
-def _version_in(file: Any) -> str | None:
+def _check_archive(file: Any, name: str) -> None:
+    """
+    :param file: Path or file-like object
+    :param name: Name of the file in messages
+    :raises ValueError: If the file is of another algorithm, or of another format
+    """
+    weights_only = f"To use its policy, make a model and copy the weights: `load_actor(model, {name})`."
     try:
         with zipfile.ZipFile(file) as archive:
-            return archive.read(VERSION_ENTRY).decode() if VERSION_ENTRY in archive.namelist() else None
+            names = archive.namelist()
+            if FORMAT_ENTRY in names:
+                saved = json.loads(archive.read(FORMAT_ENTRY))
+                if saved["format"] != FORMAT:
+                    raise ValueError(
+                        f"{name} was saved by sb3-grpo {saved['version']} in file format {saved['format']}; this is sb3-grpo "
+                        f"{VERSION}, which loads format {FORMAT}. {weights_only}"
+                    )
+            elif "data" in names:
+                has_critic = "vf_coef" in json.loads(archive.read("data"))
+                made_by = (
+                    "an algorithm with a critic, such as PPO"
+                    if has_critic
+                    else "sb3-grpo in file format 1 or another algorithm"
+                )
+                raise ValueError(f"{name} was saved by {made_by}, so GRPO.load cannot load it. {weights_only}")
     except zipfile.BadZipFile:
-        return None
-
-
-def check_version(path: str | pathlib.Path | io.BufferedIOBase) -> None:
-    """
-    Before anything in the file is unpickled.
-
-    :param path: of a saved model, or a file-like object
-    :raises ValueError: if it was saved by a newer major version; a model saved by an older one loads, with a warning
-    """
-    version = read_version(path)
-    if version is None:
-        return
-    theirs, ours = (int(each.split(".")[0]) for each in (version, VERSION))
-    if theirs > ours:
-        raise ValueError(
-            f"The model was saved by sb3-grpo {version}, and this is {VERSION}, which cannot know what has changed: install "
-            f"sb3-grpo {theirs} to load it, or take its weights alone with `load_actor`."
-        )
-    if theirs < ours:
-        warnings.warn(
-            f"The model was saved by sb3-grpo {version}, and this is {VERSION}: the changelog says what has changed since.",
-            stacklevel=3,
-        )
+        return  # SB3's error for other files is clear

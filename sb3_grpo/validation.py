@@ -1,118 +1,166 @@
-"""Checks of arguments where they enter: each names the argument, quotes what came, and says what to pass instead."""
+"""Checks of arguments, and of the numbers that environments return. Messages quote the value and say what to do."""
 
+import difflib
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from stable_baselines3.common.utils import get_device
+from gymnasium import spaces
+
+#: Arguments of other libraries that people pass to GRPO, and what to write instead.
+FOREIGN_ARGUMENTS = {
+    "vf_coef": "GRPO has no value network, so leave it out",
+    "clip_range_vf": "GRPO has no value network, so leave it out",
+    "beta": "the coefficient of the KL penalty is `kl_coef`",
+    "num_generations": "the number of trajectories per group is `group_size`",
+    "epsilon": "the clip range is `clip_range`",
+    "epsilon_high": "the upper clip range is `clip_range_high`",
+    "num_iterations": "the number of passes over an update is `n_epochs`",
+    "loss_type": "write `loss_aggregation='step'` (DAPO), 'trajectory' (DeepSeekMath) or 'constant' (Dr. GRPO)",
+    "scale_rewards": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
+    "reward_weights": "write `rollout_buffer_kwargs=dict(reward_weights={...})`",
+}
 
 
-def require_flag(name: str, value: Any) -> None:
+def refuse_unknown_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]) -> None:
     """
-    :param name: of the argument
-    :param value: what came
-    :raises ValueError: if it is neither True nor False
-    """
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"`{name}` must be True or False, not {value!r}.")
+    Refuse keyword arguments that a constructor does not take.
 
-
-def require_schedule(name: str, value: Any, smallest: float) -> None:
+    :param unknown: Arguments that were passed and are not accepted
+    :param accepted: Names of the arguments that are
+    :raises TypeError: If there is an unknown argument; the message says what to write instead
     """
-    :param name: of the argument
-    :param value: what came: a number, or a function of the progress remaining
-    :param smallest: least value accepted, of the number, or of the function at the beginning, half-way, and at the end
-    :raises ValueError: if it is neither, or not a finite number of at least that
-    """
-    if not callable(value):
-        if not is_finite_number(value) or value < smallest:
-            raise ValueError(
-                f"`{name}` must be a finite number of at least {smallest:g}, or a function of the progress remaining that "
-                f"gives such numbers, not {value!r}."
-            )
-        return
-    for progress in (1.0, 0.5, 0.0):
-        try:
-            current = value(progress)
-        except Exception as error:
-            raise ValueError(
-                f"`{name}` must give a finite number of at least {smallest:g} for each progress remaining from 1 to 0, and "
-                f"{value!r} raises {error!r} at {progress:g}."
-            ) from error
-        if not is_finite_number(current) or current < smallest:
-            raise ValueError(
-                f"`{name}` must give a finite number of at least {smallest:g} for each progress remaining from 1 to 0, and "
-                f"gives {current!r} at {progress:g}."
-            )
-
-
-def require_one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """
-    :param name: of the argument
-    :param value: what came
-    :param choices: what may come: strings, or integers
-    :raises ValueError: if the value is none of these
-    """
-    kinds = str if isinstance(choices[0], str) else (int, np.integer)
-    if isinstance(value, bool) or not isinstance(value, kinds) or value not in choices:
-        raise ValueError(f"`{name}` must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {value!r}.")
-
-
-def require_device(name: str, value: Any) -> None:
-    """
-    :param name: of the argument
-    :param value: what came
-    :raises ValueError: if PyTorch has no device of that name
-    """
-    try:
-        get_device(value)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"`{name}` must be 'auto' or a device of PyTorch's, as 'cpu' or 'cuda:0', not {value!r}.") from error
+    for name, value in unknown.items():
+        closest = difflib.get_close_matches(name, accepted, n=1)
+        hint = FOREIGN_ARGUMENTS.get(name) or (f"did you mean `{closest[0]}`?" if closest else "see the documentation of GRPO")
+        raise TypeError(f"GRPO does not take `{name}={value!r}`: {hint}.")
 
 
 def is_finite_number(value: Any) -> bool:
     """
-    :param value: what came
-    :return: whether it is a real number, Python's or numpy's, that is finite as a float; a bool is none, nor is an array
+    :param value: Any object
+    :return: Whether it is a finite real number of Python or numpy; booleans and arrays are not
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return False
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def require_at_least(name: str, value: Any, smallest: int, or_else: str = "") -> None:
     """
-    :param name: of the argument
-    :param value: what came
-    :param smallest: least integer accepted
-    :param or_else: what else is, for the message
-    :raises ValueError: if the value is not an integer of at least that
+    :param name: Name of the argument
+    :param value: Value of the argument
+    :param smallest: Smallest integer that is accepted
+    :param or_else: What else is accepted, for the message
+    :raises ValueError: If the value is not an integer, or is smaller
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < smallest:
         raise ValueError(f"`{name}` must be an integer of at least {smallest}{' ' * bool(or_else)}{or_else}, not {value!r}.")
 
 
-def require_between(name: str, value: Any, smallest: float, largest: float) -> None:
+def require_between(name: str, value: Any, smallest: float, largest: float = math.inf) -> None:
     """
-    :param name: of the argument
-    :param value: what came
-    :param smallest: least number accepted
-    :param largest: greatest number accepted
-    :raises ValueError: if the value is not a finite number between the two
+    :param name: Name of the argument
+    :param value: Value of the argument
+    :param smallest: Smallest number that is accepted
+    :param largest: Largest number that is accepted
+    :raises ValueError: If the value is not a finite number in this range
     """
     if not is_finite_number(value) or not smallest <= value <= largest:
-        limits = "" if smallest == -np.inf and largest == np.inf else f" from {smallest:g} to {largest:g}"
+        if largest < math.inf:
+            limits = f" from {smallest:g} to {largest:g}"
+        else:
+            limits = "" if smallest == -math.inf else f" of at least {smallest:g}"
         raise ValueError(f"`{name}` must be a finite number{limits}, not {value!r}.")
 
 
 def require_positive(name: str, value: Any) -> None:
     """
-    :param name: of the argument
-    :param value: what came
-    :raises ValueError: if the value is not a positive, finite number
+    :param name: Name of the argument
+    :param value: Value of the argument
+    :raises ValueError: If the value is not a finite number above zero
     """
     if not is_finite_number(value) or value <= 0:
         raise ValueError(f"`{name}` must be a positive number, not {value!r}.")
+
+
+def require_schedule(name: str, value: Any) -> None:
+    """
+    :param name: Name of the argument
+    :param value: Value of the argument: a number, or a function of the remaining progress (from 1 to 0)
+    :raises ValueError: If the number, or the first value of the function, is not finite or is negative
+    """
+    first = value(1.0) if callable(value) else value
+    if not is_finite_number(first) or first < 0:
+        gives = f", which gives {first!r} at 1" if callable(value) else ""
+        raise ValueError(
+            f"`{name}` must be a finite number of at least 0, or a function that maps the remaining progress (from 1 to 0) "
+            f"to one, not {value!r}{gives}."
+        )
+
+
+def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """
+    :param name: Name of the argument
+    :param value: Value of the argument
+    :param choices: Values that are accepted
+    :raises ValueError: If the value is none of them
+    """
+    choices = list(choices)
+    if value not in choices:
+        raise ValueError(f"`{name}` must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {value!r}.")
+
+
+def check_discrete_spaces(observation_space: spaces.Space, action_space: spaces.Space) -> None:
+    """
+    :param observation_space: Observation space
+    :param action_space: Action space
+    :raises ValueError: If a Discrete or MultiDiscrete space does not start at zero
+    """
+    parts = observation_space.spaces if isinstance(observation_space, spaces.Dict) else {"": observation_space}
+    named = [
+        ("action", action_space),
+        *((f"observation {key!r}" if key else "observation", part) for key, part in parts.items()),
+    ]
+    for name, space in named:
+        if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)) and np.any(space.start != 0):
+            raise ValueError(
+                f"The {name} space {space} starts at {space.start!r}, and SB3's policies need spaces that start at 0: shift "
+                "the numbers in the environment."
+            )
+
+
+def check_final_observations(dones: np.ndarray, infos: Sequence[dict[str, Any]], num_timesteps: int) -> None:
+    """
+    Check the final observations of truncated episodes, which a baseline evaluates.
+
+    :param dones: Whether the episode ended, shape ``(n_envs,)``
+    :param infos: Infos of the step
+    :param num_timesteps: Number of steps so far
+    :raises ValueError: If a number is NaN or infinite; the message names the environment
+    """
+    for env in np.flatnonzero(dones).tolist():
+        final = infos[env].get("terminal_observation")
+        if final is not None and infos[env].get("TimeLimit.truncated", False):
+            parts = final if isinstance(final, dict) else {"": final}
+            batch = {key: np.asarray(part)[None] for key, part in parts.items()}
+            check_finite("final observation", batch, num_timesteps, first_env=env)
+
+
+def check_finite(what: str, values: Any, num_timesteps: int, first_env: int = 0) -> None:
+    """
+    :param what: Name of the values in the message
+    :param values: One entry per environment: an array, or a dict of arrays
+    :param num_timesteps: Number of steps so far
+    :param first_env: Index of the environment of the first entry
+    :raises ValueError: If a number is NaN or infinite; the message names the environment
+    """
+    for key, array in values.items() if isinstance(values, dict) else [("", values)]:
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            row = int(np.argwhere(~np.isfinite(array))[0][0])
+            where = f" under {key!r}" if key else ""
+            raise ValueError(
+                f"Environment {first_env + row} returned a non-finite {what}{where} after {num_timesteps} timesteps: "
+                f"{array[row]}. It was not used for learning, so the model can be saved. Fix the environment and continue "
+                "with `set_env`."
+            )

@@ -1,18 +1,18 @@
 """
-Group rollout buffers: what turns the rewards of a rollout into advantages.
+Group rollout buffers turn the rewards of a rollout into advantages.
 
-A buffer stores what :class:`~sb3_grpo.grpo.GRPO` collects, forms the advantages once the rollout is complete, and hands out
-the transitions to train on in minibatches. Every variant overrides one hook:
+A buffer stores the transitions that :class:`~sb3_grpo.grpo.GRPO` collects, computes the advantages once the rollout is
+complete, and hands out minibatches. Each variant overrides one hook:
 
-- :meth:`GroupRolloutBuffer._form_update` for all transitions of a rollout (the kernel baseline);
-- :meth:`CompleteGroupRolloutBuffer._group_advantages` for whole groups of whole trajectories (the four others).
+- :meth:`GroupRolloutBuffer._form_update` uses all transitions of a rollout (``kernel``);
+- :meth:`CompleteGroupRolloutBuffer._group_advantages` compares whole trajectories of complete groups (the four others).
 """
 
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from sb3_grpo.buffers.base import ActorFeatures, GroupRolloutBuffer
+from sb3_grpo.buffers.base import GroupRolloutBuffer
 from sb3_grpo.buffers.groups import (
     CompleteGroupRolloutBuffer,
     OutcomeRolloutBuffer,
@@ -29,10 +29,10 @@ from sb3_grpo.buffers.rollout import (
     map_observations,
     take_observations,
 )
+from sb3_grpo.validation import require_one_of
 
 __all__ = [
     "BUFFERS",
-    "ActorFeatures",
     "CompleteGroupRolloutBuffer",
     "GroupReturns",
     "GroupRolloutBuffer",
@@ -61,42 +61,41 @@ BUFFERS: dict[str, type[GroupRolloutBuffer]] = {
 
 def resolve_buffer_class(buffer: str | type[GroupRolloutBuffer] | None) -> type[GroupRolloutBuffer]:
     """
-    :param buffer: a buffer class, the short name of one, or ``None`` for the default (``kernel``)
-    :return: the class
-    :raises ValueError: if there is no buffer of that name, or the class is not a :class:`GroupRolloutBuffer`
+    :param buffer: A buffer class or its short name; ``None`` for the default (``kernel``)
+    :return: The class
+    :raises ValueError: If there is no buffer of that name, or the class is not a :class:`GroupRolloutBuffer`
     """
     if buffer is None:
         return KernelRolloutBuffer
     if isinstance(buffer, str):
-        if buffer not in BUFFERS:
-            raise ValueError(f"There is no rollout buffer {buffer!r}: `rollout_buffer_class` is one of {', '.join(BUFFERS)}.")
+        require_one_of("rollout_buffer_class", buffer, BUFFERS)
         return BUFFERS[buffer]
     if not (isinstance(buffer, type) and issubclass(buffer, GroupRolloutBuffer)):
         raise ValueError(
-            f"`rollout_buffer_class` is {buffer!r}: pass one of {', '.join(BUFFERS)}, or a subclass of "
-            "`sb3_grpo.buffers.GroupRolloutBuffer` (SB3's own rollout buffers need a critic)."
+            f"`rollout_buffer_class` must be one of {', '.join(map(repr, BUFFERS))} or a subclass of "
+            f"`sb3_grpo.GroupRolloutBuffer`, not {buffer!r}: SB3's own rollout buffers need a critic."
         )
     return buffer
 
 
 def check_buffer_arguments(buffer_class: type[GroupRolloutBuffer], kwargs: Mapping[str, Any]) -> None:
     """
-    :param buffer_class: of the rollout buffer
-    :param kwargs: what it is to be constructed with
-    :raises ValueError: if it is no mapping, or the buffer's constructor does not take one of these
+    :param buffer_class: Class of the rollout buffer
+    :param kwargs: Its ``rollout_buffer_kwargs``
+    :raises ValueError: If the constructor of the buffer does not take one of them
     """
-    if not isinstance(kwargs, Mapping):
-        raise ValueError(f"`rollout_buffer_kwargs` must be a dict or None, not {kwargs!r}.")
     accepted: set[str] = set()
     for each in buffer_class.__mro__:
         parameters = inspect.signature(each).parameters
         accepted |= {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
+    # GRPO passes these by itself.
     accepted -= {"args", "buffer_size", "observation_space", "action_space", "device", "gae_lambda", "gamma", "n_envs"}
+    accepted.discard("group_size")
     unknown = sorted(set(kwargs) - accepted, key=str)
     if unknown:
         raise ValueError(
-            f"{buffer_class.__name__} does not take {unknown} of `rollout_buffer_kwargs`: it takes "
-            f"{sorted(accepted - {'group_size'})}. Another `rollout_buffer_class` may."
+            f"{buffer_class.__name__} does not take {unknown} in `rollout_buffer_kwargs`: it takes {sorted(accepted)}. "
+            "Settings such as `gamma` and `group_size` are arguments of GRPO itself."
         )

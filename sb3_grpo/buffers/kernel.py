@@ -1,21 +1,23 @@
 """The buffer of the kernel baseline."""
 
-import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.preprocessing import preprocess_obs
+from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
 
 from sb3_grpo import advantages as A
-from sb3_grpo.buffers.base import ActorFeatures, GroupRolloutBuffer
+from sb3_grpo.buffers.base import GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Observations, Transitions, map_observations, take_observations
 from sb3_grpo.kernel import KernelBaseline, eligibility_traces, predict_by_fold
-from sb3_grpo.validation import require_at_least, require_between, require_flag, require_one_of, require_positive
+from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.validation import require_at_least, require_between, require_one_of, require_positive
 
+#: The kernel baseline solves a linear system with as many unknowns as it has inputs.
+MAX_INPUTS = 5000
 #: Below, the normal equations of features that depend on one another are singular in double precision.
 SMALLEST_RIDGE = 1e-8
 #: Episodes that LSTD looks ahead at most: with ``gamma=1`` and no end in sight, the level of returns would be anything.
@@ -109,13 +111,18 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             )
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
-        require_flag("time_feature", time_feature)
-        require_flag("actor_features", actor_features)
         if target_lambda is not None:
             require_between("target_lambda", target_lambda, 0.0, 1.0)
         require_one_of("fit", fit, ("regression", "lstd"))
         self.target_lambda = gae_lambda if target_lambda is None else target_lambda
         self.n_folds = n_folds
+        n_inputs = 0 if self.has_images else get_flattened_obs_dim(observation_space)
+        if n_inputs > MAX_INPUTS and not actor_features:
+            actor_features = True
+            self.notice = (
+                f"Observations have {n_inputs} numbers, and the kernel baseline can be fitted to {MAX_INPUTS} at most: it "
+                "uses the actor's last hidden layer instead (actor_features=True)."
+            )
         self.actor_features = actor_features
         # SB3 has seeded numpy's global generator with the model's seed at this point
         self.baseline = KernelBaseline(
@@ -134,28 +141,40 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self._features = th.empty(0, 0, 0)
         self._n_features_kept = 0
 
-    def keep_features(self, features: th.Tensor) -> None:
-        if not self.has_images or self.actor_features:
-            return
-        shape = (self.n_envs, self.buffer_size, features.shape[1])
-        if self._features.shape != shape:
-            self._features = th.zeros(shape, dtype=features.dtype, device=features.device)
-        self._features[:, self.pos] = features
-        self._n_features_kept += 1
+    def add(
+        self,
+        obs: Observations,
+        action: np.ndarray,
+        reward: np.ndarray,
+        done: np.ndarray,
+        log_prob: th.Tensor,
+        start: np.ndarray,
+        infos: list[dict[str, Any]],
+        features: th.Tensor | None = None,
+    ) -> None:
+        if self.has_images and not self.actor_features and features is not None:
+            shape = (self.n_envs, self.buffer_size, features.shape[1])
+            if self._features.shape != shape:
+                self._features = th.zeros(shape, dtype=features.dtype, device=features.device)
+            self._features[:, self.pos] = features
+            self._n_features_kept += 1
+        super().add(obs, action, reward, done, log_prob, start, infos, features)
 
     def reset(self) -> None:
         super().reset()
         self._n_features_kept = 0
 
     def _form_update(
-        self, rollout: Transitions, last_obs: Observations, actor_features: ActorFeatures
+        self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
     ) -> tuple[Transitions, np.ndarray]:
-        encode: Callable[[Observations], np.ndarray] = actor_features if self.has_images else self._encode
-        if self.actor_features:
-            encode = functools.partial(actor_features, hidden=True)
+        def encode(observations: Observations) -> np.ndarray:
+            if self.actor_features or self.has_images:
+                return policy.encode(observations, hidden=self.actor_features)
+            return self._encode(observations)
+
         time_unit = self._time_unit(rollout.steps)
         if self._n_features_kept == self.buffer_size:
-            inputs = self._features.flatten(end_dim=1).double().cpu().numpy()
+            inputs = self._features.flatten(end_dim=1).cpu().double().numpy()
         else:
             inputs = encode(rollout.observations)
         self.baseline.observe(inputs)

@@ -1,9 +1,9 @@
 """
 GRPO in `RL Baselines3 Zoo <https://github.com/DLR-RM/rl-baselines3-zoo>`_: ``python -m sb3_grpo.zoo train --algo grpo ...``.
 
-In a script of your own, call :func:`register` before the zoo's functions.
+In your own scripts, call :func:`register` before the functions of rl-zoo3.
 
-:raises ImportError: if what the extra ``zoo`` brings is missing
+:raises ImportError: If a package of the extra ``zoo`` is missing
 """
 
 try:
@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"sb3_grpo.zoo needs {error.name!r}, which is not installed: pip install 'sb3-grpo[zoo]', or from a clone "
-        "pip install -e '.[zoo]'. It brings rl_zoo3 and what rl_zoo3 needs but does not ask for."
+        "pip install -e '.[zoo]'. The extra installs rl_zoo3 and the packages that rl_zoo3 needs without declaring them."
     ) from error
 
 from sb3_grpo.zoo.registration import register

@@ -4,26 +4,19 @@ The command line: rl-zoo3's scripts, with ``grpo`` among their algorithms.
     python -m sb3_grpo.zoo train --algo grpo --env CartPole-v1
     python -m sb3_grpo.zoo enjoy --algo grpo --env CartPole-v1 -f logs --no-render
 
-Each script has the options that it has in rl-zoo3. Where there is no display, scripts that plot save their pictures in the
-current folder instead of opening windows.
+Each script has the options that it has in rl-zoo3.
 """
 
 import importlib
-import itertools
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-import matplotlib
-from matplotlib import pyplot as plt
+from unittest import mock
 
 from sb3_grpo.zoo.registration import register
 
-#: Scripts of rl-zoo3: the module, and its function if it is not to be run as a whole.
+#: Scripts of rl-zoo3: the module, and its function; ``None`` if the module is run as a script.
 SCRIPTS: dict[str, tuple[str, str | None]] = {
     "train": ("rl_zoo3.train", "train"),
     "enjoy": ("rl_zoo3.enjoy", "enjoy"),
@@ -42,52 +35,38 @@ def main(arguments: list[str] | None = None) -> None:
     """
     Run one of rl-zoo3's scripts.
 
-    :param arguments: its name and its arguments, ``None`` for those of the command line
+    :param arguments: Name of the script and its arguments; ``None`` for those of the command line
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
-        print(f"{(__doc__ or '').strip()}\n\nScripts: {', '.join(SCRIPTS)}; each knows --help.")
+        print(f"{(__doc__ or '').strip()}\n\nScripts: {', '.join(SCRIPTS)}; each has a --help.")
         return
     if name not in SCRIPTS:
         sys.exit(f"There is no script {name!r}: pass one of {', '.join(SCRIPTS)}.")
     register()
     module, function = SCRIPTS[name]
     with (
-        _replaced(sys, "argv", [f"python -m sb3_grpo.zoo {name}", *rest]),
-        _replaced(subprocess, "call", _call),
-        # Where there is a display, as it is
-        _replaced(plt, "show", _PictureSaver(name) if matplotlib.get_backend().lower() == "agg" else plt.show),
+        mock.patch.object(sys, "argv", [f"python -m sb3_grpo.zoo {name}", *rest]),
+        mock.patch.object(subprocess, "call", _call),
     ):
-        if name == "push_to_hub":
-            _mend_push_to_hub()
         if function is None:
             runpy.run_module(module, run_name="__main__")
         else:
             getattr(importlib.import_module(module), function)()
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 _original_call = subprocess.call
 
 
 def _call(command: Any, *args: Any, **kwargs: Any) -> int:
-    # record_training and benchmark call other scripts, in processes in which nobody would know of grpo
+    # record_training and benchmark run other scripts in new processes, which would not know grpo.
     return _original_call(redirected(command), *args, **kwargs)
 
 
 def redirected(command: Any) -> Any:
     """
-    :param command: of a process
-    :return: the same, by this command line where it was a script of rl-zoo3
+    :param command: Command of a new process
+    :return: The same command, through this command line if it is a script of rl-zoo3
     """
     if not isinstance(command, list) or not command or command[0] != "python":
         return command
@@ -96,31 +75,3 @@ def redirected(command: Any) -> Any:
             if command[1 : 1 + len(script)] == script:
                 return [sys.executable, "-m", "sb3_grpo.zoo", name, *command[1 + len(script) :]]
     return command
-
-
-def _mend_push_to_hub() -> None:
-    """
-    rl-zoo3 2.9 imports a function under the name it had before version 3.2 of the hub's integration, see
-    https://github.com/huggingface/huggingface_sb3/issues/54.
-    """
-    module: Any = importlib.import_module("huggingface_sb3.push_to_hub")
-    if not hasattr(module, "generate_metadata"):
-        module.generate_metadata = module._generate_metadata
-
-
-class _PictureSaver:
-    """
-    Stands in for ``pyplot.show`` where there is nothing to show pictures on.
-
-    :param script: whose name the files get
-    """
-
-    def __init__(self, script: str):
-        self.paths = (Path(f"{script}_{number}.png") for number in itertools.count(1))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        for number in plt.get_fignums():
-            path = next(self.paths)
-            plt.figure(number).savefig(path, dpi=150, bbox_inches="tight")
-            print(f"Picture saved to {path}")
-        plt.close("all")

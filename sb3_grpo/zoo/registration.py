@@ -1,4 +1,4 @@
-"""What makes ``grpo`` one of rl-zoo3's algorithms."""
+"""Registration of ``grpo`` with rl-zoo3."""
 
 import sys
 
@@ -16,10 +16,10 @@ ALGO = "grpo"
 
 def register() -> None:
     """
-    Add ``grpo`` to rl-zoo3: to the algorithms of all its scripts, with the hyperparameters that this package ships, and to
-    its search for hyperparameters. Other algorithms stay as they are. Calling it again changes nothing.
+    Add ``grpo`` to the algorithms of rl-zoo3 and to its hyperparameter search. Other algorithms do not change, and a second
+    call has no effect.
 
-    To be called before a function of rl-zoo3 parses its arguments::
+    Call it before a function of rl-zoo3 parses its arguments::
 
         from rl_zoo3.train import train
         from sb3_grpo.zoo import register
@@ -27,11 +27,11 @@ def register() -> None:
         register()
         train()
     """
-    # All modules of the zoo share these dicts
+    # All modules of rl-zoo3 share these dicts.
     rl_zoo3.utils.ALGOS[ALGO] = GRPO
     HYPERPARAMS_SAMPLER[ALGO] = sample_grpo_params
     HYPERPARAMS_CONVERTER[ALGO] = convert_grpo_params
-    # But each module that uses the manager has its own name for it. A user's subclass in that place stays
+    # Each module that uses the manager has imported it under a name of its own. A user's subclass is left in place.
     original = GRPOExperimentManager.__base__
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "rl_zoo3" and getattr(module, "ExperimentManager", None) is original:

@@ -1,4 +1,4 @@
-"""What the zoo's search (Optuna) tries for ``grpo``."""
+"""The search space of ``grpo`` for rl-zoo3's hyperparameter search (Optuna)."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ GROUP_OPTIONS = ("scale", "tied_groups")
 
 def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additional_args: dict[str, Any]) -> dict[str, Any]:
     """
-    Sample hyperparameters of GRPO; all combinations are valid.
+    Sample hyperparameters of GRPO. All combinations are valid.
 
-    :param trial: of a study
-    :param n_actions: dimension of continuous actions, not used
-    :param n_envs: number of environments
-    :param additional_args: not used
-    :return: keyword arguments of :class:`~sb3_grpo.grpo.GRPO`
+    :param trial: Trial of a study
+    :param n_actions: Unused
+    :param n_envs: Number of environments
+    :param additional_args: Unused
+    :return: Keyword arguments of :class:`~sb3_grpo.grpo.GRPO`
     """
     trial.suggest_int("batch_size_pow", 5, 10)
     n_steps_pow = trial.suggest_int("n_steps_pow", 5, 11)
@@ -50,7 +50,7 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
         trial.suggest_categorical("leave_one_out", [True, False])
 
     hyperparams = convert_grpo_params(trial.params)
-    # Display true values
+    # Values as GRPO takes them, for display.
     trial.set_user_attr("gamma", hyperparams["gamma"])
     trial.set_user_attr("n_steps", 2**n_steps_pow)
     trial.set_user_attr("batch_size", hyperparams["batch_size"])
@@ -60,10 +60,10 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
 
 def convert_grpo_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
     """
-    :param sampled_params: of a trial
-    :return: keyword arguments of :class:`~sb3_grpo.grpo.GRPO`
+    :param sampled_params: Parameters of a trial
+    :return: Keyword arguments of :class:`~sb3_grpo.grpo.GRPO`
     """
-    # Lambda is the kernel's: the value given for the others has no effect
+    # Lambda concerns the kernel baseline. Other buffers ignore the value given here.
     hyperparams = convert_onpolicy_params({"one_minus_gae_lambda": 0.02, **sampled_params})
     del hyperparams["policy_kwargs"]["net_arch"]["vf"]
     options = [*KERNEL_OPTIONS, *GROUP_OPTIONS, "leave_one_out"]

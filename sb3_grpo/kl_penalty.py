@@ -1,0 +1,166 @@
+"""The KL penalty: the reference policy and its age, estimates of the divergence, and the adaptive coefficient."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch as th
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.utils import polyak_update
+
+from sb3_grpo.buffers.rollout import GroupRolloutBufferSamples
+from sb3_grpo.losses import KL_ESTIMATORS, exact_kl, importance_weighted
+from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.validation import require_at_least, require_between, require_one_of
+
+KLEstimator = Literal["exact", "k1", "k2", "k3"]
+KLReference = Literal["old", "initial", "polyak"] | int
+
+#: Limits of an adaptive coefficient.
+KL_COEF_BOUNDS = (1e-6, 1e6)
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
+    """
+    The adaptive penalty of PPO (https://arxiv.org/abs/1707.06347, section 4): the coefficient is doubled if the divergence is
+    above ``1.5 target``, and halved if it is below ``target / 1.5``.
+
+    Departures: the coefficient stays within ``KL_COEF_BOUNDS``, and the divergence is KL(pi || reference) instead of
+    KL(pi_old || pi).
+
+    :param kl_coef: Coefficient of the last update
+    :param kl: Divergence after the last update
+    :param target: Desired divergence
+    :return: Coefficient of the next update
+    """
+    if kl > 1.5 * target:
+        return min(2.0 * kl_coef, KL_COEF_BOUNDS[1])
+    if kl < target / 1.5:
+        return max(0.5 * kl_coef, KL_COEF_BOUNDS[0])
+    return kl_coef
+
+
+class KLPenalty:
+    """
+    The divergence KL(pi || reference) that the loss penalises.
+
+    :param reference: ``"old"``, ``"initial"``, ``"polyak"``, or the number of updates between two renewals
+    :param tau: Step size of the moving average ``"polyak"``
+    :param estimator: ``"exact"``, ``"k1"``, ``"k2"`` or ``"k3"``
+    :param make_policy: Constructs a policy like the one that is trained
+    :raises ValueError: If an argument is out of range
+    """
+
+    def __init__(
+        self,
+        reference: KLReference,
+        tau: float,
+        estimator: KLEstimator,
+        make_policy: Callable[[], ActorPolicy],
+    ):
+        if isinstance(reference, str):
+            require_one_of("kl_reference", reference, ("old", "initial", "polyak"))
+        else:
+            require_at_least("kl_reference", reference, 1, or_else="or 'old', 'initial' or 'polyak'")
+        require_between("kl_reference_tau", tau, 0.0, 1.0)
+        require_one_of("kl_estimator", estimator, ("exact", *KL_ESTIMATORS))
+        self.reference = reference
+        self.tau = tau
+        self.estimator = estimator
+        self._make_policy = make_policy
+        #: The reference policy; ``None`` until an update needs it.
+        self.policy: ActorPolicy | None = None
+        #: Number of updates since the reference policy was renewed.
+        self.age = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the divergence is computed in closed form, from distributions."""
+        return self.estimator == "exact"
+
+    def renew(self, policy: ActorPolicy) -> None:
+        """
+        Prepare the reference for an update: take the current policy as the reference if that is due.
+
+        :param policy: The policy before the update
+        """
+        if self._uses_stored_log_probs():
+            return
+        lifetime = math.inf if isinstance(self.reference, str) else self.reference
+        lifetime = 1 if self.reference == "old" else lifetime
+        if self.policy is None:
+            self.policy = self._make_reference(policy.state_dict())
+            self.age = 0
+        elif self.reference == "polyak":
+            polyak_update(policy.parameters(), self.policy.parameters(), self.tau)
+            # Running statistics of a features extractor are averages already, and some of them are integers.
+            for ours, theirs in zip(policy.buffers(), self.policy.buffers(), strict=True):
+                theirs.copy_(ours)
+        elif self.age >= lifetime:
+            self.policy.load_state_dict(policy.state_dict())
+            self.age = 0
+        self.age += 1
+
+    def _uses_stored_log_probs(self) -> bool:
+        # The policy at the start of the update has left its log-probabilities in the buffer.
+        return self.reference == "old" and not self.is_exact
+
+    def _make_reference(self, weights: dict[str, Any]) -> ActorPolicy:
+        # deepcopy would fail: SB3's distributions hold tensors of the last backward pass.
+        with th.random.fork_rng(devices=[]):
+            reference = self._make_policy()
+        reference.load_state_dict(weights)
+        reference.requires_grad_(False)
+        reference.set_training_mode(False)
+        return reference
+
+    def estimate(
+        self, batch: GroupRolloutBufferSamples, log_prob: th.Tensor, distribution: Distribution | None = None
+    ) -> th.Tensor:
+        """
+        :param batch: Transitions
+        :param log_prob: Log-probabilities of their actions under the policy, shape ``(n,)``
+        :param distribution: Distributions of the policy, which the exact divergence needs
+        :return: KL(pi || reference) or its estimate for each transition, shape ``(n,)``
+        """
+        if self._uses_stored_log_probs():
+            reference_log_prob = batch.old_log_prob
+        else:
+            assert self.policy is not None, "renew() comes before estimate()"
+            with th.no_grad():
+                reference = self.policy.get_distribution(batch.observations)
+            if self.is_exact:
+                assert distribution is not None
+                return exact_kl(distribution, reference)
+            reference_log_prob, _ = self.policy.evaluate_distribution(reference, batch.actions)
+        estimate = KL_ESTIMATORS[self.estimator](log_prob, reference_log_prob)
+        return importance_weighted(estimate, log_prob, batch.old_log_prob) if self.estimator == "k1" else estimate
+
+    @th.no_grad()
+    def mean(self, policy: ActorPolicy, batches: Iterable[GroupRolloutBufferSamples]) -> float:
+        """
+        :param policy: The policy after an update
+        :param batches: Transitions of the update
+        :return: Mean divergence from the reference
+        """
+        divergences = []
+        for batch in batches:
+            distribution = policy.get_distribution(batch.observations)
+            log_prob, _ = policy.evaluate_distribution(distribution, batch.actions)
+            divergences.append(self.estimate(batch, log_prob, distribution))
+        return th.cat(divergences).mean().item()
+
+    def get_state(self) -> dict[str, Any]:
+        """
+        :return: A copy of everything that changes during training, for :meth:`set_state`
+        """
+        weights = None if self.policy is None else copy.deepcopy(self.policy.state_dict())
+        return {"age": self.age, "weights": weights}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """
+        :param state: State from :meth:`get_state`
+        """
+        self.age = state["age"]
+        self.policy = None if state["weights"] is None else self._make_reference(state["weights"])

@@ -1,0 +1,195 @@
+"""The gradient steps of an update: the loss of a minibatch, its gradient, and the metrics of all of them."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch as th
+
+from sb3_grpo import losses
+from sb3_grpo.buffers import GroupRolloutBufferSamples
+from sb3_grpo.fast_actor import FastActor
+from sb3_grpo.kl_penalty import KLPenalty
+from sb3_grpo.policies import ActorPolicy
+
+
+class ClipRange(NamedTuple):
+    """
+    Current limits of the importance ratio: from ``1 - low`` to ``1 + high``.
+    """
+
+    low: float
+    high: float
+
+
+class MinibatchLoss(NamedTuple):
+    """
+    The loss of a minibatch of ``n`` transitions, and its parts.
+
+    :param loss: The loss, a scalar
+    :param policy_gradient_loss: Mean of the clipped surrogate, a scalar
+    :param log_ratio: Log-ratios of the current and the old probabilities of the actions, shape ``(n,)``
+    :param ratio: Importance ratios before clipping, shape ``(n,)``
+    :param slope: Derivatives of the surrogate with respect to the log-probabilities, shape ``(n,)``
+    :param entropy: Entropies of the policy, or their estimates, shape ``(n,)``
+    :param kl: Divergences from the reference, or their estimates, shape ``(n,)``; empty without a penalty
+    """
+
+    loss: th.Tensor
+    policy_gradient_loss: th.Tensor
+    log_ratio: th.Tensor
+    ratio: th.Tensor
+    slope: th.Tensor
+    entropy: th.Tensor
+    kl: th.Tensor
+
+    def detached(self) -> "MinibatchLoss":
+        """
+        :return: The same without gradients
+        """
+        return MinibatchLoss(*(field.detach() for field in self))
+
+
+@dataclass(frozen=True)
+class Objective:
+    """
+    The objective of an update: clipped surrogate, entropy bonus and KL penalty.
+
+    :param clip_range: Current clip range
+    :param importance_sampling_level: ``"step"`` or ``"trajectory"``
+    :param ent_coef: Coefficient of the entropy bonus
+    :param kl_coef: Coefficient of the KL penalty
+    :param kl_penalty: Divergence from the reference policy
+    :param max_grad_norm: Maximum norm of the gradient
+    """
+
+    clip_range: ClipRange
+    importance_sampling_level: losses.ImportanceSamplingLevel
+    ent_coef: float
+    kl_coef: float
+    kl_penalty: KLPenalty
+    max_grad_norm: float
+
+    def evaluate(
+        self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples, fast_actor: FastActor | None
+    ) -> MinibatchLoss:
+        """
+        :param policy: Policy
+        :param rollout_data: Minibatch of ``n`` transitions
+        :param fast_actor: Actor without autograd; ``None`` to use autograd
+        :return: The loss and its parts
+        """
+        distribution = None
+        if fast_actor is not None:
+            features = policy.extract_features(rollout_data.observations, policy.features_extractor)
+            log_prob, entropy = fast_actor.evaluate(features, rollout_data.actions)
+        elif self.kl_coef > 0 and self.kl_penalty.is_exact:
+            # One pass of the policy serves the surrogate and the divergence.
+            distribution = policy.get_distribution(rollout_data.observations)
+            log_prob, entropy = policy.evaluate_distribution(distribution, rollout_data.actions)  # type: ignore[assignment]
+        else:
+            log_prob, entropy = policy.evaluate_actions(rollout_data.observations, rollout_data.actions)  # type: ignore[assignment]
+        if entropy is None:
+            entropy = -log_prob  # an estimate for distributions without a closed form
+        log_ratio = log_prob - rollout_data.old_log_prob
+        surrogate = losses.clipped_surrogate(
+            losses.LOG_RATIOS[self.importance_sampling_level](log_ratio, rollout_data.starts),
+            rollout_data.advantages,
+            *self.clip_range,
+        )
+        weights = rollout_data.weights
+        policy_gradient_loss = losses.weighted_mean(surrogate.loss, weights)
+        loss = policy_gradient_loss
+        if self.ent_coef != 0:
+            loss = loss - self.ent_coef * losses.weighted_mean(entropy, weights)
+        kl = entropy.new_empty(0)
+        if self.kl_coef > 0:
+            kl = self.kl_penalty.estimate(rollout_data, log_prob, distribution)
+            loss = loss + self.kl_coef * losses.weighted_mean(kl, weights)
+        return MinibatchLoss(loss, policy_gradient_loss, log_ratio, surrogate.ratio, surrogate.slope, entropy, kl)
+
+    def set_gradient(
+        self, policy: ActorPolicy, minibatch: MinibatchLoss, weights: th.Tensor | None, fast_actor: FastActor | None
+    ) -> th.Tensor:
+        """
+        Set the gradients of the policy to those of the loss, and clip them.
+
+        :param policy: Policy
+        :param minibatch: Loss of a minibatch of ``n`` transitions
+        :param weights: Weights of the transitions in the loss, shape ``(n,)``; ``None`` for ones
+        :param fast_actor: Actor that evaluated the actions; ``None`` if autograd did
+        :return: Norm of the gradient before clipping, a scalar
+        """
+        if fast_actor is None:
+            policy.optimizer.zero_grad()
+            minibatch.loss.backward()
+            return th.nn.utils.clip_grad_norm_(policy.parameters(), self.max_grad_norm)
+        n = len(minibatch.slope)
+        grad_log_prob = minibatch.slope / n if weights is None else weights * minibatch.slope / n
+        grad_entropy = None
+        if self.ent_coef != 0:
+            grad_entropy = th.full_like(grad_log_prob, -self.ent_coef / n)
+            if weights is not None:
+                grad_entropy *= weights
+        fast_actor.backward(grad_log_prob, grad_entropy)
+        return fast_actor.clip_gradient(self.max_grad_norm)
+
+
+def _joined(minibatches: list[MinibatchLoss]) -> MinibatchLoss:
+    """
+    :param minibatches: Losses of at least one minibatch
+    :return: Scalars stacked to shape ``(n_minibatches,)``, and other entries concatenated
+    """
+    return MinibatchLoss(
+        *(th.stack(field) if field[0].dim() == 0 else th.cat(field) for field in zip(*minibatches, strict=True))
+    )
+
+
+def describe_update(
+    minibatches: list[MinibatchLoss],
+    first_of_last_epoch: int,
+    gradient_norms: list[th.Tensor],
+    clip_range: ClipRange,
+) -> dict[str, float]:
+    """
+    :param minibatches: Losses of all minibatches of the update
+    :param first_of_last_epoch: Index of the first minibatch of the last epoch
+    :param gradient_norms: Norms of the gradients before clipping; none if the update stopped at once
+    :param clip_range: Current clip range
+    :return: Metrics of the update
+    """
+    all_epochs = _joined(minibatches)
+    last_epoch = _joined(minibatches[first_of_last_epoch:])
+    clipped = losses.clip_fractions(all_epochs.ratio, *clip_range)
+    metrics = {
+        "train/entropy_loss": -all_epochs.entropy.mean(),
+        "train/policy_gradient_loss": all_epochs.policy_gradient_loss.mean(),
+        "train/approx_kl": losses.approximate_kl(last_epoch.log_ratio),
+        "train/clip_fraction": clipped.low + clipped.high,
+        "train/clip_fraction_low": clipped.low,
+        "train/clip_fraction_high": clipped.high,
+        "train/effective_sample_size": losses.effective_sample_size(last_epoch.ratio),
+        "train/loss": minibatches[-1].loss,
+    }
+    if gradient_norms:
+        metrics["train/grad_norm"] = th.stack(gradient_norms).mean()
+    if len(all_epochs.kl) > 0:
+        metrics["train/kl_loss"] = all_epochs.kl.mean()
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def check_update(policy: ActorPolicy, gradient_norms: list[th.Tensor], n_updates: int) -> None:
+    """
+    :param policy: Policy after an update
+    :param gradient_norms: Norms of the gradients of its minibatches
+    :param n_updates: Number of updates so far
+    :raises ValueError: If a gradient or a parameter is NaN or infinite
+    """
+    is_finite = not gradient_norms or math.isfinite(th.stack(gradient_norms).sum().item())
+    if is_finite and all(bool(th.isfinite(parameter).all()) for parameter in policy.parameters()):
+        return
+    what = f"weights after update {n_updates} are" if is_finite else f"gradient of update {n_updates} is"
+    raise ValueError(
+        f"The {what} not finite. The update has been undone, so the model can be saved. Lower `learning_rate`, or limit the "
+        "scale of observations and advantages (`VecNormalize`, `normalize_advantage`, `scale`)."
+    )
