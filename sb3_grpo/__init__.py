@@ -13,7 +13,7 @@ from sb3_grpo.doctor import Doctor
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy, load_actor
-from sb3_grpo.stepping import EnvironmentFault
+from sb3_grpo.starts import EnvironmentFault, SeededSubprocVecEnv
 
 __version__ = VERSION
 
@@ -31,6 +31,7 @@ __all__ = [
     "OutcomeRolloutBuffer",
     "ProcessRolloutBuffer",
     "ReturnToGoRolloutBuffer",
+    "SeededSubprocVecEnv",
     "StepwiseRolloutBuffer",
     "load_actor",
 ]

@@ -133,7 +133,7 @@ class Transitions:
     :param actions: shape ``(n, action_dim)``
     :param rewards: shape ``(n,)``
     :param log_probs: under the policy that sampled the actions, shape ``(n,)``
-    :param starts: index of the start (see :class:`~sb3_grpo.seeding.StartQueue`) of the trajectory, shape ``(n,)``
+    :param starts: index of the start (see :class:`~sb3_grpo.starts.StartQueue`) of the trajectory, shape ``(n,)``
     :param steps: step within the trajectory, shape ``(n,)``
     :param dones: whether the trajectory ended with this transition, shape ``(n,)``
     :param rollouts: number of the rollout in which the transition was sampled, shape ``(n,)``

@@ -54,7 +54,7 @@ from sb3_grpo.persistence import (
     write_version,
 )
 from sb3_grpo.policies import Actor, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
-from sb3_grpo.seeding import StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.starts import StartQueue, find_seeded_vec_env, insert_seeded_vec_env
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
@@ -158,8 +158,6 @@ class GRPO(OnPolicyAlgorithm):
     :param n_reused_rollouts: rollouts before the latest that an update trains on once more, their actions weighed by the
         present policy's probabilities (Generalized PPO, https://arxiv.org/abs/2111.00072). An update has as many more
         minibatches: with one, a ``batch_size`` twice as large keeps their number
-    :param worker_timeout: seconds that the workers of a ``SubprocVecEnv`` may take for a step before learning stops with an
-        error, ``None`` for any number
     :param stats_window_size: episodes over which the logged return, length and success rate are averaged
     :param tensorboard_log: folder for TensorBoard's files, ``None`` for none
     :param policy_kwargs: keyword arguments of the policy
@@ -212,7 +210,6 @@ class GRPO(OnPolicyAlgorithm):
         rollout_buffer_kwargs: dict[str, Any] | None = None,
         target_kl: float | None = None,
         n_reused_rollouts: int = 0,
-        worker_timeout: float | None = None,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
         policy_kwargs: dict[str, Any] | None = None,
@@ -275,7 +272,6 @@ class GRPO(OnPolicyAlgorithm):
         self.kl_estimator = kl_estimator
         self.target_kl = target_kl
         self.n_reused_rollouts = n_reused_rollouts
-        self.worker_timeout = worker_timeout
         self.doctor = doctor
 
         #: Figures on the last update, as logged; empty if the last rollout gave rise to none.
@@ -345,8 +341,6 @@ class GRPO(OnPolicyAlgorithm):
             self.seed = int(self.seed)  # Python's generator takes no numpy integer
         if not (isinstance(self.sde_sample_freq, (int, np.integer)) and self.sde_sample_freq == -1):
             require_at_least("sde_sample_freq", self.sde_sample_freq, 1, or_else="or -1, for once a rollout")
-        if self.worker_timeout is not None:
-            require_positive("worker_timeout", self.worker_timeout)
         require_at_least("group_size", self.group_size, 2)
         require_at_least("n_steps", self.n_steps, 1)
         require_at_least("batch_size", self.batch_size, 1)
@@ -474,7 +468,7 @@ class GRPO(OnPolicyAlgorithm):
         seeded_env = find_seeded_vec_env(self.env)
         # Running statistics must not see what is not finite; other wrappers may be there to mend it
         check = self._check_environments if self.get_vec_normalize_env() is not None else None
-        seeded_env.attach(self.start_queue, self.share_starts, check, self.worker_timeout)
+        seeded_env.attach(self.start_queue, self.share_starts, check)
         try:
             yield
         except BaseException:
