@@ -61,7 +61,6 @@ NEUTRAL: dict[str, Any] = dict(
     tied_groups="keep",
     reward_weights=None,
     component_aggregation="sum_then_normalize",
-    worker_timeout=None,
     n_reused_rollouts=0,
     actor_features=False,
     target_lambda=None,

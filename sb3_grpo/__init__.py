@@ -13,7 +13,7 @@ from sb3_grpo.doctor import Doctor
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
-from sb3_grpo.stepping import EnvironmentFault
+from sb3_grpo.starts import EnvironmentFault, SeededSubprocVecEnv
 from sb3_grpo.transfer import load_actor
 
 __version__ = VERSION
@@ -32,6 +32,7 @@ __all__ = [
     "OutcomeRolloutBuffer",
     "ProcessRolloutBuffer",
     "ReturnToGoRolloutBuffer",
+    "SeededSubprocVecEnv",
     "StepwiseRolloutBuffer",
     "load_actor",
 ]

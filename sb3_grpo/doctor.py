@@ -9,8 +9,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 #: Number of consecutive updates with a symptom before it is reported. Updates without the metric in question do not count.
 PATIENCE = 5
-#: The entropy of a policy counts as collapsed below this fraction of the entropy of the uniform policy; for continuous actions,
-#: if the standard deviation is below this fraction of half the action range.
+#: The entropy of a policy counts as collapsed below this fraction of the entropy of the uniform policy. For continuous
+#: actions: if the standard deviation is below this fraction of half the action range.
 COLLAPSED = 0.01
 
 
@@ -21,8 +21,8 @@ class Checkup(NamedTuple):
     :param metrics: Metrics of the rollout and of the update
     :param entropy_floor: Entropy below which the policy counts as collapsed
     :param max_waiting: Number of transitions that may wait for their group; infinite if the buffer keeps none waiting
-    :param risen: Whether the mean return exceeds that of the first episodes by more than their standard deviation. Tied groups,
-        a low entropy and an unexplained return are normal once a task is solved
+    :param risen: Whether the mean return exceeds that of the first episodes by more than their standard deviation. Tied
+        groups, a low entropy and an unexplained return are normal once a task is solved
     """
 
     metrics: dict[str, float]

@@ -39,7 +39,7 @@ from sb3_grpo.buffers import (
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
-from sb3_grpo.seeding import StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.starts import StartQueue, find_seeded_vec_env, insert_seeded_vec_env
 from sb3_grpo.update import ClipRange, MinibatchLoss, Objective, check_update, describe_update
 from sb3_grpo.validation import (
     check_discrete_spaces,

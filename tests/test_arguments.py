@@ -283,7 +283,6 @@ GRPO_TABLE: Table = {
     ],
     "target_kl": positives(),
     "n_reused_rollouts": integers(0, None),
-    "worker_timeout": positives(),
     "stats_window_size": integers(1, None),
     "tensorboard_log": all_of("must be the path of a folder or None", *NO_PATH),
     "policy_kwargs": [
@@ -571,7 +570,6 @@ ACCEPTED_BY_GRPO: list[dict[str, Any]] = [
     *[dict(rollout_buffer_kwargs=value) for value in (None, {}, dict(ridge=1), dict(horizon=None))],
     *[dict(target_kl=value) for value in (None, 1, np.float32(0.01))],
     *[dict(n_reused_rollouts=value) for value in (0, 3, np.int64(1))],
-    *[dict(worker_timeout=value) for value in (None, 1, 0.5, np.float64(2))],
     *[dict(stats_window_size=value) for value in (1, np.int64(10))],
     *[dict(tensorboard_log=value) for value in (None, "runs", pathlib.Path("runs"))],
     *[dict(policy_kwargs=value) for value in (None, {}, dict(activation_fn=th.nn.ReLU), dict(log_std_init=-2))],

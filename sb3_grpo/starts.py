@@ -1,0 +1,637 @@
+"""
+Shared starts: the queue that numbers and seeds the starts of a run, and the innermost ``VecEnv`` that hands them out.
+
+SB3 seeds an environment for one reset only (``VecEnv.seed``), and with a different seed for each environment; the
+automatic reset at the end of an episode passes no seed. The members of a group, however, have to start from the same
+initial state, whichever environment runs them and whenever it does so.
+
+This module relies on the following parts of SB3 that are private or undocumented. ``tests/test_starts.py`` has a test for
+each, which fails when SB3 changes them:
+
+- ``VecEnv._seeds`` holds the seeds of the next ``reset()``, and ``_reset_seeds()`` forgets them.
+- ``DummyVecEnv.envs`` holds the environments; after the last step of an episode their ``reset()`` gets no argument.
+- ``SubprocVecEnv.remotes`` and ``.processes`` hold the pipes to the workers and the workers, in the order of environments.
+- A worker answers ``("reset", (seed, options))`` with an observation and an info, and repeats that info with each step.
+- ``SubprocVecEnv.waiting`` says whether answers to a step are due; ``close()`` does nothing if ``.closed`` is true.
+"""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from multiprocessing import connection
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
+
+#: Looks at what the environments return, before any wrapper has seen it: observations, and after a step rewards, dones and
+#: infos, else ``None``.
+Check = Callable[[VecEnvObs, np.ndarray | None, np.ndarray | None, Sequence[dict[str, Any]] | None], None]
+
+#: How long to wait until the operating system reports that a worker has ended.
+DEAD_WORKER_TIMEOUT_S = 5.0
+
+TAKE_A_SEED = (
+    "Define it as `def reset(self, *, seed=None, options=None)` and call `super().reset(seed=seed)` first, in a wrapper "
+    "`self.env.reset(seed=seed, options=options)`."
+)
+
+
+class EnvironmentFault(RuntimeError):
+    """
+    An environment has raised, its process has ended, or it has returned an observation of the wrong shape. No update has
+    used the rollout in which it happened; the model can be saved, and can go on learning with another environment.
+
+    :param env_idx: Index of the environment
+    :param what: What has happened, after the words "Environment 3"
+    :param hint: A sentence on what may help, if there is more to say
+    """
+
+    def __init__(self, env_idx: int, what: str, hint: str = ""):
+        super().__init__(env_idx, what, hint)
+        self.env_idx = env_idx
+        #: Exit code of the environment's process, if that has ended
+        self.exit_code: int | None = None
+
+    def __str__(self) -> str:
+        env_idx, what, hint = self.args
+        return (
+            f"Environment {env_idx} {what}. No update has used this rollout: the model can be saved, and can go on learning "
+            f"after `set_env` with an environment that works. {hint}".rstrip()
+        )
+
+
+# -- the queue --------------------------------------------------------------------------------------------------------
+
+
+class Start(NamedTuple):
+    """
+    One start: the first state of one trajectory.
+
+    :param index: Position in the run's queue, counted from 0
+    :param group: The group that the trajectory belongs to, ``index // group_size``
+    :param seed: What to reset the environment with; the same for all members of a group
+    """
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on a start
+    group: int
+    seed: int
+
+
+class StartQueue:
+    """
+    Numbers the starts of a run and gives each group its seed.
+
+    A group's seed is a function of ``(seed, group)`` alone, so that the queue stores no random stream and
+    continues identically after pickling.
+
+    :param group_size: Number of trajectories that share a start, at least 2
+    :param seed: Seed of the whole queue, not negative; drawn from numpy's global generator if None, as SB3 does for a
+        ``VecEnv`` that was given no seed
+    :raises ValueError: If ``group_size`` is not an integer of at least 2, or ``seed`` is negative
+    """
+
+    def __init__(self, group_size: int, seed: int | None = None):
+        if not isinstance(group_size, (int, np.integer)) or group_size < 2:
+            raise ValueError(f"`group_size` must be an integer of at least 2, got {group_size!r}")
+        if seed is None:
+            seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))
+        if seed < 0:
+            raise ValueError(f"`seed` must not be negative, got {seed!r}")
+        self.group_size = int(group_size)
+        self.seed = int(seed)
+        self.next_index = 0
+
+    def take(self) -> Start:
+        """
+        Take the next start.
+
+        :return: The start that the next environment to be reset is to run
+        """
+        index = self.next_index
+        group = index // self.group_size
+        self.next_index += 1
+        return Start(index, group, self._derive_seed(group))
+
+    def begin_group(self) -> None:
+        """
+        Skip to the first start of a fresh group.
+
+        To be called when all environments are reset: the members in flight are abandoned, their group stays incomplete.
+        """
+        self.next_index = -(-self.next_index // self.group_size) * self.group_size
+
+    def seed_apart(self) -> int:
+        """
+        A seed for resets that are not starts of this queue. Taking a start changes it; asking for it changes nothing.
+
+        :return: A seed that is derived unlike that of any group
+        """
+        return self._derive_seed(self.next_index, 0)
+
+    def _derive_seed(self, *spawn_key: int) -> int:
+        # 31 bits, because some environments hand the seed on to something that takes a signed 32-bit integer
+        return int(np.random.SeedSequence(self.seed, spawn_key=spawn_key).generate_state(1)[0] >> 1)
+
+
+# -- one reset per episode --------------------------------------------------------------------------------------------
+
+
+class DeferredReset(gym.Wrapper):
+    """
+    Ignores the reset that a ``VecEnv`` makes right after the last step of an episode: ``SeededVecEnv`` makes it instead, as
+    soon as it knows the seed. An exception is raised as an ``EnvironmentFault`` with the index of the environment.
+
+    Apart from that it is the environment: attributes are read from it and written to it.
+
+    :param env: The environment
+    :param env_idx: Its index in the ``VecEnv``
+    """
+
+    #: Attributes of the wrapper itself, then those of ``gym.Wrapper``; all others are the environment's
+    _OWN = ("env", "_env_idx", "_shape", "_final", "_action_space", "_observation_space", "_metadata", "_cached_spec")
+
+    def __init__(self, env: gym.Env, env_idx: int):
+        super().__init__(env)
+        self._env_idx = env_idx
+        self._shape = env.observation_space.shape
+        self._final: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what this class does not have. While a copy is built `env` itself may be missing
+        if name in self._OWN or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(self.env, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.env, name, value)
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        return self.env.get_wrapper_attr(name)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        try:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+        except Exception as error:
+            raise self._fault("step", error) from error
+        self._check_shape(observation)
+        if terminated or truncated:
+            self._final = observation
+        return observation, reward, terminated, truncated, info
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        final, self._final = self._final, None
+        if final is not None and not kwargs:
+            return final, {}  # in the place of the first observation, until that is known
+        try:
+            observation, info = self.env.reset(**kwargs)
+        except Exception as error:
+            raise self._fault("reset", error) from error
+        self._check_shape(observation)
+        return observation, info
+
+    def _fault(self, method: str, error: Exception) -> EnvironmentFault:
+        return EnvironmentFault(self._env_idx, f"raised {type(error).__name__} in `{method}`: {error}")
+
+    def _check_shape(self, observation: Any) -> None:
+        # DummyVecEnv would broadcast it
+        if self._shape is not None and np.shape(observation) != self._shape:
+            what = f"returned an observation of shape {np.shape(observation)}, but its space has shape {self._shape}"
+            raise EnvironmentFault(self._env_idx, what)
+
+
+def _make_deferred(env_fn: Callable[[], gym.Env], env_idx: int) -> gym.Env:
+    return DeferredReset(env_fn(), env_idx)
+
+
+class SeededSubprocVecEnv(SubprocVecEnv):
+    """
+    A ``SubprocVecEnv`` for GRPO: it resets an environment once per episode, with the seed of its start. The workers of a
+    ready-made ``SubprocVecEnv`` have reset their environments before the seed can reach them, so that GRPO has to reset them
+    a second time. For every other algorithm it is a ``SubprocVecEnv``::
+
+        make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SeededSubprocVecEnv)
+
+    :param env_fns: Functions that build the environments, each in a process of its own
+    :param start_method: How the processes are started, as for ``SubprocVecEnv``
+    """
+
+    def __init__(self, env_fns: list[Callable[[], gym.Env]], start_method: str | None = None):
+        #: Whether somebody else resets the environments that are done
+        self.defers_resets = False
+        super().__init__([partial(_make_deferred, env_fn, i) for i, env_fn in enumerate(env_fns)], start_method)
+
+    def step_wait(self) -> VecEnvStepReturn:
+        observations, rewards, dones, infos = super().step_wait()
+        if not self.defers_resets and np.any(dones):
+            done = np.flatnonzero(dones).tolist()
+            _insert(self, done, _reset_workers(self, done, [None] * len(done)), observations)
+        return observations, rewards, dones, infos
+
+
+# -- workers ----------------------------------------------------------------------------------------------------------
+
+
+class WatchedPipe:
+    """
+    The pipe to a worker of a ``SubprocVecEnv``: raises an ``EnvironmentFault`` if the worker has ended, where SB3 gets an
+    ``EOFError`` without an index, or waits for ever because forked workers hold each other's pipes open.
+
+    :param pipe: The pipe
+    :param process: The worker
+    :param env_idx: Index of its environment
+    """
+
+    def __init__(self, pipe: Any, process: Any, env_idx: int):
+        self.pipe, self.process, self.env_idx = pipe, process, env_idx
+        self._asked = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pipe, name)
+
+    def send(self, message: tuple[str, Any]) -> None:
+        self._asked = message[0]
+        try:
+            self.pipe.send(message)
+        except OSError as error:
+            raise self._fault() from error
+
+    def recv(self) -> Any:
+        if self.pipe not in connection.wait([self.pipe, self.process.sentinel]):
+            raise self._fault()
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._fault() from error
+
+    def _fault(self) -> EnvironmentFault:
+        self.process.join(DEAD_WORKER_TIMEOUT_S)
+        exit_code = self.process.exitcode
+        hint = f"If its error is that `reset` takes no `seed`: {TAKE_A_SEED}" if self._asked == "reset" else ""
+        what = f"is gone: its process has ended with exit code {exit_code}, and its own error is above"
+        fault = EnvironmentFault(self.env_idx, what, hint)
+        fault.exit_code = exit_code
+        return fault
+
+
+def _reset_workers(venv: SubprocVecEnv, env_indices: list[int], seeds: Sequence[int | None]) -> list[tuple[Any, dict]]:
+    """Reset some of the environments, all at the same time, each with a seed or None."""
+    for env_idx, seed in zip(env_indices, seeds, strict=True):
+        venv.remotes[env_idx].send(("reset", (seed, {})))
+    return [venv.remotes[env_idx].recv() for env_idx in env_indices]
+
+
+def _stop_workers(venv: SubprocVecEnv) -> None:
+    """End all workers at once; ``close()`` would wait for their answers."""
+    for process in venv.processes:
+        process.kill()
+    for process, remote in zip(venv.processes, venv.remotes, strict=True):
+        process.join(DEAD_WORKER_TIMEOUT_S)
+        remote.close()
+    venv.waiting, venv.closed = False, True
+
+
+def _insert(venv: VecEnv, env_indices: list[int], resets: list[tuple[Any, dict]], observations: VecEnvObs) -> None:
+    """Overwrite the step's observations of these environments, and the infos of their last reset."""
+    venv.reset_infos = list(venv.reset_infos)
+    for env_idx, (observation, info) in zip(env_indices, resets, strict=True):
+        venv.reset_infos[env_idx] = info
+        for key, batch in _parts(observations).items():
+            batch[env_idx] = observation if key is None else observation[key]
+
+
+# -- the innermost VecEnv ---------------------------------------------------------------------------------------------
+
+
+def _delegated(name: str) -> Any:
+    """A method or an attribute that is the base ``VecEnv``'s own; typed as ``Any`` so that the class can annotate it."""
+    return property(lambda self: getattr(self.venv, name), lambda self, value: setattr(self.venv, name, value))
+
+
+class SeededVecEnv(VecEnv):
+    """
+    The innermost ``VecEnv``: resets each environment with the seed of the start that it takes from a ``StartQueue``.
+
+    Detached, which it is until ``attach()``, it is the base ``VecEnv`` and nothing else. That matters because
+    ``evaluate_policy(model, model.get_env())`` must not evaluate on repeated starts.
+
+    It is not a ``VecEnvWrapper``: ``sync_envs_normalization`` walks the wrappers of the training and of the evaluation
+    environment in step, and only the former has this one. For the same reason ``isinstance()`` sees the base's class
+    too: ``EvalCallback`` warns if the training environment is no instance of the evaluation environment's class.
+
+    :param venv: The base ``VecEnv``
+    :raises ValueError: If ``venv`` is a ``VecEnvWrapper`` or is already seeded, or if the ``reset`` of an environment in this
+        process takes no seed
+    """
+
+    num_envs: int = _delegated("num_envs")
+    observation_space: spaces.Space = _delegated("observation_space")
+    action_space: spaces.Space = _delegated("action_space")
+    reset_infos: list[dict[str, Any]] = _delegated("reset_infos")
+    render_mode: str | None = _delegated("render_mode")
+    metadata: dict[str, Any] = _delegated("metadata")
+    _seeds: list[int | None] = _delegated("_seeds")
+    _options: list[dict[str, Any]] = _delegated("_options")
+    unwrapped: Any = _delegated("unwrapped")
+    close: Any = _delegated("close")
+    seed: Any = _delegated("seed")
+    set_options: Any = _delegated("set_options")
+    render: Any = _delegated("render")
+    get_images: Any = _delegated("get_images")
+    has_attr: Any = _delegated("has_attr")
+    get_attr: Any = _delegated("get_attr")
+    set_attr: Any = _delegated("set_attr")
+    env_method: Any = _delegated("env_method")
+    env_is_wrapped: Any = _delegated("env_is_wrapped")
+
+    def __init__(self, venv: VecEnv):
+        # VecEnv.__init__ is not called: it would create a second copy of what belongs to the base
+        if isinstance(venv, (VecEnvWrapper, SeededVecEnv)):
+            raise ValueError(f"SeededVecEnv goes around a base VecEnv, got {venv!r}: use `insert_seeded_vec_env(env)`")
+        if isinstance(venv, DummyVecEnv):
+            for env_idx, env in enumerate(venv.envs):
+                _require_seed_argument(env_idx, env)
+        if isinstance(venv, SubprocVecEnv) and not isinstance(venv.remotes[0], WatchedPipe):
+            venv.remotes = tuple(map(WatchedPipe, venv.remotes, venv.processes, range(venv.num_envs)))
+        self.venv = venv
+        self.start_queue: StartQueue | None = None
+        #: Start that each environment is running, shape (n_envs,), -1 where it is none of the queue's.
+        #: Replaced, never written to, so that a caller may keep the array of an earlier step.
+        self.start_indices: np.ndarray = np.full(venv.num_envs, -1, dtype=np.int64)
+        #: Starts so far whose first observation differed from that of their group's first member
+        self.mismatches = 0
+        #: Whether somebody has stepped or reset the environments while no queue was attached, since the last ``reset()``
+        #: with one: the observation and the starts known to the algorithm are then no longer those of the environments
+        self.stepped_while_detached = False
+        self._share_starts = False
+        self._check: Check | None = None
+        self._last_queue: StartQueue | None = None
+        self._streams_coincide = False
+        self._group_in_view = -1
+        self._first_observation: dict[Any, np.ndarray] = {}
+
+    @property  # type: ignore[misc]  # read-only, unlike object's
+    def __class__(self) -> Any:
+        return self.venv.__class__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # pickle refuses to rebuild an object whose `__class__` is not its type
+        return SeededVecEnv, (self.venv,), self.__dict__.copy()
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what this class does not have. While a copy is built `venv` itself may be missing, and the
+        # protocol methods of copy and pickle must not be the base's
+        if name == "venv" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(self.venv, name)
+
+    def attach(self, queue: StartQueue, share_starts: bool = True, check: Check | None = None) -> None:
+        """
+        Take the starts of all resets from a queue, until ``detach()``.
+
+        Episodes that are under way are not touched; attaching the same queue again continues where it was left.
+
+        :param queue: The run's queue
+        :param share_starts: If False, starts are numbered but resets are SB3's own: no seed is passed, nothing verified
+        :param check: Called with what the environments return; raises if something is wrong
+        """
+        if queue is not self._last_queue:
+            # Neither the numbers nor the first observation of another queue's starts mean anything in this one
+            self._last_queue = queue
+            self._group_in_view = -1
+            self.start_indices = np.full(self.num_envs, -1, dtype=np.int64)
+        if self.start_queue is None:
+            if isinstance(self.venv, DummyVecEnv):
+                self.venv.envs = [DeferredReset(env, env_idx) for env_idx, env in enumerate(self.venv.envs)]
+            elif isinstance(self.venv, SeededSubprocVecEnv):
+                self.venv.defers_resets = True
+        self.start_queue = queue
+        self._share_starts = share_starts
+        self._check = check
+
+    def detach(self) -> None:
+        """Be transparent again."""
+        if self.start_queue is not None:
+            if isinstance(self.venv, DummyVecEnv):
+                self.venv.envs = [env.env for env in self.venv.envs]  # type: ignore[attr-defined]
+            elif isinstance(self.venv, SeededSubprocVecEnv):
+                self.venv.defers_resets = False
+        self.start_queue = None
+        self._check = None
+
+    def reset(self) -> VecEnvObs:
+        """
+        Reset all environments; while attached, each with the seed of the next start, from a fresh group on.
+
+        :return: The first observations, shape (n_envs, ...) per part
+        :raises EnvironmentFault: If an environment raises or its process ends
+        """
+        if self.start_queue is None:
+            self._forget_starts()
+            return self._reset_base(None)
+        self.start_queue.begin_group()
+        starts = [self.start_queue.take() for _ in range(self.num_envs)]
+        observations = self._reset_base([start.seed for start in starts] if self._share_starts else None)
+        self.start_indices = np.array([start.index for start in starts], dtype=np.int64)
+        self.stepped_while_detached = False
+        if self._share_starts:
+            for env_idx, start in enumerate(starts):
+                self._verify(start, env_idx, observations)
+        if self._check is not None:
+            self._check(observations, None, None, None)
+        return observations
+
+    def step_async(self, actions: np.ndarray) -> None:
+        if self.start_queue is None:
+            self._forget_starts()
+        with self._all_or_no_answers():
+            self.venv.step_async(actions)
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """
+        Wait for the step; while attached, reset each environment that is done with the seed of the next start.
+
+        :return: observations, rewards, dones, infos, as the base returns them except for the observations of
+            environments that are done, which are those of the seeded reset
+        :raises EnvironmentFault: If an environment raises, its process ends, or it returns an observation of another shape
+        """
+        with self._all_or_no_answers():
+            observations, rewards, dones, infos = self.venv.step_wait()
+            if self.start_queue is not None and np.any(dones):
+                # The base may own these arrays
+                observations = deepcopy(observations)
+                self._begin_episodes(np.flatnonzero(dones).tolist(), observations, self.start_queue)
+        if self._check is not None:
+            self._check(observations, rewards, dones, infos)
+        return observations, rewards, dones, infos
+
+    @contextmanager
+    def _all_or_no_answers(self) -> Iterator[None]:
+        """
+        Stop the workers if an error or an interrupt leaves some of their answers unread: later ones would be taken for them.
+
+        :raises EnvironmentFault: If the workers have been stopped before
+        """
+        if not isinstance(self.venv, SubprocVecEnv):
+            yield
+            return
+        if self.venv.closed:
+            raise EnvironmentFault(0, "has no process any more: all workers were closed, or stopped after an earlier error")
+        try:
+            yield
+        except BaseException:
+            _stop_workers(self.venv)
+            raise
+
+    def _forget_starts(self) -> None:
+        self.stepped_while_detached = True
+        self.start_indices = np.full(self.num_envs, -1, dtype=np.int64)
+
+    def _reset_base(self, seeds: list[int] | None) -> VecEnvObs:
+        """Reset all environments, with these seeds or else with those that somebody has asked for by ``seed()``."""
+        if seeds is not None:
+            self.venv._seeds = list(seeds)
+        elif self._streams_coincide and self._last_queue is not None and all(seed is None for seed in self.venv._seeds):
+            # Environments that ran members of one group have equal random generators, and would go on to draw equal starts
+            self.venv.seed(self._last_queue.seed_apart())
+        self._streams_coincide = seeds is not None
+        with self._all_or_no_answers():
+            if isinstance(self.venv, SubprocVecEnv) and self.venv.waiting:
+                SubprocVecEnv.step_wait(self.venv)  # of a step that was broken off before anybody waited for it
+            try:
+                return self.venv.reset()
+            finally:
+                self.venv._reset_seeds()
+
+    def _begin_episodes(self, env_indices: list[int], observations: VecEnvObs, queue: StartQueue) -> None:
+        """Start the next episode of the environments that are done; overwrites their observations."""
+        starts = [queue.take() for _ in env_indices]
+        start_indices = self.start_indices.copy()
+        start_indices[env_indices] = [start.index for start in starts]
+        self.start_indices = start_indices
+        if self._share_starts or isinstance(self.venv, (DummyVecEnv, SeededSubprocVecEnv)):
+            seeds = [start.seed if self._share_starts else None for start in starts]
+            _insert(self.venv, env_indices, self._reset_some(env_indices, seeds), observations)
+        if self._share_starts:
+            self._streams_coincide = True
+            for env_idx, start in zip(env_indices, starts, strict=True):
+                self._verify(start, env_idx, observations)
+
+    def _reset_some(self, env_indices: list[int], seeds: Sequence[int | None]) -> list[tuple[Any, dict]]:
+        if isinstance(self.venv, SubprocVecEnv):
+            return _reset_workers(self.venv, env_indices, seeds)
+        envs_and_seeds = zip(env_indices, seeds, strict=True)
+        if isinstance(self.venv, DummyVecEnv):
+            return [self.venv.envs[env_idx].reset(seed=seed) for env_idx, seed in envs_and_seeds]
+        return [self.venv.env_method("reset", seed=seed, indices=[env_idx])[0] for env_idx, seed in envs_and_seeds]
+
+    def _verify(self, start: Start, env_idx: int, observations: VecEnvObs) -> None:
+        """
+        Compare the first observation of an environment with that of the group's first member. Starts are taken in order, so
+        that only the current group's has to be kept; the rows of all environments have been cast to the same dtype.
+        """
+        observation = {key: np.array(batch[env_idx]) for key, batch in _parts(observations).items()}
+        if start.group != self._group_in_view:
+            self._group_in_view, self._first_observation = start.group, observation
+            return
+        if all(_same(observation[key], first) for key, first in self._first_observation.items()):
+            return
+        self.mismatches += 1
+        if self.mismatches == 1:
+            warnings.warn(
+                f"The environment {self._env_name(env_idx)!r} does not reproduce its initial state: two calls of its "
+                f"`reset(seed=...)` with the same seed returned different observations (environment {env_idx}, start "
+                f"{start.index}, group {start.group}). The members of a group do not share their start. In the "
+                "environment, and in each of its wrappers, call `super().reset(seed=seed)` first and draw only from "
+                "`self.np_random`; or pass `share_starts=False` to GRPO to go without shared starts, as with a wrapper that "
+                "does not reset at every end of an episode (Atari's `EpisodicLifeEnv`).",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _env_name(self, env_idx: int) -> str:
+        """The id that the environment was registered under, else the name of its class."""
+        # Not `get_attr("spec")`: a spec that cannot be pickled would kill the worker
+        description = str(self.venv.env_method("__str__", indices=[env_idx])[0])
+        # "<Wrapper<Class<id>>>" or "<Wrapper<Class instance>>"
+        innermost = re.search(r"<([^<>]+?)(?: instance)?>+$", description)
+        return innermost.group(1) if innermost else description
+
+
+def _require_seed_argument(env_idx: int, env: gym.Env) -> None:
+    """Raise a ``ValueError`` if the ``reset`` of the environment, or of one of its wrappers, takes no seed."""
+    signature = inspect.signature(env.reset)
+    parameters = signature.parameters.values()
+    if not any(parameter.name == "seed" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise ValueError(
+            f"Environment {env_idx} cannot be seeded: `{type(env).__name__}.reset{signature}` takes no `seed`. {TAKE_A_SEED}"
+        )
+    if isinstance(env, gym.Wrapper):
+        _require_seed_argument(env_idx, env.env)
+
+
+def _parts(observations: VecEnvObs) -> dict[Any, np.ndarray]:
+    """The arrays of a batch of observations, without a copy, by their key or position; a single array under None."""
+    if isinstance(observations, dict):
+        return dict(observations)
+    if isinstance(observations, tuple):
+        return dict(enumerate(observations))
+    return {None: observations}
+
+
+def _same(left: np.ndarray, right: np.ndarray) -> bool:
+    # Only floats (and complex numbers) can be NaN, and `equal_nan` fails for some of the other types
+    return np.array_equal(left, right, equal_nan=np.issubdtype(left.dtype, np.inexact))
+
+
+def insert_seeded_vec_env(env: VecEnv) -> VecEnv:
+    """
+    Place a ``SeededVecEnv`` innermost, right around the base ``VecEnv`` and under all wrappers, in place.
+
+    Does nothing if there is one already.
+
+    :param env: The environment, wrapped or not
+    :return: The outermost environment: ``env``, or the new ``SeededVecEnv`` if ``env`` is a base ``VecEnv``
+    :raises ValueError: If what is wrapped is no ``VecEnv``
+    """
+    if isinstance(env, SeededVecEnv):
+        return env
+    if not isinstance(env, VecEnvWrapper):
+        return SeededVecEnv(env)
+    wrapper = env
+    while isinstance(wrapper.venv, VecEnvWrapper):
+        wrapper = wrapper.venv
+    if not isinstance(wrapper.venv, VecEnv):
+        raise ValueError(
+            f"`env` is a {type(wrapper).__name__} around {wrapper.venv!r}, which is no `VecEnv`: derive the class "
+            f"{type(wrapper).__name__} from `VecEnv` instead of `VecEnvWrapper`."
+        )
+    if not isinstance(wrapper.venv, SeededVecEnv):
+        wrapper.venv = SeededVecEnv(wrapper.venv)
+    return env
+
+
+def find_seeded_vec_env(env: VecEnv) -> SeededVecEnv:
+    """
+    Find the ``SeededVecEnv`` under the wrappers of an environment.
+
+    :param env: The environment
+    :return: Its ``SeededVecEnv``
+    :raises ValueError: If it has none
+    """
+    innermost = env
+    while isinstance(innermost, VecEnvWrapper):
+        innermost = innermost.venv
+    if not isinstance(innermost, SeededVecEnv):
+        raise ValueError(f"No SeededVecEnv in {env!r}: pass the result of `insert_seeded_vec_env(env)`")
+    return innermost
