@@ -154,8 +154,8 @@ def centre_within(values: np.ndarray, labels: np.ndarray, magnitudes: np.ndarray
 
     :param values: Values, shape ``(n,)``
     :param labels: Label of each value, shape ``(n,)``
-    :param magnitudes: Magnitude of the terms of each value, shape ``(n,)``; ``None`` for that of the value itself. If the terms
-        cancel, the value may be nothing but their rounding error
+    :param magnitudes: Magnitude of the terms of each value, shape ``(n,)``; ``None`` for that of the value itself. If
+        terms cancel, the value may be nothing but their rounding error
     :return: Centred values, shape ``(n,)``
     """
     values = np.asarray(values, dtype=np.float64)
@@ -312,8 +312,8 @@ def count_steps_without_peer(lengths: np.ndarray, groups: np.ndarray) -> int:
 
 def whiten(advantages: np.ndarray) -> np.ndarray:
     """
-    Shift and scale the advantages of an update to mean zero and standard deviation one. SB3's PPO does this for each minibatch;
-    over the whole update the scale is less noisy, and the same for all minibatches.
+    Shift and scale the advantages of an update to mean zero and standard deviation one. SB3's PPO does this for each
+    minibatch; over the whole update the scale is less noisy, and the same for all minibatches.
 
     :param advantages: Advantages, shape ``(n,)``
     :return: Standardised advantages, shape ``(n,)``; zeros if all advantages are equal
