@@ -457,7 +457,6 @@ def test_a_fault_surfaces_at_once_and_the_model_learns_on(base, fault, at_step, 
     env = close(VecNormalize(BASES[base](env_functions(fault, at_step))))
     model = make_model(env, n_steps=16)
     initial = weights(model)
-
     with pytest.raises((EnvironmentFault, ValueError), match=MESSAGES[fault]):
         model.learn(10_000)
 
