@@ -12,8 +12,9 @@ from sb3_grpo.buffers import (
 from sb3_grpo.doctor import Doctor
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.persistence import VERSION
-from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy, load_actor
+from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.stepping import EnvironmentFault
+from sb3_grpo.transfer import load_actor
 
 __version__ = VERSION
 

@@ -22,7 +22,7 @@ from stable_baselines3.common.utils import FloatSchedule, obs_as_tensor, polyak_
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
-from sb3_grpo import functional as F
+from sb3_grpo import losses
 from sb3_grpo.buffers import (
     GroupRolloutBuffer,
     GroupRolloutBufferSamples,
@@ -33,17 +33,8 @@ from sb3_grpo.buffers import (
     resolve_buffer_class,
     take_observations,
 )
-from sb3_grpo.checks import (
-    require_at_least,
-    require_between,
-    require_device,
-    require_flag,
-    require_one_of,
-    require_positive,
-    require_schedule,
-)
-from sb3_grpo.closed_form import ClosedFormActor
 from sb3_grpo.doctor import Doctor
+from sb3_grpo.fast_actor import ClosedFormActor
 from sb3_grpo.persistence import (
     RandomState,
     check_version,
@@ -55,6 +46,15 @@ from sb3_grpo.persistence import (
 )
 from sb3_grpo.policies import Actor, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.seeding import StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.validation import (
+    require_at_least,
+    require_between,
+    require_device,
+    require_flag,
+    require_one_of,
+    require_positive,
+    require_schedule,
+)
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
@@ -146,7 +146,7 @@ class GRPO(OnPolicyAlgorithm):
         ago (it is renewed every ``k`` updates)
     :param kl_reference_tau: part of the way that the reference ``"polyak"`` goes towards the policy before each update
     :param kl_estimator: ``"exact"``, the closed form; or ``"k1"``, ``"k2"``, ``"k3"``, estimates from the actions taken, see
-        :mod:`sb3_grpo.functional`
+        :mod:`sb3_grpo.losses`
     :param use_sde: whether to explore with state-dependent noise (gSDE, https://arxiv.org/abs/2005.05719) instead of
         independent Gaussian noise
     :param sde_sample_freq: with gSDE, the number of steps after which the noise is drawn anew; -1 for once a rollout
@@ -194,8 +194,8 @@ class GRPO(OnPolicyAlgorithm):
         clip_range: float | Schedule = 0.2,
         clip_range_high: float | Schedule | None = None,
         dual_clip: float | None = None,
-        importance_sampling_level: F.ImportanceSamplingLevel = "step",
-        loss_aggregation: F.LossAggregation = "step",
+        importance_sampling_level: losses.ImportanceSamplingLevel = "step",
+        loss_aggregation: losses.LossAggregation = "step",
         normalize_advantage: bool = True,
         ent_coef: float = 0.0,
         max_grad_norm: float = 0.5,
@@ -205,7 +205,7 @@ class GRPO(OnPolicyAlgorithm):
         adaptive_kl_target: float | None = None,
         kl_reference: Literal["old", "initial", "polyak"] | int = "initial",
         kl_reference_tau: float = 0.05,
-        kl_estimator: F.KLEstimator = "exact",
+        kl_estimator: losses.KLEstimator = "exact",
         use_sde: bool = False,
         sde_sample_freq: int = -1,
         rollout_buffer_class: str | type[GroupRolloutBuffer] | None = "kernel",
@@ -370,8 +370,8 @@ class GRPO(OnPolicyAlgorithm):
                 raise ValueError(
                     f"`dual_clip` bounds ratios that may exceed 1, so it must be greater than 1, not {self.dual_clip!r}."
                 )
-        require_one_of("importance_sampling_level", self.importance_sampling_level, tuple(F.LOG_RATIOS))
-        require_one_of("loss_aggregation", self.loss_aggregation, tuple(F.LOSS_WEIGHTS))
+        require_one_of("importance_sampling_level", self.importance_sampling_level, tuple(losses.LOG_RATIOS))
+        require_one_of("loss_aggregation", self.loss_aggregation, tuple(losses.LOSS_WEIGHTS))
         self._check_kl_arguments()
         # Infinity switches clipping off
         if not (isinstance(self.max_grad_norm, (float, np.floating)) and self.max_grad_norm == np.inf):
@@ -405,7 +405,7 @@ class GRPO(OnPolicyAlgorithm):
 
     def _check_kl_arguments(self) -> None:
         require_between("kl_coef", self.kl_coef, 0.0, np.inf)
-        require_one_of("kl_estimator", self.kl_estimator, ("exact", *F.KL_ESTIMATORS))
+        require_one_of("kl_estimator", self.kl_estimator, ("exact", *losses.KL_ESTIMATORS))
         if isinstance(self.kl_reference, str):
             if self.kl_reference not in ("old", "initial", "polyak"):
                 raise ValueError(
@@ -417,7 +417,7 @@ class GRPO(OnPolicyAlgorithm):
         require_between("kl_reference_tau", self.kl_reference_tau, 0.0, 1.0)
         if self.adaptive_kl_target is not None:
             require_positive("adaptive_kl_target", self.adaptive_kl_target)
-            smallest, largest = F.KL_COEF_BOUNDS
+            smallest, largest = losses.KL_COEF_BOUNDS
             if not smallest <= self.kl_coef <= largest:
                 raise ValueError(
                     f"adaptive_kl_target={self.adaptive_kl_target!r} adapts `kl_coef` between {smallest:g} and {largest:g}: "
@@ -729,21 +729,21 @@ class GRPO(OnPolicyAlgorithm):
         if entropy is None:
             entropy = -log_prob  # without a closed form, this estimates it
         log_ratio = log_prob - rollout_data.old_log_prob
-        surrogate = F.clipped_surrogate(
-            F.LOG_RATIOS[self.importance_sampling_level](log_ratio, rollout_data.trajectories),
+        surrogate = losses.clipped_surrogate(
+            losses.LOG_RATIOS[self.importance_sampling_level](log_ratio, rollout_data.trajectories),
             rollout_data.advantages,
             *clip_range,
             self.dual_clip,
         )
         weights = rollout_data.weights
-        policy_gradient_loss = F.weighted_mean(surrogate.loss, weights)
+        policy_gradient_loss = losses.weighted_mean(surrogate.loss, weights)
         loss = policy_gradient_loss
         if self.ent_coef != 0:
-            loss = loss - self.ent_coef * F.weighted_mean(entropy, weights)
+            loss = loss - self.ent_coef * losses.weighted_mean(entropy, weights)
         kl = entropy.new_empty(0)
         if self.kl_coef > 0:
             kl = self._kl_to_reference(rollout_data, log_prob)
-            loss = loss + self.kl_coef * F.weighted_mean(kl, weights)
+            loss = loss + self.kl_coef * losses.weighted_mean(kl, weights)
         return MinibatchLoss(loss, policy_gradient_loss, log_ratio, surrogate.ratio, surrogate.slope, entropy, kl)
 
     def _set_gradient(
@@ -779,7 +779,7 @@ class GRPO(OnPolicyAlgorithm):
         """
         if self.target_kl is None:
             return False
-        approx_kl = F.approximate_kl(log_ratio).item()
+        approx_kl = losses.approximate_kl(log_ratio).item()
         is_too_far = approx_kl > 1.5 * self.target_kl
         if is_too_far and self.verbose >= 1:
             print(f"Update stopped in epoch {epoch}: approximate KL {approx_kl:.3f} > 1.5 target_kl")
@@ -799,11 +799,11 @@ class GRPO(OnPolicyAlgorithm):
             with th.no_grad():
                 reference = self.kl_reference_policy.get_distribution(rollout_data.observations)
             if self.kl_estimator == "exact":
-                return F.exact_kl(self.policy.get_distribution(rollout_data.observations), reference)
+                return losses.exact_kl(self.policy.get_distribution(rollout_data.observations), reference)
             reference_log_prob = reference.log_prob(rollout_data.actions)
-        estimate = F.KL_ESTIMATORS[self.kl_estimator](log_prob, reference_log_prob)
+        estimate = losses.KL_ESTIMATORS[self.kl_estimator](log_prob, reference_log_prob)
         if self.kl_estimator == "k1":
-            return F.importance_weighted(estimate, log_prob, rollout_data.old_log_prob)
+            return losses.importance_weighted(estimate, log_prob, rollout_data.old_log_prob)
         return estimate
 
     def _adapt_kl_coef(self, target: float) -> None:
@@ -818,7 +818,7 @@ class GRPO(OnPolicyAlgorithm):
         kl = th.cat(divergences).mean().item()
         self.update_metrics["train/kl_to_reference"] = kl
         self.logger.record("train/kl_to_reference", kl)
-        self.kl_coef = F.adapted_kl_coef(self.kl_coef, kl, target)
+        self.kl_coef = losses.adapted_kl_coef(self.kl_coef, kl, target)
 
     def _renew_kl_reference(self) -> None:
         """Take the current policy as the KL reference where it is due."""
@@ -868,15 +868,15 @@ class GRPO(OnPolicyAlgorithm):
         """
         all_epochs = _joined(minibatches)
         last_epoch = _joined(minibatches[first_of_last_epoch:])
-        clipped = F.clip_fractions(all_epochs.ratio, *clip_range)
+        clipped = losses.clip_fractions(all_epochs.ratio, *clip_range)
         figures = {
             "train/entropy_loss": -all_epochs.entropy.mean(),
             "train/policy_gradient_loss": all_epochs.policy_gradient_loss.mean(),
-            "train/approx_kl": F.approximate_kl(last_epoch.log_ratio),
+            "train/approx_kl": losses.approximate_kl(last_epoch.log_ratio),
             "train/clip_fraction": clipped.low + clipped.high,
             "train/clip_fraction_low": clipped.low,
             "train/clip_fraction_high": clipped.high,
-            "train/effective_sample_size": F.effective_sample_size(last_epoch.ratio),
+            "train/effective_sample_size": losses.effective_sample_size(last_epoch.ratio),
             "train/loss": minibatches[-1].loss,
         }
         if gradient_norms:
@@ -978,7 +978,7 @@ class GRPO(OnPolicyAlgorithm):
         .. warning::
             A saved model contains pickles, and unpickling a file runs what its author put there: load files of people whom you
             trust, and no others. From any other file take the weights alone, which are read without unpickling objects:
-            ``model.set_parameters(path)`` for all of GRPO's, or :func:`~sb3_grpo.policies.load_actor` for the actor,
+            ``model.set_parameters(path)`` for all of GRPO's, or :func:`~sb3_grpo.transfer.load_actor` for the actor,
             into a model that you have constructed yourself. ``custom_objects`` replaces attributes that cannot be unpickled.
 
         :param path: path to the file, or a file-like object

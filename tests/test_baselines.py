@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch as th
 
-from sb3_grpo.baselines import (
+from sb3_grpo.advantages import explained_variance
+from sb3_grpo.kernel import (
     KernelBaseline,
     RidgeStatistics,
     eligibility_traces,
@@ -15,7 +16,6 @@ from sb3_grpo.baselines import (
     predict_by_fold,
     ridge_weights,
 )
-from sb3_grpo.functional import explained_variance
 
 RIDGE = 0.01
 

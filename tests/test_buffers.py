@@ -17,8 +17,8 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
-from sb3_grpo import GRPO
-from sb3_grpo import functional as F
+from sb3_grpo import GRPO, losses
+from sb3_grpo import advantages as A
 from sb3_grpo.buffers import (
     BUFFERS,
     CompleteGroupRolloutBuffer,
@@ -319,33 +319,33 @@ def test_waiting_transitions_keep_the_log_probabilities_they_were_sampled_with(b
 
 
 def outcome_leave_one_out(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    return F.outcome_advantages(rewards, lengths, groups, "group", leave_one_out=True)
+    return A.outcome_advantages(rewards, lengths, groups, "group", leave_one_out=True)
 
 
 @pytest.mark.parametrize(
     ("buffer", "buffer_kwargs", "formula"),
     [
-        pytest.param("outcome", {}, F.outcome_advantages, id="outcome"),
+        pytest.param("outcome", {}, A.outcome_advantages, id="outcome"),
         pytest.param("outcome", dict(leave_one_out=True), outcome_leave_one_out, id="outcome, leave one out"),
         pytest.param(
-            "outcome", dict(scale="none"), lambda r, n, g: F.outcome_advantages(r, n, g, "none"), id="outcome, unscaled"
+            "outcome", dict(scale="none"), lambda r, n, g: A.outcome_advantages(r, n, g, "none"), id="outcome, unscaled"
         ),
-        pytest.param("process", {}, F.process_advantages, id="process"),
+        pytest.param("process", {}, A.process_advantages, id="process"),
         pytest.param(
-            "process", dict(scale="batch"), lambda r, n, g: F.process_advantages(r, n, g, "batch"), id="process, by batch"
+            "process", dict(scale="batch"), lambda r, n, g: A.process_advantages(r, n, g, "batch"), id="process, by batch"
         ),
-        pytest.param("return_to_go", {}, lambda r, n, g: F.return_to_go_advantages(r, n, g, GAMMA), id="return_to_go"),
+        pytest.param("return_to_go", {}, lambda r, n, g: A.return_to_go_advantages(r, n, g, GAMMA), id="return_to_go"),
         pytest.param(
             "return_to_go",
             dict(scale="none"),
-            lambda r, n, g: F.return_to_go_advantages(r, n, g, GAMMA, "none"),
+            lambda r, n, g: A.return_to_go_advantages(r, n, g, GAMMA, "none"),
             id="return_to_go, unscaled",
         ),
-        pytest.param("stepwise", {}, lambda r, n, g: F.stepwise_advantages(r, n, g, GAMMA), id="stepwise"),
+        pytest.param("stepwise", {}, lambda r, n, g: A.stepwise_advantages(r, n, g, GAMMA), id="stepwise"),
         pytest.param(
             "stepwise",
             dict(scale="group"),
-            lambda r, n, g: F.stepwise_advantages(r, n, g, GAMMA, "group"),
+            lambda r, n, g: A.stepwise_advantages(r, n, g, GAMMA, "group"),
             id="stepwise, group",
         ),
     ],
@@ -1039,7 +1039,7 @@ def test_a_single_trajectory_is_judged_by_the_rollouts_before():
     assert [rollout.segments[0].first_step for rollout in recorder.rollouts] == [0, 10, 20, 30]
     assert_kernel_advantages(recorder, time_unit=None)
     # Nothing comes before the first: its advantages are the discounted sums of its rewards
-    returns = F.discounted_returns(np.array(recorder.rollouts[0].segments[0].rewards), np.array([10]), GAMMA * 0.98)
+    returns = A.discounted_returns(np.array(recorder.rollouts[0].segments[0].rewards), np.array([10]), GAMMA * 0.98)
     np.testing.assert_allclose(*advantages_by_log_prob(recorder.rollouts[0], returns), rtol=1e-4)
 
 
@@ -1628,8 +1628,8 @@ def test_the_losses_of_minibatches_of_whole_trajectories_average_to_that_of_the_
     whole = whole_update(model)
     batches = list(model.rollout_buffer.get(batch_size, whole_trajectories=True))
     assert all(batch.weights is not None for batch in batches)
-    means = [F.weighted_mean(irregular(batch), batch.weights).item() for batch in batches]
-    expected = F.weighted_mean(irregular(whole), whole.weights).item()
+    means = [losses.weighted_mean(irregular(batch), batch.weights).item() for batch in batches]
+    expected = losses.weighted_mean(irregular(whole), whole.weights).item()
     assert np.mean(means) == pytest.approx(expected, rel=1e-6)
     if batch_size is not None:
         assert len({len(batch.advantages) for batch in batches}) > 1
@@ -1675,12 +1675,12 @@ def assert_same_training(recorder: Recorder, other: Recorder) -> None:
 @pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("n_steps", ROLLOUT_LENGTHS)
-def test_skipped_groups_are_as_if_they_had_never_been_sampled(buffer: str, scale: F.Scale, n_steps: int):
+def test_skipped_groups_are_as_if_they_had_never_been_sampled(buffer: str, scale: A.Scale, n_steps: int):
     formula: Callable[..., np.ndarray] = {
-        "outcome": F.outcome_advantages,
-        "process": F.process_advantages,
-        "return_to_go": lambda r, n, g, scale: F.return_to_go_advantages(r, n, g, GAMMA, scale),
-        "stepwise": lambda r, n, g, scale: F.stepwise_advantages(r, n, g, GAMMA, scale),
+        "outcome": A.outcome_advantages,
+        "process": A.process_advantages,
+        "return_to_go": lambda r, n, g, scale: A.return_to_go_advantages(r, n, g, GAMMA, scale),
+        "stepwise": lambda r, n, g, scale: A.stepwise_advantages(r, n, g, GAMMA, scale),
     }[buffer]
     env = dict(length=lambda env, episode: 3 + (5 * episode) % 4, reward=every_other_group_is_tied)
     kwargs: dict[str, Any] = dict(n_envs=1, n_steps=n_steps, n_rollouts=100 // n_steps, env=env, learning_rate=0.0)

@@ -12,7 +12,7 @@ from torch import nn
 
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import GroupRolloutBufferSamples
-from sb3_grpo.closed_form import ClosedFormActor
+from sb3_grpo.fast_actor import ClosedFormActor
 from sb3_grpo.grpo import ClipRange
 from sb3_grpo.policies import ActorPolicy, MultiInputActorPolicy
 

@@ -11,7 +11,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from test_grpo import VECTOR, AnyEnv, make_envs, same, weights
 
 from sb3_grpo import GRPO, ActorPolicy
-from sb3_grpo.distributions import LEAN_DISTRIBUTIONS, LeanCategorical, LeanGaussian
+from sb3_grpo.fast_actor import LEAN_DISTRIBUTIONS, LeanCategorical, LeanGaussian
 
 BOX = spaces.Box(np.array([[-2.0, 0.0]], np.float32), np.array([[2.0, 1.0]], np.float32))
 SPACES = [

@@ -21,7 +21,8 @@ from stable_baselines3.common.distributions import (
     StateDependentNoiseDistribution,
 )
 
-from sb3_grpo import functional as F
+from sb3_grpo import advantages as A
+from sb3_grpo import losses
 
 SEEDS = [pytest.param(seed, id=f"draw {seed}") for seed in range(5)]
 SCALES = [pytest.param(scale, id=f"scale {scale}") for scale in ("group", "batch", "none")]
@@ -29,7 +30,7 @@ MAGNITUDES = [pytest.param(10.0**exponent, id=f"1e{exponent}") for exponent in (
 GAMMA = 0.9
 LN2 = math.log(2.0)
 
-Advantages = Callable[[np.ndarray, np.ndarray, np.ndarray, F.Scale], np.ndarray]
+Advantages = Callable[[np.ndarray, np.ndarray, np.ndarray, A.Scale], np.ndarray]
 
 
 class Rollout(NamedTuple):
@@ -117,22 +118,22 @@ def loop_stepwise(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, 
     return flat(loop_rescale(differences, groups, scale))
 
 
-def rloo_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: F.Scale) -> np.ndarray:
-    return F.outcome_advantages(rewards, lengths, groups, scale, leave_one_out=True)
+def rloo_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: A.Scale) -> np.ndarray:
+    return A.outcome_advantages(rewards, lengths, groups, scale, leave_one_out=True)
 
 
-def return_to_go_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: F.Scale) -> np.ndarray:
-    return F.return_to_go_advantages(rewards, lengths, groups, GAMMA, scale)
+def return_to_go_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: A.Scale) -> np.ndarray:
+    return A.return_to_go_advantages(rewards, lengths, groups, GAMMA, scale)
 
 
-def stepwise_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: F.Scale) -> np.ndarray:
-    return F.stepwise_advantages(rewards, lengths, groups, GAMMA, scale)
+def stepwise_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: A.Scale) -> np.ndarray:
+    return A.stepwise_advantages(rewards, lengths, groups, GAMMA, scale)
 
 
 FORMULAS = [
-    pytest.param(F.outcome_advantages, id="outcome"),
+    pytest.param(A.outcome_advantages, id="outcome"),
     pytest.param(rloo_advantages, id="outcome leave-one-out"),
-    pytest.param(F.process_advantages, id="process"),
+    pytest.param(A.process_advantages, id="process"),
     pytest.param(return_to_go_advantages, id="return_to_go"),
     pytest.param(stepwise_advantages, id="stepwise"),
 ]
@@ -149,7 +150,7 @@ FORMULAS_AND_LOOPS = [
 
 def test_linear_recurrence_of_three_terms_is_as_worked_out_by_hand():
     # y_2 = 4; y_1 = 2 + 0.5 * 4 = 4; y_0 = 1 - 3 * 4 = -11; the last coefficient has nothing to act on
-    np.testing.assert_array_equal(F.linear_recurrence(np.array([1, 2, 4]), np.array([-3.0, 0.5, 100.0])), [-11.0, 4.0, 4.0])
+    np.testing.assert_array_equal(A.linear_recurrence(np.array([1, 2, 4]), np.array([-3.0, 0.5, 100.0])), [-11.0, 4.0, 4.0])
 
 
 @pytest.mark.parametrize(
@@ -162,41 +163,41 @@ def test_linear_recurrence_equals_a_loop_at_every_length(zeros):
         expected = list(x)
         for t in reversed(range(n - 1)):
             expected[t] += a[t] * expected[t + 1]
-        np.testing.assert_allclose(F.linear_recurrence(x, a), expected, rtol=1e-9, atol=1e-9, err_msg=f"length {n}")
+        np.testing.assert_allclose(A.linear_recurrence(x, a), expected, rtol=1e-9, atol=1e-9, err_msg=f"length {n}")
 
 
 def test_linear_recurrence_with_coefficients_one_is_a_suffix_sum_and_with_zero_the_input():
     x = np.arange(1.0, 38.0)
-    np.testing.assert_array_equal(F.linear_recurrence(x, np.ones(37)), np.cumsum(x[::-1])[::-1])
-    np.testing.assert_array_equal(F.linear_recurrence(x, np.zeros(37)), x)
+    np.testing.assert_array_equal(A.linear_recurrence(x, np.ones(37)), np.cumsum(x[::-1])[::-1])
+    np.testing.assert_array_equal(A.linear_recurrence(x, np.zeros(37)), x)
 
 
 def test_linear_recurrence_leaves_its_arguments_as_they_were_and_works_in_double_precision():
     x, a = np.full(5, 0.1, dtype=np.float32), np.full(5, 0.5)
-    y = F.linear_recurrence(x, a)
+    y = A.linear_recurrence(x, a)
     assert y.dtype == np.float64
     np.testing.assert_array_equal(x, np.full(5, 0.1, dtype=np.float32))
     np.testing.assert_array_equal(a, np.full(5, 0.5))
 
 
 def test_linear_recurrence_of_nothing_is_nothing():
-    assert F.linear_recurrence(np.empty(0), np.empty(0)).shape == (0,)
+    assert A.linear_recurrence(np.empty(0), np.empty(0)).shape == (0,)
 
 
 def test_steps_and_continuations_count_within_each_trajectory():
     lengths = np.array([3, 1, 2])
-    np.testing.assert_array_equal(F.steps_within_trajectories(lengths), [0, 1, 2, 0, 0, 1])
-    np.testing.assert_array_equal(F.same_trajectory_continues(lengths), [1, 1, 0, 0, 1, 0])
+    np.testing.assert_array_equal(A.steps_within_trajectories(lengths), [0, 1, 2, 0, 0, 1])
+    np.testing.assert_array_equal(A.same_trajectory_continues(lengths), [1, 1, 0, 0, 1, 0])
 
 
 def test_sum_by_label_is_as_worked_out_by_hand():
     # label 0: 1 - 8 = -7; label 1: 2; label 2: 4 + 16 = 20
-    np.testing.assert_array_equal(F.sum_by_label(np.array([1.0, 2, 4, -8, 16]), np.array([0, 1, 2, 0, 2])), [-7, 2, 20])
+    np.testing.assert_array_equal(A.sum_by_label(np.array([1.0, 2, 4, -8, 16]), np.array([0, 1, 2, 0, 2])), [-7, 2, 20])
 
 
 def test_labels_by_appearance_are_as_worked_out_by_hand():
     # 7 appears first, then -3, then 9
-    np.testing.assert_array_equal(F.label_by_appearance(np.array([7, -3, 7, 9, -3, 9])), [0, 1, 0, 2, 1, 2])
+    np.testing.assert_array_equal(A.label_by_appearance(np.array([7, -3, 7, 9, -3, 9])), [0, 1, 0, 2, 1, 2])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -206,9 +207,9 @@ def test_labels_by_appearance_equal_a_loop_and_stay_as_they_are_the_second_time(
     for value in values:
         if value not in seen:
             seen.append(value)
-    labels = F.label_by_appearance(values)
+    labels = A.label_by_appearance(values)
     np.testing.assert_array_equal(labels, [seen.index(value) for value in values])
-    np.testing.assert_array_equal(F.label_by_appearance(labels), labels)
+    np.testing.assert_array_equal(A.label_by_appearance(labels), labels)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_labels_by_appearance_equal_a_loop_and_stay_as_they_are_the_second_time(
     ],
 )
 def test_labels_by_appearance_of_few_values_are_integers_from_zero_on(values, expected):
-    labels = F.label_by_appearance(np.array(values, dtype=np.int64))
+    labels = A.label_by_appearance(np.array(values, dtype=np.int64))
     assert np.issubdtype(labels.dtype, np.integer)
     np.testing.assert_array_equal(labels, expected)
 
@@ -230,7 +231,7 @@ def test_labels_by_appearance_of_few_values_are_integers_from_zero_on(values, ex
 
 
 def deal(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[list[int]]:
-    return [batch.tolist() for batch in F.deal_trajectories(trajectories, order, batch_size)]
+    return [batch.tolist() for batch in A.deal_trajectories(trajectories, order, batch_size)]
 
 
 def loop_deal(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[list[int]]:
@@ -271,7 +272,7 @@ def test_dealing_trajectories_equals_a_loop_at_every_batch_size(seed):
 @pytest.mark.parametrize("batch_size", [1, 7, 16, 1000])
 def test_every_transition_is_dealt_once_with_its_trajectory_and_no_trajectory_more_than_enough(seed, batch_size):
     trajectories, order = draw_interleaved(seed)
-    batches = F.deal_trajectories(trajectories, order, batch_size)
+    batches = A.deal_trajectories(trajectories, order, batch_size)
     assert sorted(np.concatenate(batches)) == list(range(len(trajectories)))
     dealt = [set(trajectories[batch]) for batch in batches]
     assert all(dealt) and sum(map(len, dealt)) == len(set(trajectories))
@@ -297,13 +298,13 @@ def test_one_trajectory_is_one_minibatch_however_long(batch_size):
 
 def test_discounted_returns_are_as_worked_out_by_hand():
     # gamma 0.5, rewards [1, 4, 8] and [2]: 8; 4 + 0.5 * 8 = 8; 1 + 0.5 * 8 = 5; the second adds nothing to the first
-    np.testing.assert_array_equal(F.discounted_returns(np.array([1, 4, 8, 2]), np.array([3, 1]), 0.5), [5, 8, 8, 2])
+    np.testing.assert_array_equal(A.discounted_returns(np.array([1, 4, 8, 2]), np.array([3, 1]), 0.5), [5, 8, 8, 2])
 
 
 def test_discounted_returns_without_discount_are_suffix_sums_and_with_gamma_zero_the_rewards():
     rewards, lengths = np.array([1.0, 4.0, 8.0, 2.0, 3.0]), np.array([3, 2])
-    np.testing.assert_array_equal(F.discounted_returns(rewards, lengths, 1.0), [13, 12, 8, 5, 3])
-    np.testing.assert_array_equal(F.discounted_returns(rewards, lengths, 0.0), rewards)
+    np.testing.assert_array_equal(A.discounted_returns(rewards, lengths, 1.0), [13, 12, 8, 5, 3])
+    np.testing.assert_array_equal(A.discounted_returns(rewards, lengths, 0.0), rewards)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -311,7 +312,7 @@ def test_discounted_returns_without_discount_are_suffix_sums_and_with_gamma_zero
 def test_discounted_returns_equal_a_loop(seed, gamma):
     rewards, lengths, _ = draw_rollout(seed)
     expected = flat([loop_returns(trajectory, gamma) for trajectory in by_trajectory(rewards, lengths)])
-    np.testing.assert_allclose(F.discounted_returns(rewards, lengths, gamma), expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(A.discounted_returns(rewards, lengths, gamma), expected, rtol=1e-12, atol=1e-12)
 
 
 # --- generalized advantages -------------------------------------------------------------------------------------------
@@ -321,7 +322,7 @@ def test_generalized_advantages_are_as_worked_out_by_hand():
     # gamma 0.5, lambda 0.5, b = [2, 4], then b(s_last) = 8 where the rollout cut:
     # delta_0 = 1 + 0.5 * 4 - 2 = 1; delta_1 = 3 + 0.5 * 8 - 4 = 3; A_1 = 3; A_0 = 1 + 0.25 * 3 = 1.75
     # a trajectory of one step that terminated: delta = 7 + 0 - 5 = 2
-    advantages = F.generalized_advantages(
+    advantages = A.generalized_advantages(
         rewards=np.array([1.0, 3.0, 7.0]),
         baseline=np.array([2.0, 4.0, 5.0]),
         next_baseline=np.array([4.0, 8.0, 0.0]),
@@ -336,24 +337,24 @@ def test_generalized_advantages_are_as_worked_out_by_hand():
 def test_generalized_advantages_with_lambda_one_and_no_baseline_are_returns_to_go(gamma):
     rewards, lengths, _ = draw_rollout(0)
     zeros = np.zeros_like(rewards)
-    advantages = F.generalized_advantages(rewards, zeros, zeros, F.same_trajectory_continues(lengths), gamma, 1.0)
+    advantages = A.generalized_advantages(rewards, zeros, zeros, A.same_trajectory_continues(lengths), gamma, 1.0)
     expected = flat([loop_returns(trajectory, gamma) for trajectory in by_trajectory(rewards, lengths)])
     np.testing.assert_allclose(advantages, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_generalized_advantages_with_lambda_one_are_returns_less_the_baseline_whatever_the_baseline_in_between():
     rewards, lengths, _ = draw_rollout(1)
-    continues = F.same_trajectory_continues(lengths)
+    continues = A.same_trajectory_continues(lengths)
     baseline = np.random.default_rng(2).normal(size=len(rewards))
     next_baseline = np.append(baseline[1:], 0.0) * continues
-    advantages = F.generalized_advantages(rewards, baseline, next_baseline, continues, GAMMA, 1.0)
-    np.testing.assert_allclose(advantages, F.discounted_returns(rewards, lengths, GAMMA) - baseline, rtol=1e-12, atol=1e-12)
+    advantages = A.generalized_advantages(rewards, baseline, next_baseline, continues, GAMMA, 1.0)
+    np.testing.assert_allclose(advantages, A.discounted_returns(rewards, lengths, GAMMA) - baseline, rtol=1e-12, atol=1e-12)
 
 
 def test_generalized_advantages_with_lambda_zero_are_the_errors_of_one_step():
     rng = np.random.default_rng(0)
     rewards, baseline, next_baseline = rng.normal(size=(3, 20))
-    advantages = F.generalized_advantages(rewards, baseline, next_baseline, np.ones(20), 0.9, 0.0)
+    advantages = A.generalized_advantages(rewards, baseline, next_baseline, np.ones(20), 0.9, 0.0)
     np.testing.assert_allclose(advantages, rewards + 0.9 * next_baseline - baseline, rtol=1e-12)
 
 
@@ -377,7 +378,7 @@ def test_generalized_advantages_equal_those_of_sb3(seed, n_envs):
     next_values = np.vstack([values[1:], last_values]) * ~dones
     continues = 1.0 - dones
     continues[-1] = 0.0
-    advantages = F.generalized_advantages(
+    advantages = A.generalized_advantages(
         *(array.T.ravel() for array in (rewards, values, next_values, continues)), gamma, gae_lambda
     )
     np.testing.assert_allclose(advantages, buffer.advantages.T.ravel(), rtol=1e-4, atol=1e-5)
@@ -389,7 +390,7 @@ def test_generalized_advantages_equal_those_of_sb3(seed, n_envs):
 def test_centre_within_is_as_worked_out_by_hand():
     # label 0: (1 + 2 + 6) / 3 = 3; label 1: (10 + 20) / 2 = 15; label 2 has a single value
     values, labels = np.array([1.0, 10.0, 2.0, 20.0, 6.0, 42.0]), np.array([0, 1, 0, 1, 0, 2])
-    np.testing.assert_array_equal(F.centre_within(values, labels), [-2, -5, -1, 5, 3, 0])
+    np.testing.assert_array_equal(A.centre_within(values, labels), [-2, -5, -1, 5, 3, 0])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -398,19 +399,19 @@ def test_centre_within_equals_a_loop(seed, magnitude):
     values, _, labels = draw_rollout(seed)
     values = magnitude * values[: len(labels)]
     expected = flat(loop_centre([[value] for value in values], labels))
-    np.testing.assert_allclose(F.centre_within(values, labels), expected, rtol=1e-9, atol=1e-12 * magnitude)
+    np.testing.assert_allclose(A.centre_within(values, labels), expected, rtol=1e-9, atol=1e-12 * magnitude)
 
 
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 def test_centre_within_gives_exactly_zero_for_values_that_are_tied(magnitude):
     # Three equal values of 0.1 have a mean that is not 0.1
     values, labels = magnitude * np.array([0.1, 0.1, 0.7, 0.1]), np.array([0, 0, 1, 0])
-    np.testing.assert_array_equal(F.centre_within(values, labels), np.zeros(4))
+    np.testing.assert_array_equal(A.centre_within(values, labels), np.zeros(4))
 
 
 def test_a_large_common_offset_takes_no_precision_from_the_differences():
     # 1e8 + (0 + 1 + 3) / 3 is not a double, so that subtracting the mean itself would be off in the ninth digit
-    centred = F.centre_within(1e8 + np.array([0.0, 1.0, 3.0]), np.array([0, 0, 0]))
+    centred = A.centre_within(1e8 + np.array([0.0, 1.0, 3.0]), np.array([0, 0, 0]))
     np.testing.assert_allclose(centred, [-4 / 3, -1 / 3, 5 / 3], rtol=1e-14)
 
 
@@ -424,12 +425,12 @@ def in_another_order(magnitude: float) -> np.ndarray:
 @pytest.mark.parametrize("sign", [pytest.param(1.0, id="gain"), pytest.param(-1.0, id="cost")])
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 def test_sums_taken_in_another_order_are_tied(magnitude, sign):
-    np.testing.assert_array_equal(F.centre_within(sign * in_another_order(magnitude), np.array([0, 0])), [0.0, 0.0])
+    np.testing.assert_array_equal(A.centre_within(sign * in_another_order(magnitude), np.array([0, 0])), [0.0, 0.0])
 
 
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 def test_a_difference_in_the_sixth_digit_is_no_tie(magnitude):
-    centred = F.centre_within(magnitude * np.array([1.000001, 1.000003]), np.array([0, 0]))
+    centred = A.centre_within(magnitude * np.array([1.000001, 1.000003]), np.array([0, 0]))
     np.testing.assert_allclose(centred, magnitude * np.array([-1e-6, 1e-6]), rtol=1e-6)
 
 
@@ -439,7 +440,7 @@ def test_rounding_is_not_blown_up_as_it_is_by_the_naive_formula():
     sums = np.array([sum(rewards[:3]), sum(rewards[3:])])
     naive = (sums - sums.mean()) / (sums.std() + 1e-8)
     assert np.abs(naive).max() > 0.9
-    np.testing.assert_array_equal(F.outcome_advantages(rewards, np.array([3, 3]), np.array([0, 0])), np.zeros(6))
+    np.testing.assert_array_equal(A.outcome_advantages(rewards, np.array([3, 3]), np.array([0, 0])), np.zeros(6))
 
 
 def test_rounding_in_single_precision_is_not_blown_up_as_it_is_by_the_naive_formula():
@@ -447,12 +448,12 @@ def test_rounding_in_single_precision_is_not_blown_up_as_it_is_by_the_naive_form
     sums = np.array([sum(rewards[:4], np.float32(0)), sum(rewards[4:], np.float32(0))], dtype=np.float32)
     naive = (sums - sums.mean()) / (sums.std() + np.float32(1e-8))
     assert np.abs(naive).max() > 0.7
-    np.testing.assert_array_equal(F.outcome_advantages(rewards, np.array([4, 4]), np.array([0, 0])), np.zeros(8))
+    np.testing.assert_array_equal(A.outcome_advantages(rewards, np.array([4, 4]), np.array([0, 0])), np.zeros(8))
 
 
 def test_leave_one_out_factor_is_as_worked_out_by_hand():
     # three values: 3 / 2; two: 2 / 1; one has no others
-    np.testing.assert_array_equal(F.leave_one_out_factor(np.array([0, 1, 0, 2, 0, 1])), [1.5, 2, 1.5, 0, 1.5, 2])
+    np.testing.assert_array_equal(A.leave_one_out_factor(np.array([0, 1, 0, 2, 0, 1])), [1.5, 2, 1.5, 0, 1.5, 2])
 
 
 @pytest.mark.parametrize(
@@ -466,7 +467,7 @@ def test_leave_one_out_factor_is_as_worked_out_by_hand():
     ],
 )
 def test_rescale_is_as_worked_out_by_hand(scale, expected):
-    rescaled = F.rescale(np.array([-3.0, -1.0, 0.0, 1.0, 3.0]), np.array([0, 1, 0, 1, 0]), scale)
+    rescaled = A.rescale(np.array([-3.0, -1.0, 0.0, 1.0, 3.0]), np.array([0, 1, 0, 1, 0]), scale)
     np.testing.assert_allclose(rescaled, expected, atol=1e-6)
 
 
@@ -492,7 +493,7 @@ def test_rescale_is_as_worked_out_by_hand(scale, expected):
 )
 def test_outcome_advantages_are_as_worked_out_by_hand(scale, leave_one_out, expected):
     lengths, groups = np.array([2, 1, 1, 1, 2]), np.array([0, 1, 0, 1, 0])
-    advantages = F.outcome_advantages(np.array([1, 2, 10, 5, 14, 0.5, 0.5]), lengths, groups, scale, leave_one_out)
+    advantages = A.outcome_advantages(np.array([1, 2, 10, 5, 14, 0.5, 0.5]), lengths, groups, scale, leave_one_out)
     np.testing.assert_allclose(advantages, np.repeat(expected, lengths), atol=1e-6)
 
 
@@ -510,7 +511,7 @@ def test_outcome_advantages_are_as_worked_out_by_hand(scale, leave_one_out, expe
 )
 def test_process_advantages_are_as_worked_out_by_hand(scale, expected):
     lengths, groups = np.array([2, 1, 1, 1]), np.array([0, 1, 0, 1])
-    advantages = F.process_advantages(np.array([1.0, 5.0, 4.0, 0.0, 6.0]), lengths, groups, scale)
+    advantages = A.process_advantages(np.array([1.0, 5.0, 4.0, 0.0, 6.0]), lengths, groups, scale)
     np.testing.assert_allclose(advantages, expected, atol=1e-6)
 
 
@@ -529,7 +530,7 @@ def test_process_advantages_are_as_worked_out_by_hand(scale, expected):
 )
 def test_return_to_go_advantages_are_as_worked_out_by_hand(scale, expected):
     lengths, groups = np.array([2, 2, 1, 2]), np.array([0, 1, 0, 1])
-    advantages = F.return_to_go_advantages(np.array([1.0, 4, 2, 2, 2, 6, 2]), lengths, groups, 0.5, scale)
+    advantages = A.return_to_go_advantages(np.array([1.0, 4, 2, 2, 2, 6, 2]), lengths, groups, 0.5, scale)
     np.testing.assert_allclose(advantages, expected, atol=1e-6)
 
 
@@ -550,19 +551,19 @@ STEPWISE_LENGTHS, STEPWISE_GROUPS = np.array([3, 1, 2, 1]), np.array([0, 1, 0, 0
 )
 def test_stepwise_advantages_are_as_worked_out_by_hand(scale, expected):
     rewards = np.array([1.0, 4, 8, 7, 2, 2, 1])
-    advantages = F.stepwise_advantages(rewards, STEPWISE_LENGTHS, STEPWISE_GROUPS, 0.5, scale)
+    advantages = A.stepwise_advantages(rewards, STEPWISE_LENGTHS, STEPWISE_GROUPS, 0.5, scale)
     np.testing.assert_allclose(advantages, expected, atol=1e-6)
 
 
 def test_steps_without_a_peer_are_counted():
     # the last step of the longest trajectory, and the only step of the only member of group 1
-    assert F.count_steps_without_peer(STEPWISE_LENGTHS, STEPWISE_GROUPS) == 2
-    assert F.count_steps_without_peer(np.array([2, 2]), np.array([0, 0])) == 0
-    assert F.count_steps_without_peer(np.array([2, 2]), np.array([0, 1])) == 4
+    assert A.count_steps_without_peer(STEPWISE_LENGTHS, STEPWISE_GROUPS) == 2
+    assert A.count_steps_without_peer(np.array([2, 2]), np.array([0, 0])) == 0
+    assert A.count_steps_without_peer(np.array([2, 2]), np.array([0, 1])) == 4
 
 
 def test_peers_are_at_the_same_step_of_the_same_group():
-    labels = F.peers_at_each_step(STEPWISE_LENGTHS, STEPWISE_GROUPS)
+    labels = A.peers_at_each_step(STEPWISE_LENGTHS, STEPWISE_GROUPS)
     # group 0 has steps 0, 1, 2 and group 1 has step 0
     np.testing.assert_array_equal(labels, [0, 1, 2, 3, 0, 1, 0])
 
@@ -641,7 +642,7 @@ def test_unscaled_advantages_have_the_unit_of_the_reward(formula: Advantages):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(
-    "formula", [pytest.param(F.outcome_advantages, id="outcome"), pytest.param(rloo_advantages, id="leave-one-out")]
+    "formula", [pytest.param(A.outcome_advantages, id="outcome"), pytest.param(rloo_advantages, id="leave-one-out")]
 )
 def test_outcome_advantages_ignore_what_all_members_of_a_group_gained(formula: Advantages, scale):
     rewards, lengths, groups = draw_rollout(0)
@@ -655,12 +656,12 @@ def test_outcome_advantages_ignore_what_all_members_of_a_group_gained(formula: A
 def test_process_advantages_ignore_what_every_step_of_a_group_gained(scale):
     rewards, lengths, groups = draw_rollout(0)
     shifted = rewards + np.repeat(np.array([5.0, -3.0, 100.0, 7.0])[groups], lengths)
-    expected = F.process_advantages(rewards, lengths, groups, scale)
-    np.testing.assert_allclose(F.process_advantages(shifted, lengths, groups, scale), expected, rtol=1e-9, atol=1e-9)
+    expected = A.process_advantages(rewards, lengths, groups, scale)
+    np.testing.assert_allclose(A.process_advantages(shifted, lengths, groups, scale), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("formula", [F.return_to_go_advantages, F.stepwise_advantages], ids=["return_to_go", "stepwise"])
+@pytest.mark.parametrize("formula", [A.return_to_go_advantages, A.stepwise_advantages], ids=["return_to_go", "stepwise"])
 def test_undiscounted_returns_to_go_are_compared_without_what_all_members_of_a_group_gained_at_the_end(formula, scale):
     rewards, lengths, groups = draw_rollout(0)
     shifted = rewards.copy()
@@ -695,7 +696,7 @@ def test_another_group_changes_the_unit_alone_where_the_scale_is_that_of_the_bat
 @pytest.mark.parametrize("scale", ["group", "batch"])
 def test_outcome_scores_have_zero_mean_and_unit_deviation_within_what_they_are_scaled_by(scale):
     rewards, lengths, groups = np.random.default_rng(0).normal(size=12), np.ones(12, dtype=np.int64), np.arange(12) % 3
-    advantages = F.outcome_advantages(rewards, lengths, groups, scale)
+    advantages = A.outcome_advantages(rewards, lengths, groups, scale)
     parts = {"group": [advantages[groups == g] for g in range(3)], "batch": [advantages]}[scale]
     np.testing.assert_allclose([part.mean() for part in parts], 0.0, atol=1e-12)
     np.testing.assert_allclose([part.std() for part in parts], 1.0, rtol=1e-6)
@@ -705,27 +706,27 @@ def test_outcome_scores_have_zero_mean_and_unit_deviation_within_what_they_are_s
 def test_leave_one_out_is_the_plain_difference_times_k_over_k_less_one(seed):
     rewards, lengths, groups = draw_rollout(seed)
     factor = np.repeat(np.array([5 / 4, 3 / 2, 2 / 1, 0.0])[groups], lengths)
-    expected = factor * F.outcome_advantages(rewards, lengths, groups, "none")
+    expected = factor * A.outcome_advantages(rewards, lengths, groups, "none")
     np.testing.assert_allclose(rloo_advantages(rewards, lengths, groups, "none"), expected, rtol=1e-12)
 
 
 def test_process_advantages_teach_nothing_from_a_constant_reward_but_do_from_a_varying_one():
     lengths, groups = np.array([4, 9, 2]), np.array([0, 0, 0])
-    np.testing.assert_array_equal(F.process_advantages(np.full(15, 0.1), lengths, groups), np.zeros(15))
+    np.testing.assert_array_equal(A.process_advantages(np.full(15, 0.1), lengths, groups), np.zeros(15))
     # ... while the sum of that reward does tell the members apart
-    assert (F.outcome_advantages(np.full(15, 0.1), lengths, groups) != 0).all()
+    assert (A.outcome_advantages(np.full(15, 0.1), lengths, groups) != 0).all()
     varying = np.full(15, 0.1)
     varying[-1] = 1.0
-    assert (F.process_advantages(varying, lengths, groups) != 0).all()
+    assert (A.process_advantages(varying, lengths, groups) != 0).all()
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_process_advantages_telescope_to_normalised_rewards(scale):
     rewards, lengths, groups = draw_rollout(0)
-    advantages = F.process_advantages(rewards, lengths, groups, scale)
-    increments = advantages - np.append(advantages[1:], 0.0) * F.same_trajectory_continues(lengths)
+    advantages = A.process_advantages(rewards, lengths, groups, scale)
+    increments = advantages - np.append(advantages[1:], 0.0) * A.same_trajectory_continues(lengths)
     # A one-step trajectory's advantage is its normalised reward
-    singly = F.process_advantages(rewards, np.ones_like(rewards, dtype=np.int64), np.repeat(groups, lengths), scale)
+    singly = A.process_advantages(rewards, np.ones_like(rewards, dtype=np.int64), np.repeat(groups, lengths), scale)
     np.testing.assert_allclose(increments, singly, rtol=1e-9, atol=1e-9)
 
 
@@ -733,8 +734,8 @@ def test_all_unscaled_formulas_agree_on_members_of_one_step():
     rewards, lengths, groups = np.array([1.0, 5.0, 3.0, 8.0]), np.ones(4, dtype=np.int64), np.array([0, 0, 0, 0])
     # mean 17 / 4 = 4.25
     plain = [-3.25, 0.75, -1.25, 3.75]
-    np.testing.assert_array_equal(F.outcome_advantages(rewards, lengths, groups, "none"), plain)
-    np.testing.assert_array_equal(F.process_advantages(rewards, lengths, groups, "none"), plain)
+    np.testing.assert_array_equal(A.outcome_advantages(rewards, lengths, groups, "none"), plain)
+    np.testing.assert_array_equal(A.process_advantages(rewards, lengths, groups, "none"), plain)
     np.testing.assert_array_equal(return_to_go_advantages(rewards, lengths, groups, "none"), plain)
     np.testing.assert_allclose(stepwise_advantages(rewards, lengths, groups, "none"), 4 / 3 * np.array(plain), rtol=1e-12)
     np.testing.assert_allclose(rloo_advantages(rewards, lengths, groups, "none"), 4 / 3 * np.array(plain), rtol=1e-12)
@@ -754,14 +755,14 @@ def test_two_members_get_opposite_stepwise_advantages_where_both_run_and_none_af
 
 def test_whitened_advantages_are_as_worked_out_by_hand():
     # mean 3, differences -2, -1, 3, deviation sqrt((4 + 1 + 9) / 3) = 2.160247
-    np.testing.assert_allclose(F.whiten(np.array([1.0, 2.0, 6.0])), [-0.925820, -0.462910, 1.388730], atol=1e-6)
+    np.testing.assert_allclose(A.whiten(np.array([1.0, 2.0, 6.0])), [-0.925820, -0.462910, 1.388730], atol=1e-6)
 
 
 def test_whitening_gives_zero_mean_and_unit_deviation_and_changes_nothing_the_second_time():
-    whitened = F.whiten(100.0 + 7.0 * np.random.default_rng(0).normal(size=1000))
+    whitened = A.whiten(100.0 + 7.0 * np.random.default_rng(0).normal(size=1000))
     assert whitened.mean() == pytest.approx(0.0, abs=1e-12)
     assert whitened.std() == pytest.approx(1.0, rel=1e-6)
-    np.testing.assert_allclose(F.whiten(whitened), whitened, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(A.whiten(whitened), whitened, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -775,7 +776,7 @@ def test_whitening_gives_zero_mean_and_unit_deviation_and_changes_nothing_the_se
     ],
 )
 def test_whitening_advantages_that_are_all_equal_gives_exactly_zero(advantages):
-    np.testing.assert_array_equal(F.whiten(advantages), np.zeros(len(advantages)))
+    np.testing.assert_array_equal(A.whiten(advantages), np.zeros(len(advantages)))
 
 
 @pytest.mark.parametrize(
@@ -792,7 +793,7 @@ def test_whitening_advantages_that_are_all_equal_gives_exactly_zero(advantages):
     ],
 )
 def test_explained_variance_is_as_worked_out_by_hand(predictions, expected):
-    explained = F.explained_variance(np.array(predictions), np.array([1.0, 2.0, 3.0, 6.0]))
+    explained = A.explained_variance(np.array(predictions), np.array([1.0, 2.0, 3.0, 6.0]))
     assert explained == pytest.approx(expected, abs=1e-6)
 
 
@@ -806,7 +807,7 @@ def test_explained_variance_is_as_worked_out_by_hand(predictions, expected):
     ],
 )
 def test_explained_variance_of_targets_that_do_not_vary_is_undefined(targets):
-    assert math.isnan(F.explained_variance(np.arange(float(len(targets))), targets))
+    assert math.isnan(A.explained_variance(np.arange(float(len(targets))), targets))
 
 
 # --- importance ratios ------------------------------------------------------------------------------------------------
@@ -823,19 +824,19 @@ def draw_trajectories(seed: int) -> tuple[np.ndarray, th.Tensor]:
 
 
 def test_levels_and_aggregations_are_those_of_the_types():
-    assert set(F.LOG_RATIOS) == set(get_args(F.ImportanceSamplingLevel))
-    assert set(F.LOSS_WEIGHTS) == set(get_args(F.LossAggregation))
+    assert set(losses.LOG_RATIOS) == set(get_args(losses.ImportanceSamplingLevel))
+    assert set(losses.LOSS_WEIGHTS) == set(get_args(losses.LossAggregation))
 
 
 @pytest.mark.parametrize("trajectories", [None, IN_TWO], ids=["without trajectories", "with trajectories"])
 def test_log_ratio_of_a_step_is_its_own(trajectories):
     log_ratio = th.randn(3, requires_grad=True)
-    assert F.LOG_RATIOS["step"](log_ratio, trajectories) is log_ratio
+    assert losses.LOG_RATIOS["step"](log_ratio, trajectories) is log_ratio
 
 
 def test_log_ratio_of_a_trajectory_is_the_mean_with_the_slope_of_each_step_as_worked_out_by_hand():
     log_ratio = th.tensor([1.0, 0.5, 2.0], dtype=th.float64, requires_grad=True)
-    of_trajectory = F.LOG_RATIOS["trajectory"](log_ratio, IN_TWO)
+    of_trajectory = losses.LOG_RATIOS["trajectory"](log_ratio, IN_TWO)
     # (1 + 2) / 2 = 1.5 for the first and the last, 0.5 for the one between
     assert of_trajectory.tolist() == [1.5, 0.5, 1.5]
     # Each entry has slope 1 in its own step and 0 in the others, not 1/2 in both steps of the trajectory
@@ -851,30 +852,30 @@ def test_log_ratio_of_trajectories_equals_a_loop(seed):
         statistics.fmean([d.item() for d, its_own in zip(log_ratio, trajectories, strict=True) if its_own == trajectory])
         for trajectory in trajectories
     ]
-    th.testing.assert_close(F.trajectory_log_ratio(log_ratio, trajectories).tolist(), expected, rtol=1e-12, atol=1e-12)
+    th.testing.assert_close(losses.trajectory_log_ratio(log_ratio, trajectories).tolist(), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [th.float32, th.float64], ids=["single", "double"])
 def test_loss_of_trajectories_of_one_step_is_that_of_steps_bit_for_bit(dtype):
     log_ratio, advantages = th.randn(100, dtype=dtype, requires_grad=True), th.randn(100, dtype=dtype)
-    levels = [log_ratio, F.trajectory_log_ratio(log_ratio, th.randperm(100))]
-    losses = [F.clipped_surrogate(level, advantages, CLIP).loss for level in levels]
-    gradients = [th.autograd.grad(loss.sum(), log_ratio)[0] for loss in losses]
+    levels = [log_ratio, losses.trajectory_log_ratio(log_ratio, th.randperm(100))]
+    per_level = [losses.clipped_surrogate(level, advantages, CLIP).loss for level in levels]
+    gradients = [th.autograd.grad(loss.sum(), log_ratio)[0] for loss in per_level]
     assert levels[1].dtype == dtype
-    assert th.equal(*levels) and th.equal(*losses) and th.equal(*gradients)
+    assert th.equal(*levels) and th.equal(*per_level) and th.equal(*gradients)
 
 
 def test_log_ratio_of_one_trajectory_is_the_same_for_all_of_its_steps_and_of_none_there_is_none():
-    log_ratio = F.trajectory_log_ratio(th.tensor([0.5, 1.0, 3.0]), th.zeros(3, dtype=th.int64))
+    log_ratio = losses.trajectory_log_ratio(th.tensor([0.5, 1.0, 3.0]), th.zeros(3, dtype=th.int64))
     assert log_ratio.tolist() == [1.5, 1.5, 1.5]
     # ... without rounding: 0.1 + (mean - 0.1) would not be the mean
-    assert len(set(F.trajectory_log_ratio(th.logspace(-3, 3, 50), th.zeros(50, dtype=th.int64)).tolist())) == 1
-    assert F.trajectory_log_ratio(th.empty(0), th.empty(0, dtype=th.int64)).shape == (0,)
+    assert len(set(losses.trajectory_log_ratio(th.logspace(-3, 3, 50), th.zeros(50, dtype=th.int64)).tolist())) == 1
+    assert losses.trajectory_log_ratio(th.empty(0), th.empty(0, dtype=th.int64)).shape == (0,)
 
 
 def test_log_ratio_of_trajectories_cannot_do_without_them():
     with pytest.raises(AssertionError, match="whole trajectories"):
-        F.trajectory_log_ratio(th.zeros(3), None)
+        losses.trajectory_log_ratio(th.zeros(3), None)
 
 
 def loop_gspo(
@@ -895,12 +896,12 @@ def test_outcome_advantages_aggregated_by_trajectory_at_the_level_of_trajectorie
     lengths, trajectories = draw_trajectories(seed)
     log_ratio = (0.5 * th.randn(len(trajectories), dtype=th.float64)).requires_grad_()
     advantages = th.randn(len(lengths), dtype=th.float64)
-    weights = th.as_tensor(F.trajectory_loss_weights(lengths, 0))[trajectories]
+    weights = th.as_tensor(losses.trajectory_loss_weights(lengths, 0))[trajectories]
 
     def loss_of(level: str) -> th.Tensor:
-        ratios = F.LOG_RATIOS[level](log_ratio, trajectories)
-        surrogate = F.clipped_surrogate(ratios, advantages[trajectories], CLIP, clip_range_high)
-        return F.weighted_mean(surrogate.loss, weights)
+        ratios = losses.LOG_RATIOS[level](log_ratio, trajectories)
+        surrogate = losses.clipped_surrogate(ratios, advantages[trajectories], CLIP, clip_range_high)
+        return losses.weighted_mean(surrogate.loss, weights)
 
     expected = loop_gspo(log_ratio, trajectories, advantages, CLIP, clip_range_high)
     gradient, expected_gradient, step_gradient = (
@@ -920,10 +921,10 @@ def surrogate_of_ratio(
 ) -> tuple[float, float, float]:
     """The loss of one transition, its derivative by the ratio, and whether it counts as clipped."""
     log_prob = th.tensor([math.log(ratio)], dtype=th.float64, requires_grad=True)
-    surrogate = F.clipped_surrogate(log_prob, th.tensor([advantage], dtype=th.float64), CLIP, clip_range_high, dual_clip)
+    surrogate = losses.clipped_surrogate(log_prob, th.tensor([advantage], dtype=th.float64), CLIP, clip_range_high, dual_clip)
     surrogate.loss.sum().backward()
     assert log_prob.grad is not None
-    clipped = F.clip_fractions(surrogate.ratio, CLIP, clip_range_high)
+    clipped = losses.clip_fractions(surrogate.ratio, CLIP, clip_range_high)
     return surrogate.loss.item(), log_prob.grad.item() / ratio, float(sum(clipped))
 
 
@@ -1012,14 +1013,14 @@ def test_options_of_the_surrogate_that_bound_nothing_more_change_nothing_bit_for
     spread = th.tensor([0.1, 1.0, 100.0]).repeat_interleave(1000)
     log_ratio, advantages = (spread * th.randn(3000)).requires_grad_(), th.randn(3000)
     advantages[::100] = 0.0
-    plain, optional = (F.clipped_surrogate(log_ratio, advantages, CLIP, **given) for given in ({}, options))
+    plain, optional = (losses.clipped_surrogate(log_ratio, advantages, CLIP, **given) for given in ({}, options))
     assert th.equal(plain.loss, optional.loss) and th.equal(plain.ratio, optional.ratio)
     assert th.equal(*(th.autograd.grad(surrogate.loss.sum(), log_ratio)[0] for surrogate in (plain, optional)))
 
 
 def test_dual_clip_bounds_the_loss_of_bad_actions_where_the_ratio_overflows():
     log_ratio, advantages = th.tensor([1000.0, 15.0, 1000.0], requires_grad=True), th.tensor([-2.0, -0.5, 2.0])
-    loss = F.clipped_surrogate(log_ratio, advantages, CLIP, dual_clip=3.0).loss
+    loss = losses.clipped_surrogate(log_ratio, advantages, CLIP, dual_clip=3.0).loss
     # 3 * 2, 3 * 0.5 and -1.2 * 2
     th.testing.assert_close(loss, th.tensor([6.0, 1.5, -2.4]))
     assert th.autograd.grad(loss.sum(), log_ratio)[0].tolist() == [0.0, 0.0, 0.0]
@@ -1033,7 +1034,7 @@ def test_dual_clip_bounds_the_loss_of_bad_actions_where_the_ratio_overflows():
 def test_clipped_surrogate_of_an_unchanged_policy_is_the_plain_policy_gradient(advantage, options):
     log_prob = th.tensor([-1.7], dtype=th.float64, requires_grad=True)
     advantages = th.tensor([advantage], dtype=th.float64)
-    surrogate = F.clipped_surrogate(log_prob - log_prob.detach(), advantages, CLIP, **options)
+    surrogate = losses.clipped_surrogate(log_prob - log_prob.detach(), advantages, CLIP, **options)
     surrogate.loss.sum().backward()
     assert surrogate.loss.item() == -advantage
     assert log_prob.grad is not None and log_prob.grad.item() == -advantage
@@ -1043,7 +1044,7 @@ def test_clipped_surrogate_of_an_unchanged_policy_is_the_plain_policy_gradient(a
 def test_clipped_surrogate_and_its_gradient_equal_those_of_ppo():
     log_prob = th.randn(1000, dtype=th.float64, requires_grad=True)
     old_log_prob, advantages = th.randn(2, 1000, dtype=th.float64)
-    loss, our_ratio, _ = F.clipped_surrogate(log_prob - old_log_prob, advantages, CLIP)
+    loss, our_ratio, _ = losses.clipped_surrogate(log_prob - old_log_prob, advantages, CLIP)
 
     ratio = th.exp(log_prob - old_log_prob)
     policy_loss_1 = advantages * ratio
@@ -1052,7 +1053,7 @@ def test_clipped_surrogate_and_its_gradient_equal_those_of_ppo():
     ppo_clip_fraction = th.mean((th.abs(ratio - 1) > CLIP).float()).item()
     assert loss.shape == our_ratio.shape == (1000,)
     assert loss.mean().item() == pytest.approx(ppo_loss.item(), rel=1e-12)
-    assert float(sum(F.clip_fractions(our_ratio, CLIP))) == pytest.approx(ppo_clip_fraction, rel=1e-6)
+    assert float(sum(losses.clip_fractions(our_ratio, CLIP))) == pytest.approx(ppo_clip_fraction, rel=1e-6)
     gradients = [th.autograd.grad(value, log_prob)[0] for value in (loss.mean(), ppo_loss)]
     th.testing.assert_close(*gradients)
 
@@ -1063,11 +1064,11 @@ def test_clipped_surrogate_and_its_gradient_equal_those_of_ppo():
 )
 def test_the_slope_of_the_clipped_surrogate_is_what_autograd_finds(options):
     log_ratio = 2.0 * th.randn(2000, dtype=th.float64)
-    log_ratio[:4] = th.tensor([30.0, -30.0, 0.0, F.MAX_LOG_RATIO])
+    log_ratio[:4] = th.tensor([30.0, -30.0, 0.0, losses.MAX_LOG_RATIO])
     log_ratio.requires_grad_()
     advantages = th.randn(2000, dtype=th.float64)
     advantages[:1] = -1.0
-    surrogate = F.clipped_surrogate(log_ratio, advantages, CLIP, **options)
+    surrogate = losses.clipped_surrogate(log_ratio, advantages, CLIP, **options)
     (expected,) = th.autograd.grad(surrogate.loss.sum(), log_ratio)
     th.testing.assert_close(surrogate.slope, expected)
     assert not surrogate.slope.requires_grad
@@ -1077,7 +1078,7 @@ def test_the_slope_of_the_clipped_surrogate_is_what_autograd_finds(options):
 @pytest.mark.parametrize("options", [{}, {"dual_clip": 3.0}], ids=["plain", "dual clip"])
 def test_what_is_no_number_shows_in_the_slope(options):
     log_ratio, advantages = th.tensor([0.0, float("nan"), 0.0]), th.tensor([float("nan"), 1.0, 1.0])
-    assert F.clipped_surrogate(log_ratio, advantages, CLIP, **options).slope.isnan().tolist() == [True, True, False]
+    assert losses.clipped_surrogate(log_ratio, advantages, CLIP, **options).slope.isnan().tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -1085,11 +1086,11 @@ def test_what_is_no_number_shows_in_the_slope(options):
 def test_clipped_surrogate_is_finite_where_the_ratio_overflows(log_ratio, advantage):
     log_prob = th.tensor([log_ratio], requires_grad=True)
     assert not th.exp(log_prob.abs()).isfinite()
-    surrogate = F.clipped_surrogate(log_prob, th.tensor([advantage]), CLIP)
+    surrogate = losses.clipped_surrogate(log_prob, th.tensor([advantage]), CLIP)
     surrogate.loss.sum().backward()
     assert log_prob.grad is not None
     assert surrogate.loss.isfinite() and log_prob.grad.isfinite()
-    assert float(sum(F.clip_fractions(surrogate.ratio, CLIP))) == 1.0
+    assert float(sum(losses.clip_fractions(surrogate.ratio, CLIP))) == 1.0
 
 
 # --- the mean over transitions ----------------------------------------------------------------------------------------
@@ -1098,20 +1099,20 @@ def test_clipped_surrogate_is_finite_where_the_ratio_overflows(log_ratio, advant
 def test_weights_of_trajectories_are_as_worked_out_by_hand():
     # mean length (1 + 2 + 6) / 3 = 3: 3 / 1, 3 / 2, 3 / 6, and 3 / 12 where trajectories may have 12 steps
     lengths = np.array([1, 2, 6])
-    np.testing.assert_array_equal(F.trajectory_loss_weights(lengths, 12), [3.0, 1.5, 0.5])
-    np.testing.assert_array_equal(F.constant_loss_weights(lengths, 12), [0.25, 0.25, 0.25])
-    assert F.LOSS_WEIGHTS["step"] is None
+    np.testing.assert_array_equal(losses.trajectory_loss_weights(lengths, 12), [3.0, 1.5, 0.5])
+    np.testing.assert_array_equal(losses.constant_loss_weights(lengths, 12), [0.25, 0.25, 0.25])
+    assert losses.LOSS_WEIGHTS["step"] is None
 
 
 def test_weighted_mean_is_as_worked_out_by_hand_and_not_divided_by_the_sum_of_weights():
     # (1 * 4 + 2 * 10 + 0 * 100) / 3 = 8; (2 * 1 + 2 * 3) / 2 = 4; (4 + 10 + 100) / 3 = 38
     values = th.tensor([4.0, 10.0, 100.0], requires_grad=True)
-    weighted = F.weighted_mean(values, th.tensor([1.0, 2.0, 0.0]))
+    weighted = losses.weighted_mean(values, th.tensor([1.0, 2.0, 0.0]))
     assert weighted.item() == pytest.approx(8.0)
     th.testing.assert_close(th.autograd.grad(weighted, values)[0], th.tensor([1 / 3, 2 / 3, 0.0]))
-    assert F.weighted_mean(th.tensor([1.0, 3.0]), th.tensor([2.0, 2.0])).item() == pytest.approx(4.0)
-    assert F.weighted_mean(values, None).item() == pytest.approx(38.0)
-    assert F.weighted_mean(th.tensor([7.0]), th.tensor([0.5])).item() == 3.5
+    assert losses.weighted_mean(th.tensor([1.0, 3.0]), th.tensor([2.0, 2.0])).item() == pytest.approx(4.0)
+    assert losses.weighted_mean(values, None).item() == pytest.approx(38.0)
+    assert losses.weighted_mean(th.tensor([7.0]), th.tensor([0.5])).item() == 3.5
 
 
 BUDGET = 10
@@ -1141,9 +1142,9 @@ def loop_mean_over_budgets(trajectories: list[th.Tensor]) -> th.Tensor:
 def test_weighted_mean_and_its_gradient_equal_a_double_loop(aggregation, loop, seed):
     lengths, trajectories = draw_trajectories(seed)
     values = th.randn(len(trajectories), dtype=th.float64, requires_grad=True)
-    weigh = F.LOSS_WEIGHTS[aggregation]
+    weigh = losses.LOSS_WEIGHTS[aggregation]
     weights = None if weigh is None else th.as_tensor(weigh(lengths, BUDGET))[trajectories]
-    means = F.weighted_mean(values, weights), loop([values[trajectories == i] for i in range(len(lengths))])
+    means = losses.weighted_mean(values, weights), loop([values[trajectories == i] for i in range(len(lengths))])
     assert means[0].shape == ()
     th.testing.assert_close(*means, rtol=1e-12, atol=1e-12)
     th.testing.assert_close(*(th.autograd.grad(mean, values)[0] for mean in means), rtol=1e-12, atol=1e-12)
@@ -1152,14 +1153,14 @@ def test_weighted_mean_and_its_gradient_equal_a_double_loop(aggregation, loop, s
 @pytest.mark.parametrize("aggregation", ["trajectory", "constant"])
 @pytest.mark.parametrize("m", [1, 3, 7, 49])
 def test_weights_of_trajectories_of_equal_lengths_are_exactly_one_and_change_nothing(m, aggregation):
-    weigh = F.LOSS_WEIGHTS[aggregation]
+    weigh = losses.LOSS_WEIGHTS[aggregation]
     assert weigh is not None
     for length in range(1, 101):
         # ... where all have used up their budget
         weights = weigh(np.full(m, length), length)
         np.testing.assert_array_equal(weights, np.ones(m))
         values = th.randn(m * length, requires_grad=True)
-        means = values.mean(), F.weighted_mean(values, th.as_tensor(np.repeat(weights, length).astype(np.float32)))
+        means = values.mean(), losses.weighted_mean(values, th.as_tensor(np.repeat(weights, length).astype(np.float32)))
         assert th.equal(*means)
         assert th.equal(*(th.autograd.grad(mean, values)[0] for mean in means))
 
@@ -1167,7 +1168,7 @@ def test_weights_of_trajectories_of_equal_lengths_are_exactly_one_and_change_not
 @pytest.mark.parametrize("seed", SEEDS)
 def test_weights_of_trajectories_are_one_on_average_whatever_their_lengths(seed):
     lengths, _ = draw_trajectories(seed)
-    assert np.repeat(F.trajectory_loss_weights(lengths, 0), lengths).mean() == pytest.approx(1.0, rel=1e-12)
+    assert np.repeat(losses.trajectory_loss_weights(lengths, 0), lengths).mean() == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -1175,7 +1176,7 @@ def test_weights_of_trajectories_are_one_on_average_whatever_their_lengths(seed)
 def test_mean_over_budgets_is_the_mean_over_steps_times_mean_length_over_budget(seed, budget):
     lengths, trajectories = draw_trajectories(seed)
     values = th.randn(len(trajectories), dtype=th.float64)
-    constant = F.weighted_mean(values, th.as_tensor(F.constant_loss_weights(lengths, budget))[trajectories])
+    constant = losses.weighted_mean(values, th.as_tensor(losses.constant_loss_weights(lengths, budget))[trajectories])
     assert constant.item() == pytest.approx(values.mean().item() * lengths.mean() / budget, rel=1e-12)
 
 
@@ -1196,23 +1197,23 @@ def test_mean_over_budgets_is_the_mean_over_steps_times_mean_length_over_budget(
 )
 def test_clip_fractions_are_as_worked_out_by_hand(clip_range_high, low, high):
     ratio = th.tensor([0.5, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 0.7])
-    fractions = F.clip_fractions(ratio, CLIP, clip_range_high)
+    fractions = losses.clip_fractions(ratio, CLIP, clip_range_high)
     assert (fractions.low.item(), fractions.high.item()) == (low, high)
 
 
 def test_ratios_at_the_edge_of_the_clip_range_do_not_count_as_clipped():
     # Differences of 1 and these are exact
-    assert [float(f) for f in F.clip_fractions(th.tensor([0.75, 1.0, 1.25, 1.5]), 0.25, 0.5)] == [0.0, 0.0]
-    assert [float(f) for f in F.clip_fractions(th.tensor([1.0]), 0.0)] == [0.0, 0.0]
-    assert [float(f) for f in F.clip_fractions(th.tensor([0.7499]), 0.25)] == [1.0, 0.0]
-    assert [float(f) for f in F.clip_fractions(th.tensor([1.2501]), 0.25)] == [0.0, 1.0]
+    assert [float(f) for f in losses.clip_fractions(th.tensor([0.75, 1.0, 1.25, 1.5]), 0.25, 0.5)] == [0.0, 0.0]
+    assert [float(f) for f in losses.clip_fractions(th.tensor([1.0]), 0.0)] == [0.0, 0.0]
+    assert [float(f) for f in losses.clip_fractions(th.tensor([0.7499]), 0.25)] == [1.0, 0.0]
+    assert [float(f) for f in losses.clip_fractions(th.tensor([1.2501]), 0.25)] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("clip_range", [0.0, 0.1, CLIP, 0.9])
 def test_clip_fractions_add_up_to_that_of_ppo(clip_range):
     # A count over 1024 is exact
     ratio = th.exp(0.3 * th.randn(1024))
-    low, high = F.clip_fractions(ratio, clip_range)
+    low, high = losses.clip_fractions(ratio, clip_range)
     assert (low + high).item() == th.mean((th.abs(ratio - 1) > clip_range).float()).item()
     assert high > 0
 
@@ -1220,56 +1221,56 @@ def test_clip_fractions_add_up_to_that_of_ppo(clip_range):
 def test_what_is_reused_counts_by_its_importance_weight_up_to_two():
     log_prob, sampled = th.tensor([-1.0, -3.0, -1.0, 0.0, -2000.0]), th.tensor([-1.0, -2.0, -1.5, -50.0, 0.0])
     # 1, 1/e, sqrt(e) = 1.6487, e^50 truncated, nothing
-    assert F.reuse_weights(log_prob, sampled).tolist() == pytest.approx([1.0, 0.367879, 1.648721, 2.0, 0.0], abs=1e-6)
-    assert (F.reuse_weights(log_prob, sampled) > 0).all()
+    assert losses.reuse_weights(log_prob, sampled).tolist() == pytest.approx([1.0, 0.367879, 1.648721, 2.0, 0.0], abs=1e-6)
+    assert (losses.reuse_weights(log_prob, sampled) > 0).all()
 
 
 def test_effective_sample_size_is_as_worked_out_by_hand():
     # (1 + 3)^2 / (2 * (1 + 9)) = 0.8; (1 + 1 + 2)^2 / (3 * (1 + 1 + 4)) = 16 / 18 = 0.888889
-    assert F.effective_sample_size(th.tensor([1.0, 3.0])).item() == pytest.approx(0.8, rel=1e-12)
-    assert F.effective_sample_size(th.tensor([1.0, 1.0, 2.0])).item() == pytest.approx(0.888889, abs=1e-6)
+    assert losses.effective_sample_size(th.tensor([1.0, 3.0])).item() == pytest.approx(0.8, rel=1e-12)
+    assert losses.effective_sample_size(th.tensor([1.0, 1.0, 2.0])).item() == pytest.approx(0.888889, abs=1e-6)
 
 
 @pytest.mark.parametrize("n", [1, 2, 10, 1000])
-@pytest.mark.parametrize("log_ratio", [-F.MAX_LOG_RATIO, 0.0, 0.1, F.MAX_LOG_RATIO])
+@pytest.mark.parametrize("log_ratio", [-losses.MAX_LOG_RATIO, 0.0, 0.1, losses.MAX_LOG_RATIO])
 def test_effective_sample_size_of_ratios_that_are_all_alike_is_one(n, log_ratio):
-    assert F.effective_sample_size(th.full((n,), math.exp(log_ratio))).item() == pytest.approx(1.0, rel=1e-12)
+    assert losses.effective_sample_size(th.full((n,), math.exp(log_ratio))).item() == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 2, 10, 1000])
 def test_effective_sample_size_where_one_ratio_has_all_the_weight_is_one_of_n(n):
-    log_ratio = th.full((n,), -F.MAX_LOG_RATIO)
-    log_ratio[n // 2] = F.MAX_LOG_RATIO
-    assert F.effective_sample_size(log_ratio.exp()).item() == pytest.approx(1 / n, rel=1e-9)
+    log_ratio = th.full((n,), -losses.MAX_LOG_RATIO)
+    log_ratio[n // 2] = losses.MAX_LOG_RATIO
+    assert losses.effective_sample_size(log_ratio.exp()).item() == pytest.approx(1 / n, rel=1e-9)
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
 def test_effective_sample_size_follows_from_the_coefficient_of_variation_and_knows_no_unit(spread):
     ratio = th.exp(spread * th.randn(1000))
-    size = F.effective_sample_size(ratio)
+    size = losses.effective_sample_size(ratio)
     # E[x]^2 / E[x^2] = 1 / (1 + Var[x] / E[x]^2), in double precision whatever that of the ratios
     exact = ratio.double().numpy()
     assert size.item() == pytest.approx(1 / (1 + exact.var() / exact.mean() ** 2), rel=1e-12)
     # Powers of two scale without rounding
-    assert F.effective_sample_size(2.0**20 * ratio).item() == size.item()
-    assert F.effective_sample_size(2.0**-20 * ratio).item() == size.item()
+    assert losses.effective_sample_size(2.0**20 * ratio).item() == size.item()
+    assert losses.effective_sample_size(2.0**-20 * ratio).item() == size.item()
     assert 1 / 1000 < size < 1.0
 
 
 # --- estimates of the divergence --------------------------------------------------------------------------------------
 
-ESTIMATORS = [pytest.param(estimator, id=name) for name, estimator in F.KL_ESTIMATORS.items()]
+ESTIMATORS = [pytest.param(estimator, id=name) for name, estimator in losses.KL_ESTIMATORS.items()]
 
 
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"),
     [
         # pi = 1/4, ref = 1/2: d = log 2 = 0.693147
-        pytest.param(F.k1, -0.693147, 1.0, id="k1"),
+        pytest.param(losses.k1, -0.693147, 1.0, id="k1"),
         # 0.693147^2 / 2 = 0.240227; slope -d
-        pytest.param(F.k2, 0.240227, -0.693147, id="k2"),
+        pytest.param(losses.k2, 0.240227, -0.693147, id="k2"),
         # 2 - 0.693147 - 1 = 0.306853; slope 1 - exp(d) = 1 - 2
-        pytest.param(F.k3, 0.306853, -1.0, id="k3"),
+        pytest.param(losses.k3, 0.306853, -1.0, id="k3"),
     ],
 )
 def test_estimators_and_their_slopes_are_as_worked_out_by_hand(estimator, value, slope):
@@ -1289,9 +1290,9 @@ def test_estimators_are_zero_where_the_policies_agree(estimator):
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 30.0])
 def test_k2_and_k3_are_never_negative_while_k1_is(scale):
     log_prob, reference_log_prob = scale * th.randn(2, 100_000)
-    assert (F.k2(log_prob, reference_log_prob) >= 0).all()
-    assert (F.k3(log_prob, reference_log_prob) >= 0).all()
-    assert (F.k1(log_prob, reference_log_prob) < 0).any()
+    assert (losses.k2(log_prob, reference_log_prob) >= 0).all()
+    assert (losses.k3(log_prob, reference_log_prob) >= 0).all()
+    assert (losses.k1(log_prob, reference_log_prob) < 0).any()
 
 
 def sampled_estimate(estimator, policy: th.distributions.Normal, reference: th.distributions.Normal) -> float:
@@ -1304,7 +1305,7 @@ def sampled_estimate(estimator, policy: th.distributions.Normal, reference: th.d
 WIDE, NARROW = th.distributions.Normal(0.0, 2.0), th.distributions.Normal(1.0, 1.0)
 
 
-@pytest.mark.parametrize("estimator", [F.k1, F.k3], ids=["k1", "k3"])
+@pytest.mark.parametrize("estimator", [losses.k1, losses.k3], ids=["k1", "k3"])
 def test_samples_from_pi_estimate_the_divergence_of_pi_from_the_reference_and_not_the_reverse(estimator):
     estimate = sampled_estimate(estimator, WIDE, NARROW)
     assert estimate == pytest.approx(1.306853, abs=0.03)
@@ -1313,11 +1314,11 @@ def test_samples_from_pi_estimate_the_divergence_of_pi_from_the_reference_and_no
 
 def test_k2_is_close_for_policies_that_are_close_and_biased_for_others():
     # KL = 0.1^2 / 2 = 0.005
-    assert sampled_estimate(F.k2, NARROW, th.distributions.Normal(1.1, 1.0)) == pytest.approx(0.005, rel=0.03)
-    assert sampled_estimate(F.k2, WIDE, NARROW) > 1.5 * 1.306853
+    assert sampled_estimate(losses.k2, NARROW, th.distributions.Normal(1.1, 1.0)) == pytest.approx(0.005, rel=0.03)
+    assert sampled_estimate(losses.k2, WIDE, NARROW) > 1.5 * 1.306853
 
 
-@pytest.mark.parametrize("estimator", [F.k1, F.k3], ids=["k1", "k3"])
+@pytest.mark.parametrize("estimator", [losses.k1, losses.k3], ids=["k1", "k3"])
 def test_the_expected_estimate_over_all_actions_is_the_divergence(estimator):
     pi, ref = th.tensor([[0.7, 0.2, 0.1], [0.2, 0.3, 0.5]], dtype=th.float64)
     expected = (pi * (pi / ref).log()).sum().item()
@@ -1329,9 +1330,9 @@ def test_the_expected_estimate_over_all_actions_is_the_divergence(estimator):
     ("estimator", "objective"),
     [
         # E[grad log pi] = 0: averaged over actions, this penalty does not move the policy
-        pytest.param(F.k1, lambda pi, ref: 0.0 * pi.sum(), id="k1: none"),
-        pytest.param(F.k2, lambda pi, ref: (pi * (pi / ref).log()).sum(), id="k2: that of KL(pi || ref)"),
-        pytest.param(F.k3, lambda pi, ref: (ref * (ref / pi).log()).sum(), id="k3: that of KL(ref || pi)"),
+        pytest.param(losses.k1, lambda pi, ref: 0.0 * pi.sum(), id="k1: none"),
+        pytest.param(losses.k2, lambda pi, ref: (pi * (pi / ref).log()).sum(), id="k2: that of KL(pi || ref)"),
+        pytest.param(losses.k3, lambda pi, ref: (ref * (ref / pi).log()).sum(), id="k3: that of KL(ref || pi)"),
     ],
 )
 def test_expected_gradient_of_an_estimate_used_as_a_loss(estimator, objective):
@@ -1349,7 +1350,7 @@ def test_weighting_with_the_ratio_gives_k1_the_value_and_the_gradient_of_the_div
     old, reference = th.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=th.float64)
     policy = logits.softmax(dim=0)
     # The mean over actions of the old policy, which sampled them
-    penalty = (old * F.importance_weighted(F.k1(policy.log(), reference.log()), policy.log(), old.log())).sum()
+    penalty = (old * losses.importance_weighted(losses.k1(policy.log(), reference.log()), policy.log(), old.log())).sum()
     divergence = (policy * (policy / reference).log()).sum()
     assert penalty.item() == pytest.approx(divergence.item(), rel=1e-12)
     gradients = [th.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (penalty, divergence)]
@@ -1358,15 +1359,15 @@ def test_weighting_with_the_ratio_gives_k1_the_value_and_the_gradient_of_the_div
 
 def test_weighting_is_as_worked_out_by_hand_and_never_overflows():
     # pi = 1/2, pi_old = 1/4: the ratio is 2
-    weighted = F.importance_weighted(th.tensor([3.0]), th.tensor([0.5]).log(), th.tensor([0.25]).log())
+    weighted = losses.importance_weighted(th.tensor([3.0]), th.tensor([0.5]).log(), th.tensor([0.25]).log())
     assert weighted.item() == pytest.approx(6.0)
-    assert F.importance_weighted(th.ones(1), th.tensor([0.0]), th.tensor([-1000.0])).isfinite().all()
+    assert losses.importance_weighted(th.ones(1), th.tensor([0.0]), th.tensor([-1000.0])).isfinite().all()
 
 
 @pytest.mark.parametrize("d", [1000.0, 25.0, -25.0, -1000.0])
 def test_k3_is_finite_never_negative_and_never_drives_the_policies_apart_where_the_ratio_overflows(d):
     log_prob = th.tensor([-d], dtype=th.float64, requires_grad=True)
-    estimate = F.k3(log_prob, th.zeros(1, dtype=th.float64))
+    estimate = losses.k3(log_prob, th.zeros(1, dtype=th.float64))
     estimate.sum().backward()
     assert log_prob.grad is not None
     assert estimate.isfinite() and estimate.item() >= 0.0
@@ -1377,7 +1378,7 @@ def test_k3_is_finite_never_negative_and_never_drives_the_policies_apart_where_t
 def test_k3_far_above_the_reference_is_exact():
     # d = -30: exp(-30) + 30 - 1 = 29 + 9.4e-14, slope 1 - exp(-30)
     log_prob = th.tensor([30.0], dtype=th.float64, requires_grad=True)
-    estimate = F.k3(log_prob, th.zeros(1, dtype=th.float64))
+    estimate = losses.k3(log_prob, th.zeros(1, dtype=th.float64))
     estimate.sum().backward()
     assert estimate.item() == pytest.approx(29.0, abs=1e-12)
     assert log_prob.grad is not None and log_prob.grad.item() == pytest.approx(1.0, abs=1e-12)
@@ -1385,9 +1386,9 @@ def test_k3_far_above_the_reference_is_exact():
 
 def test_approximate_divergence_is_as_worked_out_by_hand():
     # ratio 2: 2 - 1 - log 2 = 0.306853; ratio 1/2: -1/2 + log 2 = 0.193147; ratio 1: 0; (0.306853 + 0.193147 + 0) / 3
-    assert F.approximate_kl(th.tensor([LN2, -LN2, 0.0])).item() == pytest.approx(0.166667, abs=1e-6)
-    assert F.approximate_kl(th.tensor([LN2])).item() == pytest.approx(0.306853, abs=1e-6)
-    assert F.approximate_kl(th.zeros(5)).item() == 0.0
+    assert losses.approximate_kl(th.tensor([LN2, -LN2, 0.0])).item() == pytest.approx(0.166667, abs=1e-6)
+    assert losses.approximate_kl(th.tensor([LN2])).item() == pytest.approx(0.306853, abs=1e-6)
+    assert losses.approximate_kl(th.zeros(5)).item() == 0.0
 
 
 @pytest.mark.parametrize("spread", [1e-3, 0.1, 1.0])
@@ -1395,23 +1396,23 @@ def test_approximate_divergence_is_k3_of_the_old_policy_from_the_new_and_that_of
     old_log_prob = th.randn(1000, dtype=th.float64)
     log_prob = old_log_prob + spread * th.randn(1000, dtype=th.float64)
     log_ratio = log_prob - old_log_prob
-    divergence = F.approximate_kl(log_ratio).item()
-    assert divergence == pytest.approx(F.k3(old_log_prob, log_prob).mean().item(), rel=1e-12)
+    divergence = losses.approximate_kl(log_ratio).item()
+    assert divergence == pytest.approx(losses.k3(old_log_prob, log_prob).mean().item(), rel=1e-12)
     assert divergence == pytest.approx(th.mean((th.exp(log_ratio) - 1) - log_ratio).item(), rel=1e-9)
-    assert divergence != pytest.approx(F.k3(log_prob, old_log_prob).mean().item(), rel=1e-5)
+    assert divergence != pytest.approx(losses.k3(log_prob, old_log_prob).mean().item(), rel=1e-5)
 
 
 def test_approximate_divergence_of_samples_from_the_old_policy_is_that_of_the_old_policy_from_the_new():
     # the old policy is the wide one: KL(old || new) = 1.306853, not 0.443147
     def approximate(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
-        return F.approximate_kl(reference_log_prob - log_prob)
+        return losses.approximate_kl(reference_log_prob - log_prob)
 
     assert sampled_estimate(approximate, WIDE, NARROW) == pytest.approx(1.306853, abs=0.03)
 
 
 @pytest.mark.parametrize("log_ratio", [1000.0, 25.0, -1000.0])
 def test_approximate_divergence_is_finite_and_positive_where_the_ratio_overflows(log_ratio):
-    divergence = F.approximate_kl(th.tensor([log_ratio, 0.0]))
+    divergence = losses.approximate_kl(th.tensor([log_ratio, 0.0]))
     assert divergence.isfinite() and divergence > 1.0
 
 
@@ -1489,11 +1490,11 @@ KINDS = [
 @pytest.mark.parametrize(("pair", "closed_form", "params", "reference_params"), KINDS)
 def test_exact_divergence_is_the_closed_form_and_not_its_reverse(pair, closed_form, params, reference_params):
     policy, reference = pair(th.tensor(params, dtype=th.float64), th.tensor(reference_params, dtype=th.float64))
-    divergence = F.exact_kl(policy, reference)
+    divergence = losses.exact_kl(policy, reference)
     expected = th.tensor([closed_form(p, q) for p, q in zip(params, reference_params, strict=True)], dtype=th.float64)
     assert divergence.shape == (len(params),)
     th.testing.assert_close(divergence, expected, rtol=1e-6, atol=1e-9)
-    assert not th.allclose(divergence, F.exact_kl(reference, policy), rtol=1e-3)
+    assert not th.allclose(divergence, losses.exact_kl(reference, policy), rtol=1e-3)
 
 
 @pytest.mark.parametrize(("pair", "closed_form", "params", "reference_params"), KINDS)
@@ -1503,14 +1504,14 @@ def test_exact_divergence_is_the_mean_log_ratio_of_sampled_actions(pair, closed_
     actions = policy.sample()
     log_ratio = policy.log_prob(actions) - reference.log_prob(actions)
     error = log_ratio.std().item() / math.sqrt(len(log_ratio))
-    assert log_ratio.mean().item() == pytest.approx(F.exact_kl(policy, reference)[0].item(), abs=5 * error)
-    assert log_ratio.mean().item() != pytest.approx(F.exact_kl(reference, policy)[0].item(), abs=5 * error)
+    assert log_ratio.mean().item() == pytest.approx(losses.exact_kl(policy, reference)[0].item(), abs=5 * error)
+    assert log_ratio.mean().item() != pytest.approx(losses.exact_kl(reference, policy)[0].item(), abs=5 * error)
 
 
 @pytest.mark.parametrize(("pair", "closed_form", "params", "reference_params"), KINDS)
 def test_exact_divergence_of_one_observation_keeps_its_shape(pair, closed_form, params, reference_params):
     policy, reference = pair(th.tensor(params[:1], dtype=th.float64), th.tensor(reference_params[:1], dtype=th.float64))
-    assert F.exact_kl(policy, reference).shape == (1,)
+    assert losses.exact_kl(policy, reference).shape == (1,)
 
 
 def test_exact_divergence_of_normals_is_as_worked_out_by_hand():
@@ -1518,7 +1519,7 @@ def test_exact_divergence_of_normals_is_as_worked_out_by_hand():
     # log(1 / 2) + (4 + 1) / 2 - 1/2 = 1.306853; together 1.75
     policy = DiagGaussianDistribution(2).proba_distribution(th.tensor([[1.0, 0.0]]), th.tensor([0.0, LN2]))
     reference = DiagGaussianDistribution(2).proba_distribution(th.tensor([[0.0, 1.0]]), th.tensor([LN2, 0.0]))
-    th.testing.assert_close(F.exact_kl(policy, reference), th.tensor([1.75]))
+    th.testing.assert_close(losses.exact_kl(policy, reference), th.tensor([1.75]))
 
 
 def test_gradient_of_the_exact_divergence_of_normals_is_as_worked_out_by_hand():
@@ -1526,7 +1527,7 @@ def test_gradient_of_the_exact_divergence_of_normals_is_as_worked_out_by_hand():
     log_std = th.tensor([0.0], dtype=th.float64, requires_grad=True)
     policy = DiagGaussianDistribution(1).proba_distribution(mean, log_std)
     reference = DiagGaussianDistribution(1).proba_distribution(th.zeros(1, 1).double(), th.tensor([LN2], dtype=th.float64))
-    F.exact_kl(policy, reference).sum().backward()
+    losses.exact_kl(policy, reference).sum().backward()
     # by the mean: (1 - 0) / 2^2 = 0.25; by log std: -1 + 1^2 / 2^2 = -0.75
     assert mean.grad is not None and mean.grad.item() == pytest.approx(0.25)
     assert log_std.grad is not None and log_std.grad.item() == pytest.approx(-0.75)
@@ -1542,7 +1543,7 @@ def test_gradient_of_the_exact_divergence_of_normals_is_as_worked_out_by_hand():
 )
 def test_exact_divergence_from_itself_is_zero_and_flat(make, n_logits):
     logits = th.randn(3, n_logits, dtype=th.float64, requires_grad=True)
-    divergence = F.exact_kl(make().proba_distribution(logits), make().proba_distribution(logits.detach()))
+    divergence = losses.exact_kl(make().proba_distribution(logits), make().proba_distribution(logits.detach()))
     gradient = th.autograd.grad(divergence.sum(), logits)[0]
     th.testing.assert_close(divergence, th.zeros(3, dtype=th.float64), rtol=0.0, atol=1e-12)
     th.testing.assert_close(gradient, th.zeros_like(logits), rtol=0.0, atol=1e-12)
@@ -1566,17 +1567,17 @@ def test_exact_divergence_from_itself_is_zero_and_flat(make, n_logits):
     ],
 )
 def test_adapted_coefficient_is_as_worked_out_by_hand(kl, target, expected):
-    assert F.adapted_kl_coef(0.3, kl, target) == expected
+    assert losses.adapted_kl_coef(0.3, kl, target) == expected
 
 
 def test_adapted_coefficient_stays_within_its_bounds_and_finds_its_way_back():
-    low, high = F.KL_COEF_BOUNDS
+    low, high = losses.KL_COEF_BOUNDS
     # the last step is shortened: 2 * 6e5 = 1.2e6, 1.5e-6 / 2 = 7.5e-7
-    assert F.adapted_kl_coef(6e5, 1.0, 0.01) == high
-    assert F.adapted_kl_coef(1.5e-6, 0.0, 0.01) == low
+    assert losses.adapted_kl_coef(6e5, 1.0, 0.01) == high
+    assert losses.adapted_kl_coef(1.5e-6, 0.0, 0.01) == low
     coefs = [0.3]
     for kl in [1.0] * 100 + [0.0] * 100 + [1.0]:
-        coefs.append(F.adapted_kl_coef(coefs[-1], kl, 0.01))
+        coefs.append(losses.adapted_kl_coef(coefs[-1], kl, 0.01))
     assert (coefs[100], coefs[101]) == (high, 0.5 * high)
     assert (coefs[200], coefs[201]) == (low, 2.0 * low)
     assert low <= min(coefs) and max(coefs) <= high

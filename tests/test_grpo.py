@@ -26,7 +26,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv,
 
 from sb3_grpo import GRPO, Doctor, GroupRolloutBuffer, load_actor
 from sb3_grpo.buffers import BUFFERS
-from sb3_grpo.functional import exact_kl
+from sb3_grpo.losses import exact_kl
 from sb3_grpo.seeding import find_seeded_vec_env
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)

@@ -26,30 +26,34 @@ EXAMPLES = [
 
 # What each module may import from the package; ``__init__`` is the package itself, ``sb3_grpo``.
 CORE = {
-    "functional",
-    "baselines",
+    "advantages",
     "buffers",
-    "distributions",
+    "doctor",
+    "fast_actor",
+    "grpo",
+    "kernel",
+    "losses",
+    "persistence",
     "policies",
     "seeding",
     "stepping",
-    "persistence",
-    "doctor",
-    "grpo",
+    "transfer",
+    "validation",
 }
 MAY_IMPORT: dict[str, set[str]] = {
-    "checks": set(),
-    "functional": set(),
-    "baselines": {"functional"},
-    "buffers": {"checks", "functional", "baselines"},
-    "distributions": set(),
-    "closed_form": {"distributions"},
-    "policies": {"checks", "distributions", "closed_form"},
+    "advantages": set(),
+    "losses": set(),
+    "validation": set(),
+    "kernel": set(),
+    "fast_actor": set(),
     "stepping": set(),
     "persistence": set(),
-    "seeding": {"stepping"},
+    "transfer": set(),
     "doctor": set(),
-    "grpo": CORE - {"distributions", "grpo"} | {"checks", "closed_form"},
+    "seeding": {"stepping"},
+    "policies": {"validation", "fast_actor"},
+    "buffers": {"advantages", "buffers", "kernel", "losses", "validation"},
+    "grpo": CORE - {"advantages", "kernel", "transfer", "grpo"},
     "__init__": CORE,
     "zoo": {*CORE, "__init__", "zoo"},
 }
@@ -101,7 +105,7 @@ def import_offences(source: str, module: str) -> list[str]:
 def test_imports_of_the_package_point_one_way():
     files = sorted(PACKAGE.rglob("*.py"))
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
-    assert {f"sb3_grpo.{name}" for name in CORE} <= set(modules)
+    assert CORE <= {name.split(".")[1] for name in modules}
     offences = [line for name, file in modules.items() for line in import_offences(file.read_text(encoding="utf-8"), name)]
     assert not offences, "\n".join(offences)
 
@@ -109,13 +113,13 @@ def test_imports_of_the_package_point_one_way():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        pytest.param("functional", "from sb3_grpo.baselines import KernelBaseline", id="absolute"),
-        pytest.param("functional", "from .buffers import GroupRolloutBuffer", id="relative"),
-        pytest.param("baselines", "from . import grpo", id="relative module"),
-        pytest.param("baselines", "import sb3_grpo.buffers as b", id="renamed"),
+        pytest.param("advantages", "from sb3_grpo.kernel import KernelBaseline", id="absolute"),
+        pytest.param("advantages", "from .buffers import GroupRolloutBuffer", id="relative"),
+        pytest.param("kernel", "from . import grpo", id="relative module"),
+        pytest.param("kernel", "import sb3_grpo.buffers as b", id="renamed"),
         pytest.param("buffers", "def f():\n    from sb3_grpo.seeding import StartQueue", id="inside a function"),
-        pytest.param("seeding", "if TYPE_CHECKING:\n    from sb3_grpo.functional import clip", id="for types only"),
-        pytest.param("policies", "from sb3_grpo import functional", id="leaf, through the package"),
+        pytest.param("seeding", "if TYPE_CHECKING:\n    from sb3_grpo.losses import clip", id="for types only"),
+        pytest.param("policies", "from sb3_grpo import losses", id="leaf, through the package"),
         pytest.param("buffers", "from sb3_grpo import GRPO", id="name of the package"),
         pytest.param("grpo", "import sb3_grpo", id="the package itself"),
         pytest.param("grpo", "from sb3_grpo.zoo import register", id="grpo to zoo"),
@@ -133,8 +137,8 @@ def test_an_import_against_the_layers_is_an_offence(module: str, source: str):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        pytest.param("baselines", "import numpy as np\nfrom sb3_grpo.functional import f", id="absolute"),
-        pytest.param("buffers", "from .baselines import KernelBaseline\nfrom . import functional", id="relative"),
+        pytest.param("policies", "import numpy as np\nfrom sb3_grpo.fast_actor import f", id="absolute"),
+        pytest.param("buffers", "from .kernel import KernelBaseline\nfrom . import losses", id="relative"),
         pytest.param("grpo", "from sb3_grpo import buffers, policies, seeding", id="grpo to its parts"),
         pytest.param("__init__", "from sb3_grpo.grpo import GRPO", id="package to grpo"),
         pytest.param("zoo.__init__", "import rl_zoo3\nfrom sb3_grpo import GRPO\nfrom .cli import main", id="zoo package"),

@@ -14,6 +14,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor, NatureCNN
 from torch import nn
 
+from sb3_grpo import load_actor
 from sb3_grpo.policies import (
     ActorCnnPolicy,
     ActorPolicy,
@@ -21,7 +22,6 @@ from sb3_grpo.policies import (
     MlpPolicy,
     MultiInputActorPolicy,
     MultiInputPolicy,
-    load_actor,
 )
 
 N_OBS = 5

@@ -23,8 +23,9 @@ from stable_baselines3.common.distributions import (
     SquashedDiagGaussianDistribution,
 )
 
-from sb3_grpo import functional as F
-from sb3_grpo.baselines import KernelBaseline, RidgeStatistics, fourier_features, predict_by_fold, ridge_weights
+from sb3_grpo import advantages as A
+from sb3_grpo import losses
+from sb3_grpo.kernel import KernelBaseline, RidgeStatistics, fourier_features, predict_by_fold, ridge_weights
 
 # The same cases in every run, and no clock: a test that depends on either fails on a busy machine for no fault of the code.
 # The fixture of conftest runs once for all cases of a test; nothing here draws from the global state that it seeds.
@@ -38,7 +39,7 @@ settings.register_profile(
 )
 settings.load_profile("properties")
 
-SCALES: list[F.Scale] = ["group", "batch", "none"]
+SCALES: list[A.Scale] = ["group", "batch", "none"]
 BY_SCALE = pytest.mark.parametrize("scale", [pytest.param(scale, id=f"scale {scale}") for scale in SCALES])
 # What one trajectory returns to the other by rounding; a spread of TIE_TOLERANCE, the smallest there is, blows it up
 ROUNDING, SCALED_ROUNDING = 1e-12, 1e-5
@@ -124,7 +125,7 @@ def labelled(draw: st.DrawFn, numbers: st.SearchStrategy[float]) -> tuple[np.nda
     return np.array([value for value, _ in pairs]), np.unique([label for _, label in pairs], return_inverse=True)[1]
 
 
-def scales() -> st.SearchStrategy[F.Scale]:
+def scales() -> st.SearchStrategy[A.Scale]:
     return st.sampled_from(SCALES)
 
 
@@ -146,24 +147,24 @@ def orders_of(rollout: Rollout, data: st.DataObject) -> np.ndarray:
     return np.array(data.draw(st.permutations(range(len(rollout.lengths)))))
 
 
-def outcome(rollout: Rollout, scale: F.Scale, gamma: float) -> np.ndarray:
-    return F.outcome_advantages(*rollout, scale)
+def outcome(rollout: Rollout, scale: A.Scale, gamma: float) -> np.ndarray:
+    return A.outcome_advantages(*rollout, scale)
 
 
-def leave_one_out(rollout: Rollout, scale: F.Scale, gamma: float) -> np.ndarray:
-    return F.outcome_advantages(*rollout, scale, leave_one_out=True)
+def leave_one_out(rollout: Rollout, scale: A.Scale, gamma: float) -> np.ndarray:
+    return A.outcome_advantages(*rollout, scale, leave_one_out=True)
 
 
-def process(rollout: Rollout, scale: F.Scale, gamma: float) -> np.ndarray:
-    return F.process_advantages(*rollout, scale)
+def process(rollout: Rollout, scale: A.Scale, gamma: float) -> np.ndarray:
+    return A.process_advantages(*rollout, scale)
 
 
-def return_to_go(rollout: Rollout, scale: F.Scale, gamma: float) -> np.ndarray:
-    return F.return_to_go_advantages(*rollout, gamma, scale)
+def return_to_go(rollout: Rollout, scale: A.Scale, gamma: float) -> np.ndarray:
+    return A.return_to_go_advantages(*rollout, gamma, scale)
 
 
-def stepwise(rollout: Rollout, scale: F.Scale, gamma: float) -> np.ndarray:
-    return F.stepwise_advantages(*rollout, gamma, scale)
+def stepwise(rollout: Rollout, scale: A.Scale, gamma: float) -> np.ndarray:
+    return A.stepwise_advantages(*rollout, gamma, scale)
 
 
 def formulas(*which: Formula) -> pytest.MarkDecorator:
@@ -173,7 +174,7 @@ def formulas(*which: Formula) -> pytest.MarkDecorator:
 ALL_FORMULAS = formulas(outcome, leave_one_out, process, return_to_go, stepwise)
 
 
-def rounding_of(rewards: np.ndarray, scale: F.Scale) -> float:
+def rounding_of(rewards: np.ndarray, scale: A.Scale) -> float:
     """By how much two ways to take the same sums may differ."""
     return ROUNDING * (1e-30 + float(np.abs(rewards).sum())) if scale == "none" else SCALED_ROUNDING
 
@@ -193,7 +194,7 @@ def test_linear_recurrence_equals_a_plain_loop(terms: list[tuple[float, float]])
     x, a = np.array([term[0] for term in terms]), np.array([term[1] for term in terms])
     # Terms that cancel leave the rounding of what they were
     tolerance = ROUNDING * loop_recurrence(np.abs(x), np.abs(a)) + 1e-300
-    assert (np.abs(F.linear_recurrence(x, a) - loop_recurrence(x, a)) <= tolerance).all()
+    assert (np.abs(A.linear_recurrence(x, a) - loop_recurrence(x, a)) <= tolerance).all()
 
 
 @given(extreme_rollouts(), st.floats(0.0, 1.0))
@@ -202,7 +203,7 @@ def test_discounted_returns_equal_a_plain_loop_within_each_trajectory(rollout: R
     parts = np.split(rewards, np.cumsum(lengths)[:-1])
     expected = np.concatenate([loop_recurrence(part, np.full(len(part), gamma)) for part in parts])
     magnitude = np.concatenate([loop_recurrence(np.abs(part), np.full(len(part), gamma)) for part in parts])
-    assert (np.abs(F.discounted_returns(rewards, lengths, gamma) - expected) <= ROUNDING * magnitude + 1e-300).all()
+    assert (np.abs(A.discounted_returns(rewards, lengths, gamma) - expected) <= ROUNDING * magnitude + 1e-300).all()
 
 
 @given(st.data(), shapes(), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
@@ -212,8 +213,8 @@ def test_generalized_advantages_equal_a_plain_loop(data: st.DataObject, shape: S
     rewards, baseline, next_baseline = np.array(
         data.draw(st.lists(extreme_numbers(), min_size=3 * n, max_size=3 * n))
     ).reshape(3, n)
-    continues = F.same_trajectory_continues(lengths)
-    advantages = F.generalized_advantages(rewards, baseline, next_baseline, continues, gamma, gae_lambda)
+    continues = A.same_trajectory_continues(lengths)
+    advantages = A.generalized_advantages(rewards, baseline, next_baseline, continues, gamma, gae_lambda)
     expected, magnitude = 0.0, 0.0
     for t in reversed(range(n)):
         expected = rewards[t] + gamma * next_baseline[t] - baseline[t] + gamma * gae_lambda * continues[t] * expected
@@ -224,7 +225,7 @@ def test_generalized_advantages_equal_a_plain_loop(data: st.DataObject, shape: S
 @given(shapes(max_members=20, max_length=12))
 def test_steps_count_up_until_a_trajectory_does_not_continue(shape: Shape):
     lengths, _ = shape
-    steps, continues = F.steps_within_trajectories(lengths), F.same_trajectory_continues(lengths)
+    steps, continues = A.steps_within_trajectories(lengths), A.same_trajectory_continues(lengths)
     assert steps[0] == 0
     np.testing.assert_array_equal(steps[1:], np.where(continues[:-1] == 1.0, steps[:-1] + 1, 0))
     np.testing.assert_array_equal(steps[continues == 0.0] + 1, lengths)
@@ -234,7 +235,7 @@ def test_steps_count_up_until_a_trajectory_does_not_continue(shape: Shape):
 @given(labelled(st.integers(-1000, 1000).map(float)))
 def test_sums_by_label_are_those_of_the_values_picked_out_and_add_up(case: Labelled):
     values, labels = case
-    sums = F.sum_by_label(values, labels)
+    sums = A.sum_by_label(values, labels)
     assert sums.tolist() == [values[labels == label].sum() for label in range(labels.max() + 1)]
     assert sums.sum() == values.sum()
 
@@ -246,7 +247,7 @@ def test_sums_by_label_are_those_of_the_values_picked_out_and_add_up(case: Label
 )
 def test_labels_by_appearance_give_back_the_values_and_are_new_only_as_the_next_integer(values: list[Any]):
     array = np.array(values)
-    labels = F.label_by_appearance(array)
+    labels = A.label_by_appearance(array)
     _, firsts = np.unique(labels, return_index=True)
     np.testing.assert_array_equal(array[firsts][labels], array)
     assert len(firsts) == len(np.unique(array))
@@ -264,7 +265,7 @@ def test_dealing_trajectories_takes_every_transition_once_and_no_trajectory_apar
     m = len(lengths)
     trajectories = np.array(data.draw(st.permutations(np.repeat(np.arange(m), lengths).tolist())))
     order = np.array(data.draw(st.permutations(range(m))))
-    batches = F.deal_trajectories(trajectories, order, batch_size)
+    batches = A.deal_trajectories(trajectories, order, batch_size)
     dealt = np.concatenate(batches)
     assert sorted(dealt) == list(range(len(trajectories)))
     # One trajectory after the other as ordered, its transitions as they came
@@ -283,7 +284,7 @@ def test_dealing_trajectories_takes_every_transition_once_and_no_trajectory_apar
 @given(labelled(extreme_numbers()))
 def test_centred_values_are_finite_keep_their_order_and_have_no_mean(case: Labelled):
     values, labels = case
-    centred = F.centre_within(values, labels)
+    centred = A.centre_within(values, labels)
     assert np.isfinite(centred).all()
     for label in range(labels.max() + 1):
         own, of_own = values[labels == label], centred[labels == label]
@@ -297,10 +298,10 @@ def test_centred_values_are_finite_keep_their_order_and_have_no_mean(case: Label
 def test_values_that_are_tied_by_label_are_centred_to_exactly_zero(case: Labelled, data: st.DataObject):
     values, labels = case
     of_label = np.array(data.draw(st.lists(extreme_numbers(), min_size=5, max_size=5)))
-    np.testing.assert_array_equal(F.centre_within(of_label[labels], labels), np.zeros(len(values)))
+    np.testing.assert_array_equal(A.centre_within(of_label[labels], labels), np.zeros(len(values)))
     # Rounding is no merit, at any magnitude
     rounded = of_label[labels] * np.where(np.arange(len(values)) % 2, 1.0 + 2.0**-50, 1.0)
-    np.testing.assert_array_equal(F.centre_within(rounded, labels), np.zeros(len(values)))
+    np.testing.assert_array_equal(A.centre_within(rounded, labels), np.zeros(len(values)))
 
 
 @given(labelled(extreme_numbers()), st.integers(-60, 60))
@@ -308,7 +309,7 @@ def test_centring_commutes_with_a_change_of_unit(case: Labelled, exponent: int):
     values, labels = case
     # Powers of two scale without rounding
     np.testing.assert_array_equal(
-        F.centre_within(2.0**exponent * values, labels), 2.0**exponent * F.centre_within(values, labels)
+        A.centre_within(2.0**exponent * values, labels), 2.0**exponent * A.centre_within(values, labels)
     )
 
 
@@ -316,27 +317,27 @@ def test_centring_commutes_with_a_change_of_unit(case: Labelled, exponent: int):
 def test_centring_takes_away_what_is_common_to_a_label(case: Labelled, shifts: list[int]):
     values, labels = case
     shifted = values + np.array(shifts)[labels]
-    np.testing.assert_array_equal(F.centre_within(shifted, labels), F.centre_within(values, labels))
+    np.testing.assert_array_equal(A.centre_within(shifted, labels), A.centre_within(values, labels))
 
 
 @given(labelled(extreme_numbers()))
 def test_the_leave_one_out_factor_turns_the_mean_into_that_of_the_others(case: Labelled):
     values, labels = case
-    differences = F.centre_within(values, labels) * F.leave_one_out_factor(labels)
+    differences = A.centre_within(values, labels) * A.leave_one_out_factor(labels)
     for i in range(len(values)):
         others = values[(labels == labels[i]) & (np.arange(len(values)) != i)]
         expected = values[i] - math.fsum(others) / len(others) if len(others) else 0.0
-        assert len(others) or F.leave_one_out_factor(labels)[i] == 0.0
+        assert len(others) or A.leave_one_out_factor(labels)[i] == 0.0
         # A tie is one up to TIE_TOLERANCE
-        assert abs(differences[i] - expected) <= 2 * F.TIE_TOLERANCE * np.abs(values[labels == labels[i]]).max()
+        assert abs(differences[i] - expected) <= 2 * A.TIE_TOLERANCE * np.abs(values[labels == labels[i]]).max()
 
 
 @BY_SCALE
 @given(case=labelled(st.one_of(finite_numbers(9.0), extreme_numbers())))
-def test_rescaling_is_finite_keeps_signs_and_leaves_no_deviation_above_one(case: Labelled, scale: F.Scale):
+def test_rescaling_is_finite_keeps_signs_and_leaves_no_deviation_above_one(case: Labelled, scale: A.Scale):
     values, labels = case
-    centred = F.centre_within(values, labels)
-    rescaled = F.rescale(centred, labels, scale)
+    centred = A.centre_within(values, labels)
+    rescaled = A.rescale(centred, labels, scale)
     assert np.isfinite(rescaled).all()
     np.testing.assert_array_equal(np.sign(rescaled), np.sign(centred))
     if scale == "none":
@@ -346,7 +347,7 @@ def test_rescaling_is_finite_keeps_signs_and_leaves_no_deviation_above_one(case:
         for part in parts:
             deviation, before = np.sqrt(np.mean(rescaled[part] ** 2)), np.sqrt(np.mean(centred[part] ** 2))
             assert deviation <= 1.0 + ROUNDING
-            assert deviation == pytest.approx(before / (before + F.EPS), rel=1e-9)
+            assert deviation == pytest.approx(before / (before + A.EPS), rel=1e-9)
 
 
 # --- advantages within groups -----------------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ def test_rescaling_is_finite_keeps_signs_and_leaves_no_deviation_above_one(case:
 
 @ALL_FORMULAS
 @given(scale=scales(), rollout=extreme_rollouts(), gamma=discounts())
-def test_advantages_are_finite_whatever_the_rewards(formula: Formula, scale: F.Scale, rollout: Rollout, gamma: float):
+def test_advantages_are_finite_whatever_the_rewards(formula: Formula, scale: A.Scale, rollout: Rollout, gamma: float):
     advantages = formula(rollout, scale, gamma)
     assert advantages.shape == rollout.rewards.shape and advantages.dtype == np.float64
     assert np.isfinite(advantages).all()
@@ -362,14 +363,14 @@ def test_advantages_are_finite_whatever_the_rewards(formula: Formula, scale: F.S
 
 @formulas(outcome, leave_one_out, stepwise)
 @given(scale=scales(), rollout=tied_rollouts(), gamma=discounts())
-def test_groups_whose_members_are_tied_get_exactly_zero(formula: Formula, scale: F.Scale, rollout: Rollout, gamma: float):
+def test_groups_whose_members_are_tied_get_exactly_zero(formula: Formula, scale: A.Scale, rollout: Rollout, gamma: float):
     np.testing.assert_array_equal(formula(rollout, scale, gamma), np.zeros(len(rollout.rewards)))
 
 
 @ALL_FORMULAS
 @given(scale=scales(), shape=shapes(), rewards=st.lists(extreme_numbers(), min_size=4, max_size=4), gamma=discounts())
 def test_groups_of_tied_steps_get_exactly_zero(
-    formula: Formula, scale: F.Scale, shape: Shape, rewards: list[float], gamma: float
+    formula: Formula, scale: A.Scale, shape: Shape, rewards: list[float], gamma: float
 ):
     # Where each step pays the same, a longer trajectory still returns more: other formulas are given one step
     lengths, groups = shape
@@ -381,7 +382,7 @@ def test_groups_of_tied_steps_get_exactly_zero(
 
 @formulas(outcome, leave_one_out, stepwise)
 @given(scale=scales(), rollout=extreme_rollouts(), gamma=discounts())
-def test_a_member_left_alone_gets_exactly_zero(formula: Formula, scale: F.Scale, rollout: Rollout, gamma: float):
+def test_a_member_left_alone_gets_exactly_zero(formula: Formula, scale: A.Scale, rollout: Rollout, gamma: float):
     alone = (np.bincount(rollout.groups) == 1)[np.repeat(rollout.groups, rollout.lengths)]
     np.testing.assert_array_equal(formula(rollout, scale, gamma)[alone], 0.0)
 
@@ -396,7 +397,7 @@ def reorderings(rewards: list[float]) -> Rollout:
     rewards=st.lists(st.one_of(st.floats(1e-30, 1e30), st.floats(0.1, 10.0)), min_size=1, max_size=50),
     sign=st.sampled_from([-1.0, 1.0]),
 )
-def test_members_that_gained_the_same_in_another_order_are_tied(scale: F.Scale, rewards: list[float], sign: float):
+def test_members_that_gained_the_same_in_another_order_are_tied(scale: A.Scale, rewards: list[float], sign: float):
     rollout = reorderings([sign * reward for reward in rewards])
     np.testing.assert_array_equal(outcome(rollout, scale, 1.0), np.zeros(len(rollout.rewards)))
 
@@ -410,7 +411,7 @@ def test_members_that_gained_the_same_in_another_order_are_tied_even_where_the_r
 @ALL_FORMULAS
 @given(scale=scales(), rollout=extreme_rollouts(), gamma=discounts(), data=st.data())
 def test_another_order_of_the_members_only_reorders_their_advantages(
-    formula: Formula, scale: F.Scale, rollout: Rollout, gamma: float, data: st.DataObject
+    formula: Formula, scale: A.Scale, rollout: Rollout, gamma: float, data: st.DataObject
 ):
     order = orders_of(rollout, data)
     expected = flat_in_order(formula(rollout, scale, gamma), rollout.lengths, order)
@@ -421,7 +422,7 @@ def test_another_order_of_the_members_only_reorders_their_advantages(
 @ALL_FORMULAS
 @given(scale=scales(), rollout=extreme_rollouts(), gamma=discounts(), data=st.data())
 def test_the_number_that_a_group_goes_by_changes_nothing(
-    formula: Formula, scale: F.Scale, rollout: Rollout, gamma: float, data: st.DataObject
+    formula: Formula, scale: A.Scale, rollout: Rollout, gamma: float, data: st.DataObject
 ):
     names = np.array(data.draw(st.permutations(range(int(rollout.groups.max()) + 1))))
     renamed = rollout._replace(groups=names[rollout.groups])
@@ -431,7 +432,7 @@ def test_the_number_that_a_group_goes_by_changes_nothing(
 @ALL_FORMULAS
 @given(scale=scales(), rollout=exact_rollouts(), gamma=discounts(), exponent=st.integers(0, 60))
 def test_a_larger_unit_of_reward_scales_unscaled_advantages_and_no_others(
-    formula: Formula, scale: F.Scale, rollout: Rollout, gamma: float, exponent: int
+    formula: Formula, scale: A.Scale, rollout: Rollout, gamma: float, exponent: int
 ):
     factor = 2.0**exponent
     before, after = (formula(rollout._replace(rewards=unit * rollout.rewards), scale, gamma) for unit in (1.0, factor))
@@ -445,7 +446,7 @@ def test_a_larger_unit_of_reward_scales_unscaled_advantages_and_no_others(
 @ALL_FORMULAS
 @given(scale=scales(), rollout=extreme_rollouts(), gamma=discounts())
 def test_rewards_of_the_opposite_sign_give_advantages_of_the_opposite_sign(
-    formula: Formula, scale: F.Scale, rollout: Rollout, gamma: float
+    formula: Formula, scale: A.Scale, rollout: Rollout, gamma: float
 ):
     opposite = rollout._replace(rewards=-rollout.rewards)
     np.testing.assert_array_equal(formula(opposite, scale, gamma), -formula(rollout, scale, gamma))
@@ -481,14 +482,14 @@ def gained_at(rollout: Rollout, step: str, gains: np.ndarray) -> Rollout:
 )
 @given(scale=scales(), rollout=exact_rollouts(), gains=GAINS)
 def test_what_all_members_of_a_group_gain_gives_none_an_advantage(
-    formula: Formula, step: str, gamma: float, scale: F.Scale, rollout: Rollout, gains: np.ndarray
+    formula: Formula, step: str, gamma: float, scale: A.Scale, rollout: Rollout, gains: np.ndarray
 ):
     before, after = (formula(r, scale, gamma) for r in (rollout, gained_at(rollout, step, gains)))
     np.testing.assert_allclose(after, before, rtol=1e-9, atol=1e-9)
 
 
 @given(scale=scales(), rollout=extreme_rollouts())
-def test_outcome_advantages_follow_the_returns_of_the_group(scale: F.Scale, rollout: Rollout):
+def test_outcome_advantages_follow_the_returns_of_the_group(scale: A.Scale, rollout: Rollout):
     rewards, lengths, groups = rollout
     firsts = np.cumsum(lengths) - lengths
     returns = np.add.reduceat(rewards, firsts)
@@ -513,7 +514,7 @@ def test_one_outcome_in_a_group_of_k_is_never_more_than_the_root_of_k_less_one_d
 @ALL_FORMULAS
 @given(scale=st.sampled_from(["group", "none"]), rollout=exact_rollouts(), data=st.data(), gamma=discounts())
 def test_what_other_groups_gain_has_no_influence(
-    formula: Formula, scale: F.Scale, rollout: Rollout, data: st.DataObject, gamma: float
+    formula: Formula, scale: A.Scale, rollout: Rollout, data: st.DataObject, gamma: float
 ):
     own = np.repeat(rollout.groups, rollout.lengths) == 0
     others = data.draw(st.lists(extreme_numbers(), min_size=len(own), max_size=len(own)))
@@ -523,10 +524,10 @@ def test_what_other_groups_gain_has_no_influence(
 
 
 @given(scale=scales(), rollout=exact_rollouts())
-def test_process_advantages_of_first_steps_add_up_to_zero(scale: F.Scale, rollout: Rollout):
+def test_process_advantages_of_first_steps_add_up_to_zero(scale: A.Scale, rollout: Rollout):
     # They are the sums of all normalised rewards, the mean of which is zero in each group
     firsts = np.cumsum(rollout.lengths) - rollout.lengths
-    sums = F.sum_by_label(process(rollout, scale, 1.0)[firsts], rollout.groups)
+    sums = A.sum_by_label(process(rollout, scale, 1.0)[firsts], rollout.groups)
     np.testing.assert_allclose(sums, 0.0, atol=rounding_of(rollout.rewards, scale))
 
 
@@ -534,7 +535,7 @@ def test_process_advantages_of_first_steps_add_up_to_zero(scale: F.Scale, rollou
 @ALL_FORMULAS
 @settings(max_examples=1)
 @given(scale=scales(), seed=st.integers(0, 2**32 - 1))
-def test_thousands_of_groups_are_those_of_each_alone(formula: Formula, magnitude: float, scale: F.Scale, seed: int):
+def test_thousands_of_groups_are_those_of_each_alone(formula: Formula, magnitude: float, scale: A.Scale, seed: int):
     rng = np.random.default_rng(seed)
     n_groups = 3000
     groups = rng.permutation(np.append(np.arange(n_groups), rng.integers(0, n_groups, size=2 * n_groups)))
@@ -553,11 +554,11 @@ def test_thousands_of_groups_are_those_of_each_alone(formula: Formula, magnitude
 @given(shapes(max_members=20, max_length=12))
 def test_peers_are_those_at_the_same_step_of_the_same_group_and_no_label_is_left_out(shape: Shape):
     lengths, groups = shape
-    labels = F.peers_at_each_step(lengths, groups)
+    labels = A.peers_at_each_step(lengths, groups)
     places = [(group, t) for length, group in zip(lengths, groups, strict=True) for t in range(length)]
     assert len(set(zip(labels, places, strict=True))) == len(set(labels)) == len(set(places))
     assert set(labels) == set(range(labels.max() + 1))
-    assert F.count_steps_without_peer(lengths, groups) == sum(count == 1 for count in Counter(places).values())
+    assert A.count_steps_without_peer(lengths, groups) == sum(count == 1 for count in Counter(places).values())
 
 
 @formulas(outcome, stepwise, return_to_go)
@@ -576,9 +577,9 @@ def test_a_group_is_scaled_by_the_deviation_of_all_it_compares(formula: Formula,
 
 @given(rollout=extreme_rollouts(), gamma=discounts())
 def test_a_step_without_a_peer_gets_exactly_zero(rollout: Rollout, gamma: float):
-    labels = F.peers_at_each_step(rollout.lengths, rollout.groups)
+    labels = A.peers_at_each_step(rollout.lengths, rollout.groups)
     alone = (np.bincount(labels) == 1)[labels]
-    assert alone.sum() == F.count_steps_without_peer(rollout.lengths, rollout.groups)
+    assert alone.sum() == A.count_steps_without_peer(rollout.lengths, rollout.groups)
     np.testing.assert_array_equal(stepwise(rollout, "group", gamma)[alone], 0.0)
 
 
@@ -588,7 +589,7 @@ def test_a_step_without_a_peer_gets_exactly_zero(rollout: Rollout, gamma: float)
 @given(st.lists(extreme_numbers(), min_size=1, max_size=50))
 def test_whitened_advantages_have_no_mean_at_most_unit_deviation_and_their_order(values: list[float]):
     advantages = np.array(values)
-    whitened = F.whiten(advantages)
+    whitened = A.whiten(advantages)
     assert np.isfinite(whitened).all()
     assert abs(whitened.mean()) <= SCALED_ROUNDING and whitened.std() <= 1.0 + ROUNDING
     assert (np.diff(whitened[np.argsort(advantages)]) >= 0).all()
@@ -597,20 +598,20 @@ def test_whitened_advantages_have_no_mean_at_most_unit_deviation_and_their_order
 @given(st.lists(st.integers(-100, 100), min_size=1, max_size=50), st.integers(-1000, 1000), st.integers(0, 60))
 def test_whitening_knows_neither_unit_nor_origin(values: list[int], shift: int, exponent: int):
     advantages = 1024.0 * np.array(values)
-    whitened = F.whiten(2.0**exponent * (advantages + 1024.0 * shift))
-    np.testing.assert_allclose(whitened, F.whiten(advantages), rtol=1e-9, atol=1e-300)
+    whitened = A.whiten(2.0**exponent * (advantages + 1024.0 * shift))
+    np.testing.assert_allclose(whitened, A.whiten(advantages), rtol=1e-9, atol=1e-300)
 
 
 @given(st.lists(st.tuples(extreme_numbers(), extreme_numbers()), min_size=1, max_size=30))
 def test_explained_variance_is_at_most_one_and_undefined_only_where_targets_do_not_vary(pairs: list[tuple[float, float]]):
     predictions, targets = np.array(pairs).T
-    explained = F.explained_variance(predictions, targets)
-    varies = np.ptp(targets) > F.TIE_TOLERANCE * np.abs(targets).max()
+    explained = A.explained_variance(predictions, targets)
+    varies = np.ptp(targets) > A.TIE_TOLERANCE * np.abs(targets).max()
     assert math.isnan(explained) != varies
     if varies:
         assert -math.inf < explained <= 1.0
-        assert F.explained_variance(targets, targets) == 1.0
-        assert F.explained_variance(np.zeros_like(targets), targets) == pytest.approx(0.0, abs=1e-6)
+        assert A.explained_variance(targets, targets) == 1.0
+        assert A.explained_variance(np.zeros_like(targets), targets) == pytest.approx(0.0, abs=1e-6)
 
 
 @given(st.lists(st.tuples(st.integers(-99, 99), st.integers(-99, 99)), min_size=2, max_size=30), st.integers(-9, 9))
@@ -619,8 +620,8 @@ def test_explained_variance_knows_neither_unit_nor_what_predictions_are_off_by_i
 ):
     predictions, targets = np.array(pairs, dtype=np.float64).T
     assume(np.ptp(targets) > 0)
-    explained = F.explained_variance(predictions, targets)
-    assert F.explained_variance(8.0 * (predictions + shift), 8.0 * targets) == pytest.approx(explained, rel=1e-9, abs=1e-9)
+    explained = A.explained_variance(predictions, targets)
+    assert A.explained_variance(8.0 * (predictions + shift), 8.0 * targets) == pytest.approx(explained, rel=1e-9, abs=1e-9)
 
 
 # --- importance ratios ------------------------------------------------------------------------------------------------
@@ -649,7 +650,7 @@ class Update(NamedTuple):
 
 def log_ratios(largest: float) -> st.SearchStrategy[float]:
     """Close to zero, at the edge of the clamp and far beyond."""
-    edge = F.MAX_LOG_RATIO
+    edge = losses.MAX_LOG_RATIO
     return st.one_of(
         st.floats(-1.0, 1.0, width=32), st.sampled_from([-edge, edge, -largest, largest]), finite_numbers(largest)
     )
@@ -670,14 +671,14 @@ def updates(draw: st.DrawFn) -> Update:
 @given(update=updates())
 def test_the_surrogate_and_its_gradient_are_finite_and_the_slope_is_that_gradient(update: Update, dtype: th.dtype):
     log_ratio, advantages = update.tensors(dtype)
-    surrogate = F.clipped_surrogate(log_ratio, advantages, update.clip_range, **update.options())
+    surrogate = losses.clipped_surrogate(log_ratio, advantages, update.clip_range, **update.options())
     (gradient,) = th.autograd.grad(surrogate.loss.sum(), log_ratio)
     for values in (*surrogate, gradient):
         assert values.shape == log_ratio.shape and values.dtype == dtype and values.isfinite().all()
     assert (surrogate.ratio > 0).all() and not surrogate.ratio.requires_grad
     th.testing.assert_close(surrogate.slope, gradient, rtol=1e-6, atol=0.0)
     # Beyond the clamp the ratio does not move
-    assert (gradient[log_ratio.detach().abs() > F.MAX_LOG_RATIO] == 0).all()
+    assert (gradient[log_ratio.detach().abs() > losses.MAX_LOG_RATIO] == 0).all()
     # Descent never makes a good action less likely, nor a bad one more
     assert (gradient * advantages <= 0).all()
 
@@ -685,7 +686,7 @@ def test_the_surrogate_and_its_gradient_are_finite_and_the_slope_is_that_gradien
 @BOTH_DTYPES
 def test_the_slope_beyond_the_clamp_is_zero_even_where_the_loss_overflows(dtype: th.dtype):
     log_ratio = th.tensor([30.0], dtype=dtype, requires_grad=True)
-    surrogate = F.clipped_surrogate(log_ratio, th.full_like(log_ratio, -th.finfo(dtype).max / 100), 0.2)
+    surrogate = losses.clipped_surrogate(log_ratio, th.full_like(log_ratio, -th.finfo(dtype).max / 100), 0.2)
     assert surrogate.loss.isinf().all()
     # Autograd finds zero
     (gradient,) = th.autograd.grad(surrogate.loss.sum(), log_ratio)
@@ -698,7 +699,7 @@ def test_the_clipped_surrogate_never_promises_more_than_the_unclipped_objective_
     update: Update, dtype: th.dtype
 ):
     log_ratio, advantages = update.tensors(dtype)
-    loss, ratio, _ = F.clipped_surrogate(log_ratio.detach(), advantages, update.clip_range, update.clip_range_high)
+    loss, ratio, _ = losses.clipped_surrogate(log_ratio.detach(), advantages, update.clip_range, update.clip_range_high)
     rounding = 1e-5 * advantages.abs()
     low, high = 1.0 - update.clip_range, 1.0 + update.high()
     assert (-loss <= ratio * advantages).all()
@@ -717,8 +718,8 @@ def test_dual_clip_bounds_what_a_bad_action_costs_and_leaves_good_ones_alone(
     update: Update, dual_clip: float, dtype: th.dtype
 ):
     log_ratio, advantages = (values.detach() for values in update.tensors(dtype))
-    plain = F.clipped_surrogate(log_ratio, advantages, update.clip_range, update.clip_range_high)
-    bounded = F.clipped_surrogate(log_ratio, advantages, update.clip_range, update.clip_range_high, dual_clip)
+    plain = losses.clipped_surrogate(log_ratio, advantages, update.clip_range, update.clip_range_high)
+    bounded = losses.clipped_surrogate(log_ratio, advantages, update.clip_range, update.clip_range_high, dual_clip)
     good = advantages >= 0
     assert th.equal(bounded.loss[good], plain.loss[good]) and th.equal(bounded.slope[good], plain.slope[good])
     assert th.equal(bounded.loss[~good], th.min(plain.loss, dual_clip * -advantages)[~good])
@@ -730,7 +731,7 @@ def test_dual_clip_bounds_what_a_bad_action_costs_and_leaves_good_ones_alone(
 def test_a_wider_range_above_never_costs_more(update: Update, wider: float):
     log_ratio, advantages = update.tensors(th.float64)
     narrow, wide = (
-        F.clipped_surrogate(log_ratio.detach(), advantages, update.clip_range, high, update.dual_clip)
+        losses.clipped_surrogate(log_ratio.detach(), advantages, update.clip_range, high, update.dual_clip)
         for high in (update.high(), update.high() + wider)
     )
     assert (wide.loss <= narrow.loss).all()
@@ -739,7 +740,7 @@ def test_a_wider_range_above_never_costs_more(update: Update, wider: float):
 @given(update=updates())
 def test_the_surrogate_of_an_unchanged_policy_is_less_the_advantage_with_less_the_advantage_as_slope(update: Update):
     _, advantages = update.tensors(th.float64)
-    surrogate = F.clipped_surrogate(th.zeros_like(advantages), advantages, update.clip_range, **update.options())
+    surrogate = losses.clipped_surrogate(th.zeros_like(advantages), advantages, update.clip_range, **update.options())
     assert th.equal(surrogate.loss, -advantages) and th.equal(surrogate.slope, -advantages)
 
 
@@ -748,10 +749,10 @@ def test_log_ratios_of_steps_are_as_they_came_and_those_of_trajectories_agree_wi
     log_ratio: list[float], data: st.DataObject
 ):
     names = data.draw(st.lists(st.integers(0, 4), min_size=len(log_ratio), max_size=len(log_ratio)))
-    trajectories = th.as_tensor(F.label_by_appearance(np.array(names)))
+    trajectories = th.as_tensor(A.label_by_appearance(np.array(names)))
     d = tensor(log_ratio).requires_grad_()
-    assert F.step_log_ratio(d, trajectories) is d and F.step_log_ratio(d) is d
-    level = F.trajectory_log_ratio(d, trajectories)
+    assert losses.step_log_ratio(d, trajectories) is d and losses.step_log_ratio(d) is d
+    level = losses.trajectory_log_ratio(d, trajectories)
     for trajectory in range(int(trajectories.max()) + 1):
         own, of_own = d[trajectories == trajectory].detach(), level[trajectories == trajectory].detach()
         assert (of_own == of_own[0]).all()
@@ -761,7 +762,7 @@ def test_log_ratios_of_steps_are_as_they_came_and_those_of_trajectories_agree_wi
     (gradient,) = th.autograd.grad((th.arange(len(d)) * level).sum(), d)
     assert gradient.tolist() == list(range(len(d)))
     order = th.as_tensor(data.draw(st.permutations(range(len(d)))))
-    reordered = F.trajectory_log_ratio(d[order], trajectories[order])
+    reordered = losses.trajectory_log_ratio(d[order], trajectories[order])
     th.testing.assert_close(reordered, level[order], rtol=1e-12, atol=ROUNDING * d.abs().max().item())
 
 
@@ -772,7 +773,7 @@ LENGTHS = st.lists(st.integers(1, 10_000), min_size=1, max_size=50).map(np.array
 
 @given(LENGTHS)
 def test_weights_of_trajectories_are_one_on_average_and_give_each_trajectory_the_same_share(lengths: np.ndarray):
-    weights = F.trajectory_loss_weights(lengths, 1)
+    weights = losses.trajectory_loss_weights(lengths, 1)
     assert np.average(weights, weights=lengths) == pytest.approx(1.0, rel=1e-12)
     np.testing.assert_allclose(weights * lengths, lengths.sum() / len(lengths), rtol=1e-12)
 
@@ -780,7 +781,7 @@ def test_weights_of_trajectories_are_one_on_average_and_give_each_trajectory_the
 @given(LENGTHS, st.integers(0, 10_000))
 def test_constant_weights_are_alike_at_most_one_and_add_up_to_the_budgets_used(lengths: np.ndarray, unused: int):
     budget = int(lengths.max()) + unused
-    weights = F.constant_loss_weights(lengths, budget)
+    weights = losses.constant_loss_weights(lengths, budget)
     assert weights.shape == lengths.shape and len(set(weights)) == 1 and 0 < weights[0] <= 1.0
     # Each transition counts for 1 / (m L), whatever the lengths
     np.testing.assert_allclose(weights / lengths.sum(), 1 / (len(lengths) * budget), rtol=1e-12)
@@ -791,10 +792,10 @@ def test_a_weighted_mean_is_that_of_the_products_linear_in_values_and_plain_with
     values, weights = tensor(pairs).T
     products = [value * weight for value, weight in pairs]
     tolerance = ROUNDING * max(map(abs, products)) + 1e-300
-    mean = F.weighted_mean(values, weights)
+    mean = losses.weighted_mean(values, weights)
     assert mean.shape == () and mean.item() == pytest.approx(math.fsum(products) / len(pairs), rel=0, abs=tolerance)
-    assert th.equal(F.weighted_mean(values, None), F.weighted_mean(values, th.ones_like(values)))
-    assert F.weighted_mean(-2.0 * values, weights).item() == -2.0 * mean.item()
+    assert th.equal(losses.weighted_mean(values, None), losses.weighted_mean(values, th.ones_like(values)))
+    assert losses.weighted_mean(-2.0 * values, weights).item() == -2.0 * mean.item()
 
 
 # --- diagnostics of ratios --------------------------------------------------------------------------------------------
@@ -805,28 +806,28 @@ def test_a_weighted_mean_is_that_of_the_products_linear_in_values_and_plain_with
 def test_clip_fractions_are_fractions_of_the_ratios_that_shrink_with_a_wider_range(
     update: Update, wider: float, dtype: th.dtype
 ):
-    ratio = F.clipped_surrogate(*update.tensors(dtype), update.clip_range).ratio
-    low, high = F.clip_fractions(ratio, update.clip_range, update.clip_range_high)
+    ratio = losses.clipped_surrogate(*update.tensors(dtype), update.clip_range).ratio
+    low, high = losses.clip_fractions(ratio, update.clip_range, update.clip_range_high)
     assert 0.0 <= low <= 1.0 and 0.0 <= high <= 1.0 and low + high <= 1.0 + 1e-6
     n = len(ratio)
     assert round(low.item() * n) == sum(change < -update.clip_range for change in (ratio - 1.0).tolist())
-    wider_low, wider_high = F.clip_fractions(ratio, update.clip_range + wider, update.high() + wider)
+    wider_low, wider_high = losses.clip_fractions(ratio, update.clip_range + wider, update.high() + wider)
     assert wider_low <= low and wider_high <= high
 
 
 @BOTH_DTYPES
-@given(log_ratio=st.lists(st.floats(-F.MAX_LOG_RATIO, F.MAX_LOG_RATIO), min_size=1, max_size=50), data=st.data())
+@given(log_ratio=st.lists(st.floats(-losses.MAX_LOG_RATIO, losses.MAX_LOG_RATIO), min_size=1, max_size=50), data=st.data())
 def test_effective_sample_size_is_from_one_of_n_to_one_and_knows_neither_order_nor_unit(
     log_ratio: list[float], data: st.DataObject, dtype: th.dtype
 ):
     ratio = th.tensor(log_ratio, dtype=dtype).exp()
-    n, size = len(ratio), F.effective_sample_size(ratio)
+    n, size = len(ratio), losses.effective_sample_size(ratio)
     assert size.shape == () and 1 / n - ROUNDING <= size.item() <= 1.0 + ROUNDING
-    assert F.effective_sample_size(2.0**-20 * ratio).item() == size.item()
+    assert losses.effective_sample_size(2.0**-20 * ratio).item() == size.item()
     order = th.as_tensor(data.draw(st.permutations(range(n))))
-    assert F.effective_sample_size(ratio[order]).item() == pytest.approx(size.item(), rel=1e-9)
+    assert losses.effective_sample_size(ratio[order]).item() == pytest.approx(size.item(), rel=1e-9)
     # Samples that come twice are twice as many
-    assert F.effective_sample_size(ratio.repeat(2)).item() == pytest.approx(size.item(), rel=1e-9)
+    assert losses.effective_sample_size(ratio.repeat(2)).item() == pytest.approx(size.item(), rel=1e-9)
 
 
 # --- estimates of the divergence --------------------------------------------------------------------------------------
@@ -837,7 +838,7 @@ PAIRS = st.lists(st.tuples(LOG_PROBS, LOG_PROBS), min_size=1, max_size=20)
 
 
 @BOTH_DTYPES
-@pytest.mark.parametrize("estimator", [pytest.param(estimator, id=name) for name, estimator in F.KL_ESTIMATORS.items()])
+@pytest.mark.parametrize("estimator", [pytest.param(estimator, id=name) for name, estimator in losses.KL_ESTIMATORS.items()])
 @given(pairs=PAIRS)
 def test_estimators_and_their_gradients_are_finite_and_zero_where_the_policies_agree(
     pairs: list[tuple[float, float]], estimator: Callable[..., th.Tensor], dtype: th.dtype
@@ -856,9 +857,9 @@ def test_k1_changes_its_sign_with_the_policies_k2_does_not_and_neither_k2_nor_k3
     pairs: list[tuple[float, float]], dtype: th.dtype
 ):
     log_prob, reference = th.tensor(pairs, dtype=dtype).T
-    assert th.equal(F.k1(log_prob, reference), -F.k1(reference, log_prob))
-    assert th.equal(F.k2(log_prob, reference), F.k2(reference, log_prob))
-    assert (F.k2(log_prob, reference) >= 0).all() and (F.k3(log_prob, reference) >= 0).all()
+    assert th.equal(losses.k1(log_prob, reference), -losses.k1(reference, log_prob))
+    assert th.equal(losses.k2(log_prob, reference), losses.k2(reference, log_prob))
+    assert (losses.k2(log_prob, reference) >= 0).all() and (losses.k3(log_prob, reference) >= 0).all()
 
 
 @given(pairs=PAIRS)
@@ -868,10 +869,10 @@ def test_k3_exceeds_k2_where_the_reference_is_the_larger_and_is_below_where_it_i
     # exp(d) - d - 1 is d^2 / 2 + d^3 / 6 + ...
     log_prob, reference = tensor(pairs).T
     d = reference - log_prob
-    squares, estimates = F.k2(log_prob, reference), F.k3(log_prob, reference)
+    squares, estimates = losses.k2(log_prob, reference), losses.k3(log_prob, reference)
     # expm1(d) - d loses the digits of d
     rounding = 1e-15 * d.abs()
-    up_to_the_clamp = (d >= 0) & (d <= F.MAX_LOG_RATIO)
+    up_to_the_clamp = (d >= 0) & (d <= losses.MAX_LOG_RATIO)
     assert (estimates >= squares - rounding)[up_to_the_clamp].all() and (estimates <= squares + rounding)[d <= 0].all()
 
 
@@ -880,7 +881,7 @@ def test_k3_exceeds_k2_where_the_reference_is_the_larger_and_is_below_where_it_i
 def test_descent_on_k2_and_k3_never_drives_the_policies_apart(pairs: list[tuple[float, float]], dtype: th.dtype):
     log_prob, reference = (values.clone() for values in th.tensor(pairs, dtype=dtype).T)
     log_prob.requires_grad_()
-    for estimator in (F.k2, F.k3):
+    for estimator in (losses.k2, losses.k3):
         (gradient,) = th.autograd.grad(estimator(log_prob, reference).sum(), log_prob)
         assert (gradient.sign() * (log_prob - reference).sign() >= 0).all()
 
@@ -891,12 +892,12 @@ def test_weighting_by_the_ratio_is_finite_keeps_the_sign_and_does_nothing_for_th
     cases: list[tuple[float, float, float]], dtype: th.dtype
 ):
     log_prob, old_log_prob, estimate = (values.clone().requires_grad_() for values in th.tensor(cases, dtype=dtype).T)
-    weighted = F.importance_weighted(estimate, log_prob, old_log_prob)
+    weighted = losses.importance_weighted(estimate, log_prob, old_log_prob)
     for gradient in th.autograd.grad(weighted.sum(), (estimate, log_prob)):
         assert gradient.isfinite().all()
     assert weighted.isfinite().all() and (weighted * estimate.sign() >= 0).all()
-    assert (weighted.abs() <= math.exp(F.MAX_LOG_RATIO) * estimate.abs() * (1 + 1e-5)).all()
-    assert th.equal(F.importance_weighted(estimate, log_prob, log_prob), estimate)
+    assert (weighted.abs() <= math.exp(losses.MAX_LOG_RATIO) * estimate.abs() * (1 + 1e-5)).all()
+    assert th.equal(losses.importance_weighted(estimate, log_prob, log_prob), estimate)
 
 
 @BOTH_DTYPES
@@ -905,10 +906,10 @@ def test_the_approximate_divergence_is_finite_never_negative_and_zero_for_an_unc
     log_ratio: list[float], dtype: th.dtype
 ):
     d = th.tensor(log_ratio, dtype=dtype)
-    divergence = F.approximate_kl(d)
+    divergence = losses.approximate_kl(d)
     assert divergence.shape == () and divergence.isfinite() and divergence >= 0
-    assert F.approximate_kl(th.zeros_like(d)) == 0
-    assert th.equal(divergence, F.k3(th.zeros_like(d), d).mean())
+    assert losses.approximate_kl(th.zeros_like(d)) == 0
+    assert th.equal(divergence, losses.k3(th.zeros_like(d), d).mean())
 
 
 # --- the divergence in closed form ------------------------------------------------------------------------------------
@@ -947,12 +948,12 @@ def test_the_exact_divergence_is_finite_never_negative_and_that_of_each_observat
 ):
     others = data.draw(st.lists(st.permutations(params[0]), min_size=len(params), max_size=len(params)))
     p, q = tensor(params).requires_grad_(), tensor(others)
-    divergence = F.exact_kl(make(p), make(q))
+    divergence = losses.exact_kl(make(p), make(q))
     (gradient,) = th.autograd.grad(divergence.sum(), p)
     assert divergence.shape == (len(params),) and divergence.isfinite().all() and gradient.isfinite().all()
     # Sums over actions round; so does the deviation that the observations of a Gaussian share
     assert (divergence >= -1e-9).all()
-    backwards = F.exact_kl(make(p.flip(0)), make(q.flip(0)))
+    backwards = losses.exact_kl(make(p.flip(0)), make(q.flip(0)))
     th.testing.assert_close(backwards, divergence.flip(0), rtol=1e-9, atol=1e-9)
 
 
@@ -961,7 +962,7 @@ def test_the_exact_divergence_is_finite_never_negative_and_that_of_each_observat
 def test_the_exact_divergence_of_equal_distributions_is_zero(
     make: Callable[[th.Tensor], Distribution], params: list[list[float]]
 ):
-    divergence = F.exact_kl(make(tensor(params)), make(tensor(params)))
+    divergence = losses.exact_kl(make(tensor(params)), make(tensor(params)))
     th.testing.assert_close(divergence, th.zeros(len(params), dtype=th.float64), rtol=0.0, atol=1e-12)
 
 
@@ -969,9 +970,9 @@ def test_the_exact_divergence_of_equal_distributions_is_zero(
 def test_the_exact_divergence_of_independent_actions_is_the_sum_of_theirs(params: list[list[float]]):
     p = tensor(params)
     q = p.flip(1)
-    joint = F.exact_kl(*(MultiCategoricalDistribution([2, 2]).proba_distribution(x) for x in (p, q)))
+    joint = losses.exact_kl(*(MultiCategoricalDistribution([2, 2]).proba_distribution(x) for x in (p, q)))
     parts = [
-        F.exact_kl(*(CategoricalDistribution(2).proba_distribution(x[:, part]) for x in (p, q)))
+        losses.exact_kl(*(CategoricalDistribution(2).proba_distribution(x[:, part]) for x in (p, q)))
         for part in (slice(0, 2), slice(2, 4))
     ]
     th.testing.assert_close(joint, parts[0] + parts[1], rtol=1e-9, atol=1e-12)
@@ -979,7 +980,7 @@ def test_the_exact_divergence_of_independent_actions_is_the_sum_of_theirs(params
 
 # --- the adaptive coefficient -----------------------------------------------------------------------------------------
 
-COEFS = st.one_of(st.sampled_from(F.KL_COEF_BOUNDS), st.floats(*F.KL_COEF_BOUNDS))
+COEFS = st.one_of(st.sampled_from(losses.KL_COEF_BOUNDS), st.floats(*losses.KL_COEF_BOUNDS))
 ANY_KL = st.one_of(st.floats(-1.0, 1.0), st.floats(allow_nan=False))
 
 
@@ -987,12 +988,12 @@ ANY_KL = st.one_of(st.floats(-1.0, 1.0), st.floats(allow_nan=False))
 def test_the_adapted_coefficient_stays_in_bounds_moves_by_two_at_most_and_grows_with_the_divergence(
     coef: float, kl: float, other: float, target: float
 ):
-    low, high = F.KL_COEF_BOUNDS
-    small, large = (F.adapted_kl_coef(coef, x, target) for x in sorted((kl, other)))
+    low, high = losses.KL_COEF_BOUNDS
+    small, large = (losses.adapted_kl_coef(coef, x, target) for x in sorted((kl, other)))
     for adapted in (small, large):
         assert low <= adapted <= high and 0.5 * coef <= adapted <= 2.0 * coef
     assert small <= large
-    assert F.adapted_kl_coef(coef, target, target) == coef
+    assert losses.adapted_kl_coef(coef, target, target) == coef
 
 
 # --- features of the kernel baseline ----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv,
 
 from sb3_grpo import GRPO, EnvironmentFault, load_actor, persistence
 from sb3_grpo.buffers import BUFFERS
-from sb3_grpo.functional import KL_COEF_BOUNDS
+from sb3_grpo.losses import KL_COEF_BOUNDS
 
 BROKEN = 1  # index of the environment that fails
 Weights = dict[str, th.Tensor]
