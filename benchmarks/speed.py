@@ -111,8 +111,8 @@ def make_model(algorithm: type[GRPO] | type[PPO], setting: Setting) -> OnPolicyA
         kwargs = dict(rollout_buffer_class=setting.buffer, share_starts=setting.env != "image")
     elif setting.fused_ppo:
         kwargs = dict(policy_kwargs=dict(optimizer_kwargs=dict(eps=1e-5, fused=True)))
-    sizes = dict(n_steps=setting.n_steps, batch_size=setting.batch_size, n_epochs=setting.n_epochs)
-    return algorithm(setting.policy, setting.make_env(), seed=0, device="cpu", **sizes, **kwargs)
+    kwargs.update(n_steps=setting.n_steps, batch_size=setting.batch_size, n_epochs=setting.n_epochs)
+    return algorithm(setting.policy, setting.make_env(), seed=0, device="cpu", **kwargs)
 
 
 def training(model: BaseAlgorithm, timesteps: int) -> Callable[[], object]:
@@ -121,7 +121,7 @@ def training(model: BaseAlgorithm, timesteps: int) -> Callable[[], object]:
     :param timesteps: Steps of a turn
     :return: A function that trains it further, without logs
     """
-    return functools.partial(model.learn, timesteps, reset_num_timesteps=False, log_interval=None)  # type: ignore[call-arg]
+    return functools.partial(model.learn, timesteps, reset_num_timesteps=False, log_interval=None)  # type: ignore[arg-type]
 
 
 def breakdown(model: GRPO, timesteps: int) -> dict[str, float]:
@@ -365,7 +365,7 @@ def main() -> None:
     commands.choices["scaling"].add_argument(
         "--rounds", type=int, default=5, help="turns of each algorithm, rollouts of each size"
     )
-    commands.choices["scaling"].add_argument("--largest", type=int, default=262_144, help="transitions of the largest rollout")
+    commands.choices["scaling"].add_argument("--largest", type=int, default=65_536, help="transitions of the largest rollout")
     commands.choices["turns"].add_argument("--suite", default="short")
     commands.choices["turns"].add_argument("--arms", nargs="+", default=[], metavar="ARM")
     commands.choices["turns"].add_argument("--envs", nargs="+", default=[], metavar="ENV")
