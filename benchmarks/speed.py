@@ -13,7 +13,8 @@ Measure speed and memory, on one torch thread.
   `--fused-ppo` gives it the one that GRPO has. The breakdown comes from further turns with a stopwatch around each part, whose
   overhead is in the figures.
 - `scaling`: steps per second of GRPO and PPO for 1 to 64 environments with rollouts of 1024 transitions, and the seconds in
-  which each rollout buffer turns a rollout of Pendulum-v1 into an update, which should not grow per transition.
+  which each rollout buffer turns a rollout of Pendulum-v1 into an update, which should not grow per transition. The time is that
+  of this thread alone.
 - `memory`: peak resident memory of GRPO and of PPO, each in a process of its own.
 - `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for the table of seconds in `docs/benchmark.md`.
 """
@@ -197,14 +198,15 @@ def scaling_points(rounds: int, largest: int) -> Iterator[tuple[str, str, int, f
     """
     for n_envs in (1, 2, 4, 8, 16, 32, 64):
         setting = Setting(n_envs=n_envs, n_steps=1024 // n_envs)
-        turns = take_turns({name: training(make_model(each, setting), 1024) for name, each in ALGORITHMS.items()}, rounds)
+        contestants = {name: training(make_model(each, setting), 1024) for name, each in ALGORITHMS.items()}
+        turns = take_turns(contestants, rounds, clock=time.thread_time)
         for name, seconds in turns.items():
             yield "steps per second", name, n_envs, 1024 / float(np.median(seconds))
     n_transitions = 1024
     while n_transitions <= largest:
         for buffer in BUFFERS:
             setting = Setting("Pendulum-v1", n_steps=n_transitions // 8, batch_size=n_transitions, n_epochs=1, buffer=buffer)
-            model, watch = make_model(GRPO, setting), Stopwatch()
+            model, watch = make_model(GRPO, setting), Stopwatch(time.thread_time)
             with watch.around("finish", model.rollout_buffer, "finish_rollout"):
                 training(model, rounds * n_transitions)()
             yield "seconds per rollout", buffer, n_transitions, watch.seconds["finish"] / rounds

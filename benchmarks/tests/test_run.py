@@ -66,7 +66,8 @@ def test_tuned_ppo_is_the_ppo_of_stable_baselines3() -> None:
     expected = TrainingCurve()
     model = PPO(
         "MlpPolicy", make_vec_env("CartPole-v1", 8, seed=7), n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98,
-        n_epochs=20, ent_coef=0.0, seed=7, learning_rate=lambda left: left * 1e-3, clip_range=lambda left: left * 0.2, device="cpu",
+        n_epochs=20, ent_coef=0.0, seed=7, learning_rate=lambda left: left * 1e-3, clip_range=lambda left: left * 0.2,
+        device="cpu",
     )  # fmt: skip
     model.learn(2048, callback=expected)
     assert curve is not None

@@ -47,8 +47,8 @@ def toy_suite(
 ) -> Suite:
     """
     :param results: Folder for the rows
-    :param areas: By arm and environment, one area for each seed, NaN for a run that is not finished; returns rise evenly from 0
-        to twice the area
+    :param areas: By arm and environment, one area for each seed, NaN for a run that is not finished; returns rise evenly from
+        0 to twice the area
     :param random: Return of random actions
     :param speeds: Seconds per step by arm
     :return: The suite, of at most three seeds from 100 on
