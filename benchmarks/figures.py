@@ -20,16 +20,6 @@ from benchmarks.tables import LABELS, normalised_areas, seconds_per_step
 COLOURS = {"grpo": "tab:blue", "ppo": "tab:orange", "grpo-default": "tab:cyan", "ppo-default": "tab:brown"}
 
 
-def draw_all(suite: Suite, folder: pathlib.Path) -> None:
-    """
-    :param suite: Finished runs
-    :param folder: Folder for the figures
-    """
-    draw_curves(suite, folder / "benchmark_steps.png", by_seconds=False)
-    draw_curves(suite, folder / "benchmark_seconds.png", by_seconds=True)
-    draw_profile(suite, folder / "benchmark_profile.png")
-
-
 def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
     """
     Draw a panel per environment: mean over seeds of the training return, with the range of the seeds.

@@ -7,8 +7,8 @@ import importlib.resources
 import inspect
 import pathlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import yaml
 from stable_baselines3 import PPO
@@ -141,63 +141,50 @@ def hyperparameter_file(algo: str) -> dict[str, dict[str, Any]]:
     return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
-class Cell(NamedTuple):
-    """
-    One arm in one environment of a suite.
-
-    :param arm: Name of the arm
-    :param env: Gymnasium environment
-    :param timesteps: Budget
-    :param threshold: See :class:`Run`
-    :param seeds: Seeds of the suite
-    :param settings: Of the arm, as in the matrix
-    """
-
-    arm: str
-    env: str
-    timesteps: int
-    threshold: float
-    seeds: list[int]
-    settings: dict[str, Any]
-
-
-def cells(matrix: dict[str, Any], suite: str) -> list[Cell]:
+def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = None) -> list[tuple[Run, list[int]]]:
     """
     :param matrix: From :func:`load_matrix`
     :param suite: Name of one of its suites
-    :return: What the suite consists of: its arms in each of its environments, or its cases
+    :param changes: Other settings, for trials
+    :return: For each arm in each environment of the suite, or for each of its cases, a run with seed 0, and the seeds
     """
     chosen = matrix["suites"][suite]
+    n_episodes = chosen.get("eval_episodes", 20)
+
+    def cell(arm: str, env: str, timesteps: int, threshold: float, settings: dict[str, Any]) -> Run:
+        algo = settings.get("algo", "grpo")
+        entry = entry_of(settings, algo, env, matrix["environments"][env])
+        entry["n_timesteps"] = timesteps
+        for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
+            both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
+            entry[key] = {**entry[key], **value} if both_mappings else value
+        return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry)
+
     if "cases" in chosen:
         return [
-            Cell(name, case["env"], case["timesteps"], case["threshold"], case["seeds"], {"entry": "default", **case})
+            (cell(name, case["env"], case["timesteps"], case["threshold"], {"entry": "default", **case}), case["seeds"])
             for name, case in chosen["cases"].items()
         ]
     thresholds = {**{env: about["threshold"] for env, about in matrix["environments"].items()}, **chosen.get("thresholds", {})}
+    seeds = {env: chosen.get("seeds_of", {}).get(env, chosen["seeds"]) for env in chosen["timesteps"]}
     return [
-        Cell(arm, env, timesteps, thresholds[env], chosen.get("seeds_of", {}).get(env, chosen["seeds"]), matrix["arms"][arm])
+        (cell(arm, env, timesteps, thresholds[env], matrix["arms"][arm]), seeds[env])
         for env, timesteps in chosen["timesteps"].items()
         for arm in chosen["arms"]
     ]
 
 
-def entry_of(matrix: dict[str, Any], cell: Cell, changes: dict[str, Any]) -> dict[str, Any]:
+def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any]) -> dict[str, Any]:
     """
-    :param matrix: From :func:`load_matrix`
-    :param cell: One of its cells
-    :param changes: Other settings, for trials
-    :return: The hyperparameters of the cell, as in a file of rl-zoo3
+    :param settings: Arm or case of the matrix
+    :param algo: ``grpo`` or ``ppo``
+    :param env: Gymnasium environment
+    :param about: Entry of the environment in the matrix
+    :return: The hyperparameters that the settings begin with, as in a file of rl-zoo3
     """
-    about, algo = matrix["environments"][cell.env], cell.settings.get("algo", "grpo")
-    if cell.settings["entry"] == "zoo":
-        entry = copy.deepcopy(hyperparameter_file(algo)[about.get(f"{algo}_entry", cell.env)])
-    else:
-        entry = {"policy": "MlpPolicy", **{key: about[key] for key in ("env_wrapper",) if key in about}}
-    entry["n_timesteps"] = cell.timesteps
-    for key, value in (*cell.settings.get("set", {}).items(), *changes.items()):
-        both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
-        entry[key] = {**entry[key], **value} if both_mappings else value
-    return entry
+    if settings["entry"] == "zoo":
+        return copy.deepcopy(hyperparameter_file(algo)[about.get(f"{algo}_entry", env)])
+    return {"policy": "MlpPolicy", **{key: about[key] for key in ("env_wrapper",) if key in about}}
 
 
 def expand(
@@ -223,22 +210,18 @@ def expand(
     """
     if suite not in matrix["suites"]:
         raise ValueError(f"Unknown suite {suite!r}: choose from {', '.join(matrix['suites'])}.")
-    chosen, everything = matrix["suites"][suite], cells(matrix, suite)
+    everything = cells(matrix, suite, changes)
     for what, names, known in (
-        ("arm", arms, dict.fromkeys(cell.arm for cell in everything)),
-        ("environment", envs, dict.fromkeys(cell.env for cell in everything)),
+        ("arm", arms, dict.fromkeys(cell.arm for cell, _ in everything)),
+        ("environment", envs, dict.fromkeys(cell.env for cell, _ in everything)),
     ):
         for name in names:
             if name not in known:
                 raise ValueError(f"Unknown {what} {name!r} in suite {suite!r}: choose from {', '.join(known)}.")
-    wanted = [cell for cell in everything if cell.arm in (arms or [cell.arm]) and cell.env in (envs or [cell.env])]
+    wanted = [(cell, own) for cell, own in everything if cell.arm in (arms or [cell.arm]) and cell.env in (envs or [cell.env])]
     runs = []
-    if n_random := chosen.get("random_episodes", 100):
-        runs = [Run("random", "random", env, 0, 0, 0.0, n_random) for env in dict.fromkeys(cell.env for cell in wanted)]
-    for seed in seeds or sorted({seed for cell in wanted for seed in cell.seeds}):
-        for cell in wanted:
-            if seeds or seed in cell.seeds:
-                entry = entry_of(matrix, cell, changes or {})
-                algo, n_episodes = cell.settings.get("algo", "grpo"), chosen.get("eval_episodes", 20)
-                runs.append(Run(cell.arm, algo, cell.env, cell.timesteps, seed, float(cell.threshold), n_episodes, entry))
+    if n_random := matrix["suites"][suite].get("random_episodes", 100):
+        runs = [Run("random", "random", env, 0, 0, 0.0, n_random) for env in dict.fromkeys(cell.env for cell, _ in wanted)]
+    for seed in seeds or sorted({seed for _, own in wanted for seed in own}):
+        runs += [replace(cell, seed=seed) for cell, own in wanted if seeds or seed in own]
     return runs

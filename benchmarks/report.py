@@ -13,7 +13,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
-from benchmarks.figures import draw_all
+from benchmarks.figures import draw_curves, draw_profile
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
     ablation_table,
@@ -93,7 +93,10 @@ def main() -> None:
         return
     for page in PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8"), contents), encoding="utf-8")
-    draw_all(Suite("short", args.results), DOCS)
+    short = Suite("short", args.results)
+    draw_curves(short, DOCS / "benchmark_steps.png", by_seconds=False)
+    draw_curves(short, DOCS / "benchmark_seconds.png", by_seconds=True)
+    draw_profile(short, DOCS / "benchmark_profile.png")
     print(f"wrote {', '.join(str(page.relative_to(ROOT)) for page in PAGES)} and the figures in docs")
 
 

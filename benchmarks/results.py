@@ -106,18 +106,14 @@ class Suite:
         self._learns: dict[tuple[str, str], bool] = {}
         rows = {row_key(row): row for row in read_rows(csv)}
         self._finished: dict[tuple[str, str], list[Finished]] = {}
-        self.arms = list(dict.fromkeys(cell.arm for cell in cells(matrix, name)))
-        self.timesteps = {cell.env: cell.timesteps for cell in cells(matrix, name)}
+        self.arms = list(dict.fromkeys(cell.arm for cell, _ in cells(matrix, name)))
+        self.timesteps = {cell.env: cell.timesteps for cell, _ in cells(matrix, name)}
         for run in expand(matrix, name):
             if (row := rows.get(run.key())) is not None:
                 self._finished.setdefault((run.arm, run.env), []).append(Finished(run, row))
 
     def runs(self, arm: str, env: str) -> list[Finished]:
-        """
-        :param arm: Name of an arm
-        :param env: Gymnasium environment
-        :return: Finished runs, by seed
-        """
+        """:return: Finished runs, by seed"""
         return self._finished.get((arm, env), [])
 
     def column(self, arm: str, env: str, name: str) -> np.ndarray:
@@ -130,24 +126,15 @@ class Suite:
         return np.array([float(each.row[name] or math.inf) for each in self.runs(arm, env)])
 
     def by_seed(self, arm: str, env: str) -> dict[int, float]:
-        """
-        :param arm: Name of an arm
-        :param env: Gymnasium environment
-        :return: Area of each run, by seed
-        """
+        """:return: Area of each run, by seed"""
         return {each.run.seed: float(each.row["auc"]) for each in self.runs(arm, env)}
 
     def random_area(self, env: str) -> float:
-        """
-        :param env: Gymnasium environment
-        :return: Area of random actions, which is their mean return
-        """
+        """:return: Area of random actions, which is their mean return"""
         return float(self.column("random", env, "auc")[0])
 
     def learns(self, arm: str, env: str) -> bool:
         """
-        :param arm: Name of an arm
-        :param env: Gymnasium environment
         :return: Whether the interval of its mean area, or the area of a single run, is above the return of random actions
         """
         if (arm, env) not in self._learns:
@@ -156,37 +143,21 @@ class Suite:
         return self._learns[arm, env]
 
     def curves(self, arm: str, env: str) -> list[LearningCurve]:
-        """
-        :param arm: Name of an arm
-        :param env: Gymnasium environment
-        :return: Learning curves, by seed
-        """
+        """:return: Learning curves, by seed"""
         if self._curves is None:
             self._curves = self._store.load()
         return [self._curves[each.run.key()] for each in self.runs(arm, env)]
 
     def compared(self, *arms: str) -> list[str]:
-        """
-        :param arms: Names of arms
-        :return: Environments with finished runs of all of them and of random actions
-        """
+        """:return: Environments with finished runs of all of them and of random actions"""
         return [env for env in self.timesteps if all(self.runs(arm, env) for arm in ("random", *arms))]
 
     def common_seeds(self, arms: Sequence[str], envs: Sequence[str]) -> list[int]:
-        """
-        :param arms: Names of arms
-        :param envs: Gymnasium environments
-        :return: Seeds of which every arm has a run in every environment
-        """
+        """:return: Seeds of which every arm has a run in every environment"""
         seeds = [set(self.by_seed(arm, env)) for arm in arms for env in envs]
         return sorted(set.intersection(*seeds)) if seeds else []
 
     def areas(self, arm: str, envs: Sequence[str], seeds: Sequence[int]) -> np.ndarray:
-        """
-        :param arm: Name of an arm
-        :param envs: Gymnasium environments
-        :param seeds: Seeds of the runs
-        :return: Areas, shape ``(n_seeds, n_envs)``
-        """
+        """:return: Areas, shape ``(n_seeds, n_envs)``"""
         areas = [[self.by_seed(arm, env)[seed] for env in envs] for seed in seeds]
         return np.array(areas).reshape(len(seeds), len(envs))

@@ -13,8 +13,8 @@ Measure speed and memory, on one torch thread.
   `--fused-ppo` gives it the one that GRPO has. The breakdown comes from further turns with a stopwatch around each part, whose
   overhead is in the figures.
 - `scaling`: steps per second of GRPO and PPO for 1 to 64 environments with rollouts of 1024 transitions, and the seconds in
-  which each rollout buffer turns a rollout of Pendulum-v1 into an update, which should not grow per transition. The time is that
-  of this thread alone.
+  which each rollout buffer turns a rollout of Pendulum-v1 into an update, which should not grow per transition. The time is
+  that of this thread alone.
 - `memory`: peak resident memory of GRPO and of PPO, each in a process of its own.
 - `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for the table of seconds in `docs/benchmark.md`.
 """
@@ -249,38 +249,33 @@ def scaling(args: argparse.Namespace) -> None:
     draw_scaling(points, args.results / "scaling.png")
 
 
-def peak_memory() -> float:
-    """:return: Highest resident memory of this process since ``clear_refs``, in MB, from Linux's ``/proc``"""
-    [line] = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024 / 1e6
-
-
-def memory_of(algorithm: str, setting: Setting, rollouts: int) -> tuple[float, float]:
+def peak_memory(algorithm: str, setting: Setting, rollouts: int) -> float:
     """
     Train in this process, which must be a fresh one: a peak does not go down again.
 
     :param algorithm: ``"GRPO"`` or ``"PPO"``
     :param setting: Setting of the comparison
     :param rollouts: Rollouts to train on
-    :return: Peak of the whole process and what of it came after the imports, in MB
+    :return: Highest resident memory of the process, in MB
     """
     th.set_num_threads(1)
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    imported = peak_memory()
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of the process that it was made from
     make_model(ALGORITHMS[algorithm], setting).learn(rollouts * setting.rollout)
-    return peak_memory(), peak_memory() - imported
+    [line] = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024 / 1e6
 
 
-def compare_memory(setting: Setting, rollouts: int) -> dict[str, tuple[float, float]]:
+def compare_memory(setting: Setting, rollouts: int) -> dict[str, float]:
     """
     :param setting: Setting of the comparison
     :param rollouts: Rollouts to train on
-    :return: See :func:`memory_of`, for each algorithm
+    :return: See :func:`peak_memory`, for each algorithm
     """
+    context = multiprocessing.get_context("spawn")
     memory = {}
     for algorithm in ALGORITHMS:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            memory[algorithm] = pool.apply(memory_of, (algorithm, setting, rollouts))
+        with context.Pool(1) as pool:
+            memory[algorithm] = pool.apply(peak_memory, (algorithm, setting, rollouts))
     return memory
 
 
@@ -288,8 +283,8 @@ def memory(args: argparse.Namespace) -> None:
     """
     :param args: Command line
     """
-    for algorithm, (peak, grown) in compare_memory(setting_of(args), args.rollouts).items():
-        print(f"{algorithm:<5} peak {peak:7.1f} MB, of which {grown:7.1f} MB after the imports")
+    for algorithm, peak in compare_memory(setting_of(args), args.rollouts).items():
+        print(f"{algorithm:<5} peak {peak:7.1f} MB")
 
 
 def turns_of(runs: list[Run]) -> list[dict[str, Any]]:
@@ -320,11 +315,7 @@ def turns_of(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def turns(args: argparse.Namespace) -> None:
-    """
-    Measure the environments where an arm has no row yet, each with the first seed.
-
-    :param args: Command line
-    """
+    """Measure the environments where an arm has no row yet, each with the first seed."""
     csv = args.results / "speed.csv"
     done = {(row["env"], row["settings_hash"]) for row in read_rows(csv)}
     by_env: dict[str, dict[str, Run]] = {}
@@ -339,10 +330,7 @@ def turns(args: argparse.Namespace) -> None:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """
-    :param args: Command line
-    :return: The setting that it describes
-    """
+    """:return: The setting that it describes"""
     return Setting(**{name: getattr(args, name) for name in Setting._fields})
 
 

@@ -2,7 +2,8 @@
 Tables of finished runs, in Markdown.
 
 The *area* is the mean over the budget of the mean return of the last 20 training episodes. An area *over that of PPO* is the
-area above the return of random actions, divided by the mean of the same for PPO.
+area above the return of random actions, divided by the mean of the same for PPO. Throughout, `suite` has the finished runs,
+and `arm` is compared with `reference`.
 """
 
 import math
@@ -50,12 +51,6 @@ def areas_and_scales(
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """
     Numerators and denominators of areas over those of the reference.
-
-    :param suite: Finished runs
-    :param arm: Name of an arm
-    :param reference: Arm by whose mean over all its seeds areas are divided
-    :param envs: Gymnasium environments
-    :param seeds: Seeds of the runs
     :return: Areas above that of random actions, shape ``(n_seeds, n_envs)``, and for each environment those of the reference,
         shape ``(n,)``; where it is no better than random actions, infinity for a run that is and 0 for others, over one
     """
@@ -70,9 +65,6 @@ def areas_and_scales(
 
 def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
     """
-    :param suite: Finished runs
-    :param arms: Names of arms
-    :param reference: Arm by whose mean areas are divided
     :return: By arm the areas over those of the reference, shape ``(n_seeds, n_envs)``; the environments, without those where
         the reference is no better than random actions; and the seeds that all arms have in all of them
     """
@@ -82,12 +74,7 @@ def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple
 
 
 def area_table(suite: Suite, arm: str, reference: str) -> str:
-    """
-    :param suite: Finished runs
-    :param arm: Arm to judge
-    :param reference: Arm to compare with
-    :return: One line per environment
-    """
+    """:return: One line per environment"""
     ours, theirs = LABELS[arm], LABELS[reference]
     header = (
         "environment", "steps", "seeds", "random", f"area, {ours}", f"area, {theirs}", "ratio", f"evaluation, {ours}",
@@ -148,7 +135,6 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
 
 def ablation_table(suite: Suite) -> str:
     """
-    :param suite: Finished runs
     :return: Areas, one line per arm, one column per environment, over the seeds that all arms have wherever they were run
     """
     cells = [(arm, env) for arm in suite.arms for env in suite.timesteps if suite.runs(arm, env)]
@@ -166,9 +152,6 @@ def ablation_table(suite: Suite) -> str:
 
 def seconds_per_step(suite: Suite, arms: Sequence[str], env: str) -> dict[str, float]:
     """
-    :param suite: Finished runs
-    :param arms: Names of arms
-    :param env: Gymnasium environment
     :return: By arm, the median of the turns of the latest session in ``speed.csv`` that all of them took part in; empty if
         there is none
     """
@@ -200,10 +183,6 @@ def seconds_table(suite: Suite, arm: str, reference: str) -> str:
     Seconds until the mean return of 20 training episodes is the final return of the reference: the mean of its last 100
     episodes, averaged over seeds. Environments where the reference is no better than random actions are left out. A run of the
     reference that never gets there counts with its whole budget, one of the arm as never.
-
-    :param suite: Finished runs
-    :param arm: Arm to judge
-    :param reference: Arm to compare with
     :return: One line per environment, with medians over runs, and the interquartile mean, over runs, of the arm's seconds over
         the mean of the reference's
     """
@@ -237,10 +216,7 @@ def seconds_table(suite: Suite, arm: str, reference: str) -> str:
 
 
 def learning_table(suite: Suite) -> str:
-    """
-    :param suite: Finished runs of a suite of cases
-    :return: One line per case: what its runs must reach, and how many did
-    """
+    """:return: One line per case: what its runs must reach, and how many did"""
     header = (
         "case", "environment, envs", "steps", "random", "must", "passed", "evaluation", "steps to threshold", "auc", "steps/s",
     )  # fmt: skip
@@ -264,10 +240,7 @@ def learning_table(suite: Suite) -> str:
 
 
 def zoo_table(suite: Suite) -> str:
-    """
-    :param suite: Finished runs of the zoo's settings
-    :return: One line per environment, with the command that trains the first seed
-    """
+    """:return: One line per environment, with the command that trains the first seed"""
     lines = []
     for env in suite.timesteps:
         if not (runs := suite.runs("grpo", env)):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from benchmarks import matrix
-from benchmarks.matrix import Cell, Run, entry_of, expand, load_matrix
+from benchmarks.matrix import Run, expand, load_matrix
 from benchmarks.tests.toys import SMALL
 
 MATRIX = load_matrix()
@@ -117,8 +117,10 @@ def test_a_changed_default_changes_the_hash(buffer: str, monkeypatch: pytest.Mon
 
 
 def test_changes_of_a_mapping_leave_its_other_entries() -> None:
-    cell = Cell("", "Pendulum-v1", 1000, 0.0, [0], {"entry": "zoo", "set": {"rollout_buffer_kwargs": {"ridge": 0.5}}})
-    entry = entry_of(MATRIX, cell, {"gamma": 0.5, "rollout_buffer_kwargs": {"n_folds": 2}})
+    arm = {"algo": "grpo", "entry": "zoo", "set": {"rollout_buffer_kwargs": {"ridge": 0.5}}}
+    toy = {"arms": ["changed"], "seeds": [0], "timesteps": {"Pendulum-v1": 1000}}
+    changed = {**MATRIX, "arms": {"changed": arm}, "suites": {"toy": toy}}
+    *_, run = expand(changed, "toy", changes={"gamma": 0.5, "rollout_buffer_kwargs": {"n_folds": 2}})
     shipped = matrix.hyperparameter_file("grpo")["Pendulum-v1"]["rollout_buffer_kwargs"]
-    assert entry["rollout_buffer_kwargs"] == {**shipped, "ridge": 0.5, "n_folds": 2}
-    assert entry["gamma"] == 0.5
+    assert run.entry["rollout_buffer_kwargs"] == {**shipped, "ridge": 0.5, "n_folds": 2}
+    assert run.entry["gamma"] == 0.5

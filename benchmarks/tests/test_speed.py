@@ -124,6 +124,5 @@ def test_grpo_is_faster_than_ppo(record_property: Callable[[str, object], None])
 @pytest.mark.slow
 def test_training_on_images_takes_about_the_memory_that_ppo_takes() -> None:
     memory = compare_memory(IMAGES._replace(n_envs=4), rollouts=2)
-    assert memory["PPO"][1] > 100
     # Level: what is left between the two is how the allocator places things from run to run
-    assert memory["GRPO"][0] <= 1.1 * memory["PPO"][0]
+    assert memory["GRPO"] <= 1.1 * memory["PPO"]
