@@ -62,8 +62,10 @@ def eligibility_traces(features: th.Tensor, continues: th.Tensor, decay: float) 
     """
     # A step is too little work for torch, whose calls take several times as long as numpy's.
     traces, decays = features.numpy().copy(), (decay * continues).numpy()[..., None]
-    for step in range(1, features.shape[1]):
-        traces[:, step] += decays[:, step - 1] * traces[:, step - 1]
+    previous, decayed = traces[:, 0], np.empty_like(traces[:, 0])
+    for current, step_decay in zip(traces.swapaxes(0, 1)[1:], decays.swapaxes(0, 1)[:-1], strict=True):
+        current += np.multiply(step_decay, previous, out=decayed)
+        previous = current
     return th.from_numpy(traces)
 
 
