@@ -279,7 +279,7 @@ class KernelBaseline:
         self,
         n_features: int = 128,
         bandwidth: float = 0.5,
-        ridge: float = 3e-6,
+        ridge: float = 1e-5,
         forgetting: float = 0.8,
         time_feature: bool = True,
         clip: float = 5.0,

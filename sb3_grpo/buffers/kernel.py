@@ -78,7 +78,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         horizon: int | None = None,
         n_features: int = 128,
         bandwidth: float = 0.5,
-        ridge: float = 3e-6,
+        ridge: float = 1e-5,
         forgetting: float = 0.8,
         n_folds: int = 4,
         time_feature: bool = True,
