@@ -196,7 +196,9 @@ class Update(NamedTuple):
 @st.composite
 def updates(draw: st.DrawFn) -> Update:
     # Single precision ends at 3.4e38, and the largest ratio is exp(20) = 4.9e8: advantages beyond 7e29 have no finite loss
-    signed = st.one_of(st.floats(-3.0, 3.0, allow_subnormal=False), st.floats(-1e29, 1e29, allow_subnormal=False), st.just(0.0))
+    signed = st.one_of(
+        st.floats(-3.0, 3.0, allow_subnormal=False), st.floats(-1e29, 1e29, allow_subnormal=False), st.just(0.0)
+    )
     pairs = draw(st.lists(st.tuples(log_ratios(1e38), signed), min_size=1, max_size=10))
     high = draw(st.one_of(st.none(), st.floats(0.0, 2.0)))
     return Update([d for d, _ in pairs], [a for _, a in pairs], draw(st.floats(0.01, 0.99)), high)
@@ -579,7 +581,9 @@ def test_the_exact_divergence_of_normals_and_its_gradient_are_as_worked_out_by_h
     th.testing.assert_close(gradient_of(divergence, log_std), th.tensor([-0.75, 3.0]))
 
 
-@pytest.mark.parametrize("make", [FIVE_WAY, TWO_AND_THREE_WAY, FIVE_FLAGS], ids=["Categorical", "MultiCategorical", "Bernoulli"])
+@pytest.mark.parametrize(
+    "make", [FIVE_WAY, TWO_AND_THREE_WAY, FIVE_FLAGS], ids=["Categorical", "MultiCategorical", "Bernoulli"]
+)
 @given(logits=st.lists(st.lists(st.floats(-30.0, 30.0), min_size=5, max_size=5), min_size=1, max_size=4))
 def test_the_exact_divergence_is_finite_never_negative_and_zero_and_flat_at_the_policy_itself(
     make: Callable[[], Distribution], logits: list[list[float]]
