@@ -107,8 +107,10 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
         _check_archive(existing[0], repr(str(existing[0])))
     else:
         position = path.tell()
-        _check_archive(path, "The file")
-        path.seek(position)
+        try:
+            _check_archive(path, "The file")
+        finally:
+            path.seek(position)
 
 
 def _check_archive(file: Any, name: str) -> None:

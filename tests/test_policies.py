@@ -305,7 +305,7 @@ def test_a_saved_policy_is_loaded_with_its_settings_and_acts_the_same(kwargs: di
     policy.save(str(tmp_path / "policy"))
     loaded = ActorPolicy.load(str(tmp_path / "policy"), device="cpu")
     obs = sample(VECTOR, 5)
-    np.testing.assert_array_equal(*(each.predict(obs, deterministic=True)[0] for each in (policy, loaded)))
+    np.testing.assert_array_equal(policy.predict(obs, deterministic=True)[0], loaded.predict(obs, deterministic=True)[0])
     assert {key: getattr(loaded, key) for key in ("net_arch", *kwargs)} == {"net_arch": [8], **kwargs}
 
 

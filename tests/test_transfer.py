@@ -126,7 +126,7 @@ def test_a_policy_of_another_kind_is_refused_although_the_rest_may_fit(tmp_path:
 def test_objects_without_a_policy_are_refused_by_name():
     for arguments, message in (((3, make_model()), "target=3 has no policy"), ((make_model(), None), "source=None has no")):
         with pytest.raises(ValueError, match=message):
-            load_actor(*arguments)  # type: ignore[arg-type]
+            load_actor(*arguments)
 
 
 def test_weights_come_from_a_file_without_unpickling_objects(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
