@@ -45,8 +45,7 @@ def test_a_file_is_replaced_and_missing_folders_are_made(tmp_path: pathlib.Path)
         assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("function", ["fsync", "replace"])
-@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(("function", "error"), [("fsync", OSError("no space left")), ("replace", KeyboardInterrupt())])
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_beside_it(
     function: str, error: BaseException, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
