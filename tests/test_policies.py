@@ -32,7 +32,7 @@ SPACES = [
     pytest.param(DICT, BOX, dict(SMALL, features_extractor_class=CombinedExtractor), id="Dict observations"),
     pytest.param(spaces.Discrete(4), BOX, SMALL, id="Discrete observations"),
     *(
-        pytest.param(VECTOR, BOX, dict(SMALL, use_sde=True, log_std_init=-1.0, **options), id=f"gSDE {options}")
+        pytest.param(VECTOR, BOX, dict(SMALL, use_sde=True, log_std_init=0.3, **options), id=f"gSDE {options}")
         for options in ({}, dict(full_std=False), dict(use_expln=True), dict(squash_output=True))
     ),
 ]
