@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import BUFFERS
@@ -32,8 +33,28 @@ class Counts(gym.Env):
         return self.np_random.integers(0, 11, 3).astype(np.int32)
 
 
+class Observations(BaseCallback):
+    """Remembers the observations after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observations: list[np.ndarray] = []
+
+    def _on_step(self) -> bool:
+        self.observations.append(self.locals["new_obs"].copy())
+        return True
+
+
 def make_model(env: Any, **kwargs: Any) -> GRPO:
-    return GRPO("MlpPolicy", env, n_steps=8, batch_size=16, n_epochs=1, seed=0, device="cpu", **kwargs)
+    return GRPO("MlpPolicy", env, n_steps=8, batch_size=8, n_epochs=1, seed=0, device="cpu", **kwargs)
+
+
+def test_normalised_integers_are_not_rounded():
+    seen = Observations()
+    model = make_model(VecNormalize(DummyVecEnv([Counts]))).learn(8, callback=seen)
+    stored = model.rollout_buffer.observations[0]
+    np.testing.assert_allclose(stored[1:], np.concatenate(seen.observations[:-1]), rtol=1e-6)
+    assert np.any(stored % 1 != 0)
 
 
 @pytest.mark.parametrize("buffer", BUFFERS)
