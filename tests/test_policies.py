@@ -198,7 +198,7 @@ def test_a_custom_features_extractor_is_used_and_trained():
 
 def test_net_arch_gives_the_sizes_of_the_hidden_layers():
     for sizes in ([], [8], [8, 4]):
-        for net_arch in (sizes, dict(pi=sizes)):
+        for net_arch in (sizes, tuple(np.array(sizes, dtype=int)), dict(pi=sizes)):
             policy = make_policy(net_arch=net_arch, activation_fn=nn.ReLU)
             assert [type(layer) for layer in policy.policy_net] == [nn.Linear, nn.ReLU] * len(sizes)
             assert [layer.out_features for layer in policy.policy_net[::2]] == sizes
