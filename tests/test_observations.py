@@ -10,7 +10,7 @@ from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-from sb3_grpo import GRPO
+from sb3_grpo import GRPO, OutcomeRolloutBuffer
 from sb3_grpo.buffers import BUFFERS
 
 
@@ -71,3 +71,23 @@ def test_learning_goes_on_after_an_interrupt_while_the_update_was_formed(buffer:
     before = [parameter.clone() for parameter in model.policy.parameters()]
     model.learn(96, reset_num_timesteps=False)
     assert not all(th.equal(*pair) for pair in zip(before, model.policy.parameters(), strict=True))
+
+
+class Mixin:
+    """Has no constructor."""
+
+
+class OwnBuffer(Mixin, OutcomeRolloutBuffer):
+    """A user's buffer with an argument of its own."""
+
+    def __init__(self, *args: Any, bonus: float = 0.0, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.bonus = bonus
+
+
+def test_a_buffer_with_a_mixin_takes_the_arguments_of_its_base():
+    kwargs = dict(bonus=1.0, leave_one_out=True, scale="none")
+    buffer = make_model(Counts(), rollout_buffer_class=OwnBuffer, rollout_buffer_kwargs=kwargs).rollout_buffer
+    assert {name: getattr(buffer, name) for name in kwargs} == kwargs
+    with pytest.raises(ValueError, match=r"OwnBuffer does not take \['bonsu'\]"):
+        make_model(Counts(), rollout_buffer_class=OwnBuffer, rollout_buffer_kwargs=dict(bonsu=1.0))
