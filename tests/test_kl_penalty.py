@@ -105,6 +105,10 @@ def test_polyak_takes_running_statistics_as_they_are():
     norm = penalty.policy.features_extractor.norm
     assert norm.num_batches_tracked == 2 and norm.running_mean.abs().max() > 0
     assert not norm.training
+    batch = sample(policy)
+    n_tracked = int(policy.features_extractor.norm.num_batches_tracked)
+    penalty.mean(policy, [batch])
+    assert policy.features_extractor.norm.num_batches_tracked == n_tracked
 
 
 def test_estimates_of_the_divergence_from_the_old_policy_need_no_second_policy():
