@@ -437,13 +437,14 @@ class GRPO(OnPolicyAlgorithm):
                 rollout_buffer.start_afresh()
             if not self._collect(env, callback, rollout_buffer, n_rollout_steps):
                 return False
-        rollout_buffer.finish_rollout(
-            self._last_obs,  # type: ignore[arg-type]
-            self.policy,
-            self.normalize_advantage,
-            self.loss_aggregation,
-            self.n_reused_rollouts,
-        )
+            # If this fails, trajectories in progress have lost their beginnings, and the environments are reset.
+            rollout_buffer.finish_rollout(
+                self._last_obs,  # type: ignore[arg-type]
+                self.policy,
+                self.normalize_advantage,
+                self.loss_aggregation,
+                self.n_reused_rollouts,
+            )
         for name, value in rollout_buffer.metrics.items():
             if name.startswith("rollout/"):
                 self.logger.record(name, value)
