@@ -69,9 +69,7 @@ def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) ->
     # The weights alone, because the rest of the archive is pickled.
     _, params, _ = load_from_zip_file(source, load_data=False, device="cpu")
     if "policy" not in params:
-        raise ValueError(
-            f"source={source!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C."
-        )
+        raise ValueError(f"source={source!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C.")
     return params["policy"]  # type: ignore[return-value]
 
 
