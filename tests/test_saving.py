@@ -1,6 +1,5 @@
 """Files: what they keep, how a run continues from one, and which are refused."""
 
-import io
 import pathlib
 from typing import Any
 
@@ -26,6 +25,7 @@ from stable_baselines3 import A2C, PPO, SAC
 
 from sb3_grpo import GRPO, GroupRolloutBuffer, load_actor
 from sb3_grpo.buffers import BUFFERS
+from sb3_grpo.persistence import random_state, set_random_state
 
 #: A file of sb3-grpo 0.1 in format 1: CartPole-v1, ``policy_kwargs=dict(net_arch=[4])``, seed 0, after 32 steps.
 FORMAT_1 = pathlib.Path(__file__).parent / "data" / "format_1.zip"
@@ -59,7 +59,7 @@ def run(model: Any, **kwargs: Any) -> tuple[list[tuple[float, ...]], list[np.nda
 @pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
 def test_runs_from_one_checkpoint_are_different_runs_unless_they_continue_it(buffer: str):
     model = make_model(seed=None, rollout_buffer_class=buffer).learn(64)
-    file = saved(model)
+    file, state = saved(model), random_state()
 
     def load() -> Any:
         file.seek(0)
@@ -72,20 +72,12 @@ def test_runs_from_one_checkpoint_are_different_runs_unless_they_continue_it(buf
 
     model.set_env(make_envs(), force_reset=True)  # as a loaded model, the saved one continues from a reset
     continued = [run(each, reset_num_timesteps=False) for each in (load(), load())]
-    expected = run_from(file, model)
+    set_random_state(state)
+    expected = run(model, reset_num_timesteps=False)
     for firsts, actions, after in continued:
         assert firsts == expected[0]
         np.testing.assert_array_equal(actions, expected[1])
         assert same(after, expected[2])
-
-
-def run_from(file: io.BytesIO, model: Any) -> Any:
-    """:return: What the model does after it was saved, with the random numbers that it would have drawn then"""
-    from sb3_grpo.persistence import set_random_state
-
-    file.seek(0)
-    set_random_state(GRPO.load(file, device="cpu")._random_state)  # type: ignore[arg-type]
-    return run(model, reset_num_timesteps=False)
 
 
 def test_a_run_that_is_loaded_with_a_seed_is_a_new_run_with_that_seed():
