@@ -393,7 +393,9 @@ LONG: dict[str, Any] = dict(lengths=(ENDLESS, ENDLESS + 1))
     ("make_env", "message"),
     [
         pytest.param(
-            lambda: BrokenEnv(21, observation=np.nan, **LONG), r"observation after 40 timesteps: \[nan nan nan\]", id="observation"
+            lambda: BrokenEnv(21, observation=np.nan, **LONG),
+            r"observation after 40 timesteps: \[nan nan nan\]",
+            id="observation",
         ),
         pytest.param(lambda: BrokenEnv(21, reward=np.inf), "reward after 40 timesteps: inf", id="reward"),
         pytest.param(lambda: BrokenEnv(0, observation=np.nan), "observation after 0 timesteps", id="first observation"),
@@ -615,7 +617,9 @@ def dtypes_of(name: str, tensors: Any) -> set[tuple[str, th.dtype]]:
     return {(name, each.dtype) for each in tensors if isinstance(each, th.Tensor) and each.is_floating_point()}
 
 
-@pytest.mark.parametrize("options", [{}, dict(kl_coef=0.1), dict(loss_aggregation="trajectory")], ids=["fast", "kl", "weights"])
+@pytest.mark.parametrize(
+    "options", [{}, dict(kl_coef=0.1), dict(loss_aggregation="trajectory")], ids=["fast", "kl", "weights"]
+)
 @pytest.mark.parametrize("action_space", [BOX, spaces.Discrete(3)], ids=["Box", "Discrete"])
 def test_everything_that_lives_on_the_device_is_in_single_precision(action_space: Any, options: dict[str, Any]):
     """Devices such as Apple's GPUs have no double precision."""
@@ -655,9 +659,7 @@ def test_features_become_double_only_after_they_have_left_the_device():
 # --- gSDE -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sample_freq", "n_matrices", "squash_output"), [(-1, 1, False), (4, 4, True), (1, 16, False)]
-)
+@pytest.mark.parametrize(("sample_freq", "n_matrices", "squash_output"), [(-1, 1, False), (4, 4, True), (1, 16, False)])
 def test_gsde_draws_its_noise_as_often_as_asked(sample_freq: int, n_matrices: int, squash_output: bool):
     class Noise(Locals):
         def _on_step(self) -> bool:

@@ -102,7 +102,9 @@ def trained(make_env: Any = make_envs, n_updates: int = 4, **kwargs: Any) -> dic
         pytest.param(even_envs, GROUP, dict(loss_aggregation="trajectory"), {}, id="equal-lengths-groups"),
         pytest.param(even_envs, {}, dict(loss_aggregation="trajectory"), {}, id="equal-lengths-kernel"),
         pytest.param(limited_envs, GROUP, dict(loss_aggregation="constant"), {}, id="always-the-time-limit"),
-        pytest.param(one_step_envs, {**FAR, **GROUP}, dict(importance_sampling_level="trajectory"), {}, id="one-step-episodes"),
+        pytest.param(
+            one_step_envs, {**FAR, **GROUP}, dict(importance_sampling_level="trajectory"), {}, id="one-step-episodes"
+        ),
         pytest.param(box_envs, GROUP, of_buffer(tied_groups="skip"), {}, id="no-ties-to-skip"),
         pytest.param(make_envs, GROUP, of_buffer(scale="group"), {}, id="scale-default"),
         pytest.param(component_envs, GROUP, of_buffer(reward_weights={"mean": 1.0}), {}, id="the-reward-as-component"),
