@@ -206,7 +206,7 @@ def test_a_space_that_no_policy_supports_is_refused(observation_space: Any, acti
 
 def test_an_environment_whose_reset_takes_no_seed_is_refused_with_what_to_change():
     class Seedless(gym.Wrapper):
-        def reset(self) -> Any:
+        def reset(self) -> Any:  # type: ignore[override]
             return self.env.reset()
 
     with pytest.raises(ValueError, match=r"`Seedless\.reset\(\).*` takes no `seed`\. Define it as `def reset\(self, \*, seed"):

@@ -349,7 +349,7 @@ def test_only_the_kernel_buffer_takes_rewards_that_vec_normalize_has_scaled(buff
     env = VecNormalize(DummyVecEnv([ConstantEnv]))
     model = make_model(env, rollout_buffer_class=buffer, n_steps=64).learn(192)
     if buffer == "kernel":
-        assert model.rollout_buffer.rewards[0, -1] == pytest.approx(env.normalize_reward(1.0), rel=1e-5)
+        assert model.rollout_buffer.rewards[0, -1] == pytest.approx(env.normalize_reward(np.array(1.0)), rel=1e-5)
         assert model.rollout_buffer.rewards[0, -1] != 1.0
     else:
         np.testing.assert_array_equal(model.rollout_buffer.rewards, 1.0)
@@ -646,7 +646,7 @@ def test_features_become_double_only_after_they_have_left_the_device():
     class Features(th.Tensor):
         """Stands in for a tensor of a GPU: records its type when it is brought to the CPU."""
 
-        def cpu(self) -> Any:
+        def cpu(self) -> Any:  # type: ignore[override]
             moved.append(self.dtype)
             return super().cpu().as_subclass(th.Tensor)
 

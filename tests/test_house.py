@@ -174,6 +174,9 @@ class LoggedKeys(BaseCallback):
     def _on_rollout_end(self) -> None:
         self._on_step()
 
+    def _on_training_end(self) -> None:
+        self._on_step()
+
 
 def logged_keys() -> set[str]:
     """:return: Keys that some buffer or option logs"""
@@ -187,7 +190,8 @@ def logged_keys() -> set[str]:
             rollout_buffer_class=buffer,
         )
         for env in ("CartPole-v1", "Pendulum-v1"):
-            GRPO("MlpPolicy", env, n_steps=420, n_epochs=1, **options).learn(840, callback=watcher, log_interval=100)
+            model = GRPO("MlpPolicy", env, n_steps=420, batch_size=60, n_epochs=1, **options)
+            model.learn(840, callback=watcher, log_interval=100)
     # These are recorded when the log is written, after the last call of a callback.
     return watcher.keys | {"rollout/ep_rew_mean", "rollout/ep_len_mean"}
 

@@ -313,7 +313,8 @@ class Updates(BaseCallback):
     def _on_rollout_end(self) -> None:
         update = self.model.rollout_buffer._update.map(th.clone)  # type: ignore[attr-defined]  # in order, unlike get()
         self.updates.append(update)
-        self.log_probs.append(self.model.policy.evaluate_actions(update.observations, update.actions)[0].detach())
+        log_probs, _ = self.model.policy.evaluate_actions(update.observations, update.actions)  # type: ignore[operator]
+        self.log_probs.append(log_probs.detach())
         self.metrics.append(dict(self.model.rollout_buffer.metrics))  # type: ignore[attr-defined]
 
 

@@ -204,7 +204,7 @@ def test_a_file_of_an_algorithm_with_a_critic_is_refused_and_load_actor_takes_it
     _, call = str(error.value).rsplit(": ", 1)
     eval(call.strip("`."), {"load_actor": load_actor, "model": model})
     np.testing.assert_array_equal(
-        *(m.predict(OBSERVED.numpy(), deterministic=True)[0] for m in (model, source)),  # type: ignore[attr-defined]
+        *(m.predict(OBSERVED.numpy(), deterministic=True)[0] for m in (model, source)),
     )
 
 
