@@ -100,13 +100,11 @@ def trained(make_env: Any = make_envs, n_updates: int = 4, **kwargs: Any) -> dic
     [
         pytest.param(make_envs, FAR, dict(clip_range_high=0.05), {}, id="clip_range_high-equal"),
         pytest.param(even_envs, GROUP, dict(loss_aggregation="trajectory"), {}, id="equal-lengths-groups"),
-        pytest.param(even_envs, {}, dict(loss_aggregation="trajectory"), {}, id="equal-lengths-kernel"),
         pytest.param(limited_envs, GROUP, dict(loss_aggregation="constant"), {}, id="always-the-time-limit"),
         pytest.param(
             one_step_envs, {**FAR, **GROUP}, dict(importance_sampling_level="trajectory"), {}, id="one-step-episodes"
         ),
         pytest.param(box_envs, GROUP, of_buffer(tied_groups="skip"), {}, id="no-ties-to-skip"),
-        pytest.param(make_envs, GROUP, of_buffer(scale="group"), {}, id="scale-default"),
         pytest.param(component_envs, GROUP, of_buffer(reward_weights={"mean": 1.0}), {}, id="the-reward-as-component"),
         pytest.param(
             make_envs, PENALTY, dict(kl_reference="polyak", kl_reference_tau=1.0), dict(kl_reference="old"), id="polyak-1"
@@ -127,12 +125,10 @@ def test_an_option_at_its_limit_leaves_a_run_as_it_is_bit_for_bit(make_env: Any,
         pytest.param(make_envs, FAR, dict(clip_range_high=0.3), {}, id="clip_range_high"),
         pytest.param(make_envs, FAR, dict(clip_range_high=falling), dict(clip_range_high=0.11), id="clip_range_high-falls"),
         pytest.param(make_envs, GROUP, dict(loss_aggregation="trajectory"), {}, id="different-lengths-groups"),
-        pytest.param(make_envs, {}, dict(loss_aggregation="trajectory"), {}, id="different-lengths-kernel"),
         pytest.param(make_envs, GROUP, dict(loss_aggregation="constant"), {}, id="shorter-than-the-limit"),
         pytest.param(even_envs, GROUP, dict(importance_sampling_level="trajectory"), {}, id="whole-trajectories"),
         pytest.param(make_envs, GROUP, of_buffer(tied_groups="skip"), {}, id="ties-to-skip"),
         pytest.param(make_envs, GROUP, of_buffer(scale="none"), {}, id="scale-none"),
-        pytest.param(make_envs, GROUP, of_buffer(scale="batch"), {}, id="scale-batch"),
         pytest.param(make_envs, OUTCOME, of_buffer(leave_one_out=True), {}, id="leave_one_out"),
         pytest.param(component_envs, GROUP, of_buffer(reward_weights={"square": 1.0}), {}, id="another-component"),
         pytest.param(
@@ -392,10 +388,7 @@ def test_observations_of_every_kind_are_reused(policy: str, space: spaces.Space,
 
 
 @pytest.mark.parametrize("buffer", BUFFERS)
-@pytest.mark.parametrize(
-    ("action_space", "use_sde"), [pytest.param(spaces.Discrete(3), False, id="Discrete"), pytest.param(BOX, True, id="gSDE")]
-)
-def test_all_options_together_train_and_continue_from_a_file(action_space: spaces.Space, use_sde: bool, buffer: str):
+def test_all_options_together_train_and_continue_from_a_file(buffer: str):
     options: dict[str, Any] = dict(
         importance_sampling_level="trajectory",
         loss_aggregation="constant",
@@ -407,13 +400,17 @@ def test_all_options_together_train_and_continue_from_a_file(action_space: space
     )
     groups: dict[str, Any] = dict(tied_groups="skip", scale="none", component_aggregation="normalize_then_sum")
     buffer_kwargs = {**({} if buffer == "kernel" else groups), "reward_weights": {"mean": 1.0, "square": -0.5}}
-    env = component_envs(action_space=action_space)
     model = make_model(
-        env, rollout_buffer_class=buffer, rollout_buffer_kwargs=buffer_kwargs, use_sde=use_sde, clip_range_high=0.3, **options
+        component_envs(action_space=BOX),
+        rollout_buffer_class=buffer,
+        rollout_buffer_kwargs=buffer_kwargs,
+        use_sde=True,
+        clip_range_high=0.3,
+        **options,
     )
     before = weights(model)
     assert_trained(model.learn(96), before)
-    loaded = reload(model, env=component_envs(action_space=action_space))
+    loaded = reload(model, env=component_envs(action_space=BOX))
     assert same(weights(model), weights(loaded))
     assert all(getattr(loaded, name) == getattr(model, name) for name in options)
     assert loaded.clip_range_high(1.0) == 0.3
@@ -469,7 +466,7 @@ class OwnUpdate(BaseCallback):
                     parameter -= self.learning_rate * min(1.0, self.max_grad_norm / norm) * gradient
 
 
-@pytest.mark.parametrize("action_space", ACTION_SPACES)
+@pytest.mark.parametrize("action_space", ACTION_SPACES[:2])
 @pytest.mark.parametrize(
     ("noise", "n_epochs", "max_grad_norm"), [(0.0, 1, 1e6), (0.3, 3, 0.05)], ids=["on-policy", "off-policy-clipped"]
 )
@@ -568,13 +565,9 @@ def test_reward_weights_decide_which_action_is_learned(buffer: str):
         pytest.param(dict(clip_range_high=0.28), id="clip_range_high"),
         pytest.param(dict(importance_sampling_level="trajectory"), id="importance_sampling_level"),
         pytest.param(dict(loss_aggregation="trajectory"), id="loss_aggregation-trajectory"),
-        pytest.param(dict(loss_aggregation="constant"), id="loss_aggregation-constant"),
         pytest.param(dict(kl_coef=0.1, adaptive_kl_target=0.5), id="adaptive_kl_target"),
         pytest.param(dict(kl_coef=0.1, kl_reference="polyak"), id="polyak"),
         pytest.param(dict(n_reused_rollouts=2), id="n_reused_rollouts"),
-        pytest.param(dict(n_reused_rollouts=1, **GROUP), id="n_reused_rollouts-groups"),
-        pytest.param({**GROUP, **of_buffer(tied_groups="skip")}, id="tied_groups"),
-        pytest.param({**GROUP, **of_buffer(scale="batch")}, id="scale-batch"),
         pytest.param({**OUTCOME, **of_buffer(leave_one_out=True, scale="none")}, id="leave_one_out"),
     ],
 )

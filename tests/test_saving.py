@@ -103,7 +103,7 @@ def test_continuing_takes_the_next_group_of_the_queue_and_a_new_run_the_first():
 # --- What a file keeps ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
 def test_a_loaded_model_predicts_the_same_and_continues_learning(buffer: str):
     model = make_model(rollout_buffer_class=buffer).learn(64)
     loaded = reload(model, env=make_envs())

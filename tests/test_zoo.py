@@ -99,20 +99,15 @@ def test_without_the_extra_the_message_says_what_to_install():
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["train", "enjoy", "record_video", "record_training", "load_from_hub"])
-def test_each_script_that_takes_an_algorithm_offers_grpo_and_ppo(script: str, capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit) as stop:
-        cli.main([script, "--help"])
-    shown = capsys.readouterr().out
-    assert stop.value.code == 0
-    assert ",ppo," in shown and "grpo" in shown.split("--algo")[1].split("]")[0].split("}")[0]
-
-
-@pytest.mark.parametrize("script", ["plot_train", "all_plots", "plot_from_file", "benchmark"])
-def test_each_other_script_shows_its_options(script: str, capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit) as stop:
-        cli.main([script, "--help"])
-    assert stop.value.code == 0 and "usage: " in capsys.readouterr().out
+def test_each_script_shows_its_options_and_offers_grpo_where_it_takes_an_algorithm(capsys: pytest.CaptureFixture):
+    without_algorithm = {"plot_train", "all_plots", "plot_from_file", "benchmark"}
+    for script in set(cli.SCRIPTS) - {"push_to_hub"}:  # it needs a version of huggingface_sb3 that matches rl-zoo3's
+        with pytest.raises(SystemExit) as stop:
+            cli.main([script, "--help"])
+        shown = capsys.readouterr().out
+        assert stop.value.code == 0 and "usage: " in shown
+        offered = shown.split("--algo")[-1].split("]")[0].split("}")[0]
+        assert script in without_algorithm or (",ppo," in shown and "grpo" in offered)
 
 
 def test_help_names_all_scripts_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixture):
