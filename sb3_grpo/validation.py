@@ -127,8 +127,8 @@ def check_discrete_spaces(observation_space: spaces.Space, action_space: spaces.
     for name, space in named:
         if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)) and np.any(space.start != 0):
             raise ValueError(
-                f"The {name} space {space} starts at {space.start!r}, and SB3's policies need spaces that start at 0: shift "
-                "the numbers in the environment."
+                f"The {name} space {space} starts at {np.asarray(space.start).tolist()}, and SB3's policies need spaces that "
+                "start at 0: shift the numbers in the environment."
             )
 
 

@@ -1,0 +1,244 @@
+"""Files: what they keep, how a run continues from one, and which are refused."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from helpers import (
+    KERNEL_AND_GROUPS,
+    OBSERVED,
+    AnyEnv,
+    Starts,
+    Watcher,
+    assert_trained,
+    make_envs,
+    make_model,
+    reference_weights,
+    reload,
+    same,
+    saved,
+    weights,
+)
+from stable_baselines3 import A2C, PPO, SAC
+
+from sb3_grpo import GRPO, GroupRolloutBuffer, load_actor
+from sb3_grpo.buffers import BUFFERS
+from sb3_grpo.persistence import random_state, set_random_state
+
+#: A file of sb3-grpo 0.1 in format 1: CartPole-v1, ``policy_kwargs=dict(net_arch=[4])``, seed 0, after 32 steps.
+FORMAT_1 = pathlib.Path(__file__).parent / "data" / "format_1.zip"
+#: Log-probabilities of both actions that the saved model gave, for five observations.
+FORMAT_1_LOG_PROBS = [
+    [-0.6858987808227539, -0.7004484534263611],
+    [-0.6897125840187073, -0.6965935826301575],
+    [-0.6939917206764221, -0.6923032999038696],
+    [-0.690056324005127, -0.6962475180625916],
+    [-0.6869432926177979, -0.6993897557258606],
+]
+
+
+class RewardIsAdvantage(GroupRolloutBuffer):
+    """A buffer as users might write it."""
+
+    def _form_update(self, rollout, last_obs, policy):
+        return rollout, rollout.rewards
+
+
+# --- A new run, or the same one ---------------------------------------------------------------------------------------
+
+
+def run(model: Any, **kwargs: Any) -> tuple[list[tuple[float, ...]], list[np.ndarray], dict[str, th.Tensor]]:
+    """:return: First observations, actions and final weights of a run of 64 steps"""
+    starts, watcher = Starts(), Watcher()
+    model.learn(64, callback=[starts, watcher], **kwargs)
+    return [starts.firsts[start] for start in sorted(starts.firsts)], watcher.actions, weights(model)
+
+
+@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
+def test_runs_from_one_checkpoint_are_different_runs_unless_they_continue_it(buffer: str):
+    model = make_model(seed=None, rollout_buffer_class=buffer).learn(64)
+    file, state = saved(model), random_state()
+
+    def load() -> Any:
+        file.seek(0)
+        return GRPO.load(file, env=make_envs(), device="cpu")
+
+    new = [run(load()) for _ in range(2)]
+    assert set(new[0][0]).isdisjoint(new[1][0])
+    assert not np.array_equal(new[0][1], new[1][1])
+    assert not same(new[0][2], new[1][2])
+
+    model.set_env(make_envs(), force_reset=True)  # as a loaded model, the saved one continues from a reset
+    continued = [run(each, reset_num_timesteps=False) for each in (load(), load())]
+    set_random_state(state)
+    expected = run(model, reset_num_timesteps=False)
+    for firsts, actions, after in continued:
+        assert firsts == expected[0]
+        np.testing.assert_array_equal(actions, expected[1])
+        assert same(after, expected[2])
+
+
+def test_a_run_that_is_loaded_with_a_seed_is_a_new_run_with_that_seed():
+    file = saved(make_model(seed=None).learn(64))
+    runs = []
+    for seed in (1, 1, 2):
+        file.seek(0)
+        runs.append(run(GRPO.load(file, env=make_envs(), device="cpu", seed=seed), reset_num_timesteps=False))
+    assert runs[0][0] == runs[1][0] and same(runs[0][2], runs[1][2])
+    assert set(runs[0][0]).isdisjoint(runs[2][0])
+
+
+def test_continuing_takes_the_next_group_of_the_queue_and_a_new_run_the_first():
+    model = make_model(group_size=3).learn(64)
+    taken = model.start_queue.next_index
+    for reset, first in ((False, 3 * -(-taken // 3)), (True, 0)):
+        watcher = Watcher()
+        loaded = reload(model, env=make_envs()).learn(32, callback=watcher, reset_num_timesteps=reset)
+        assert watcher.start_indices[0].tolist() == [first, first + 1]
+        assert loaded.start_queue.seed == model.start_queue.seed
+
+
+# --- What a file keeps ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
+def test_a_loaded_model_predicts_the_same_and_continues_learning(buffer: str):
+    model = make_model(rollout_buffer_class=buffer).learn(64)
+    loaded = reload(model, env=make_envs())
+    assert same(weights(model), weights(loaded))
+    np.testing.assert_array_equal(*(m.predict(OBSERVED.numpy(), deterministic=True)[0] for m in (model, loaded)))
+    assert type(loaded.rollout_buffer) is BUFFERS[buffer]
+    before = weights(loaded)
+    assert_trained(loaded.learn(64, reset_num_timesteps=False), before)
+    assert loaded.num_timesteps == 128
+
+
+@pytest.mark.parametrize("n_envs", [1, 5])
+def test_a_model_continues_with_another_number_of_environments(n_envs: int):
+    loaded, watcher = reload(make_model().learn(64), env=make_envs(n_envs)), Watcher()
+    before = weights(loaded)
+    assert_trained(loaded.learn(2 * 16 * n_envs, callback=watcher), before)
+    assert watcher.timesteps == [16 * n_envs, 32 * n_envs]
+
+
+def test_the_kernel_baseline_is_kept_with_its_random_features():
+    model = make_model().learn(64)
+    observations, times = np.random.default_rng(1).normal(size=(5, 3)), np.linspace(0, 1, 5)
+
+    def fitted(each: Any) -> dict[str, th.Tensor]:
+        baseline = each.rollout_buffer.baseline
+        return {"weights": baseline.weights, "features": baseline.features(observations, times)}
+
+    other, loaded = fitted(make_model(seed=1).learn(64)), fitted(reload(model))
+    assert same(fitted(model), loaded)
+    assert not th.equal(other["weights"], loaded["weights"]) and not th.equal(other["features"], loaded["features"])
+
+
+@pytest.mark.parametrize("kwargs", [dict(group_size=4), dict(rollout_buffer_class="outcome"), dict(kl_coef=0.1)], ids=str)
+def test_a_model_can_be_loaded_with_another_argument(kwargs: dict[str, Any]):
+    loaded, starts = reload(make_model().learn(64), env=make_envs(), **kwargs), Starts()
+    before = weights(loaded)
+    assert_trained(loaded.learn(128, callback=starts), before)
+    assert loaded.group_size == loaded.rollout_buffer.group_size == loaded.start_queue.group_size
+    groups = starts.groups(loaded.group_size)
+    assert len(groups) >= 4 and all(len(group) == 1 for group in groups)
+    reference = reference_weights(loaded)
+    assert (reference is not None) == ("kl_coef" in kwargs) and (reference is None or same(reference, before))
+
+
+def test_a_model_with_a_buffer_of_the_user_can_be_loaded():
+    loaded = reload(make_model(rollout_buffer_class=RewardIsAdvantage).learn(64), env=make_envs())
+    assert type(loaded.rollout_buffer) is RewardIsAdvantage
+    before = weights(loaded)
+    assert_trained(loaded.learn(64), before)
+
+
+def test_the_initial_reference_is_kept_and_not_built_again():
+    model = make_model(kl_coef=0.1, kl_reference="initial")
+    load_actor(model, make_model(seed=1))  # weights that do not come from the seed of the model
+    initial = weights(model)
+    loaded = reload(model.learn(64), env=make_envs())
+    assert same(reference_weights(loaded), initial) and not same(weights(loaded), initial)
+    assert same(reference_weights(loaded.learn(64)), initial)
+
+
+def test_the_age_of_the_reference_is_kept():
+    model = make_model(kl_coef=0.1, kl_reference=3)
+    first = weights(model)
+    loaded = reload(model.learn(64), env=make_envs()).learn(32)  # the third update
+    assert same(reference_weights(loaded), first)
+    third = weights(loaded)
+    assert same(reference_weights(loaded.learn(32)), third)
+
+
+# --- Without an environment -------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_an_environment_predicts_and_learns_once_it_gets_one():
+    loaded = reload(make_model().learn(64))
+    assert loaded.get_env() is None
+    loaded.predict(OBSERVED.numpy())
+    with pytest.raises(ValueError, match=r"no environment to learn in: .*GRPO\.load\(path, env=env\), or call `set_env`"):
+        loaded.learn(64)
+    loaded.set_env(make_envs())
+    before = weights(loaded)
+    assert_trained(loaded.learn(64), before)
+
+
+# --- Files that are refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [PPO, A2C])
+def test_a_file_of_an_algorithm_with_a_critic_is_refused_and_load_actor_takes_its_weights(
+    algorithm: Any, tmp_path: pathlib.Path
+):
+    net_arch = dict(pi=[8], vf=[8])
+    source = algorithm("MlpPolicy", AnyEnv(), n_steps=16, policy_kwargs=dict(net_arch=net_arch), device="cpu").learn(16)
+    source.save(tmp_path / "model")
+    path = str(tmp_path / "model.zip")
+    with pytest.raises(ValueError, match="saved by an algorithm with a critic, such as PPO") as error:
+        GRPO.load(path)
+    model = make_model(policy_kwargs=dict(net_arch=[8], activation_fn=th.nn.Tanh))
+    _, call = str(error.value).rsplit(": ", 1)
+    eval(call.strip("`."), {"load_actor": load_actor, "model": model})
+    np.testing.assert_array_equal(
+        *(m.predict(OBSERVED.numpy(), deterministic=True)[0] for m in (model, source)),
+    )
+
+
+def test_a_file_of_format_1_is_refused_by_name_and_load_actor_takes_its_weights():
+    with pytest.raises(ValueError, match=r"format_1\.zip' was saved by sb3-grpo in file format 1.*`load_actor\(model, '.*zip"):
+        GRPO.load(FORMAT_1)
+    model = GRPO("MlpPolicy", "CartPole-v1", policy_kwargs=dict(net_arch=[4]), seed=1, device="cpu")
+    observations = th.as_tensor(np.random.default_rng(0).uniform(-1, 1, (5, 4)).astype(np.float32))
+    expected = th.tensor(FORMAT_1_LOG_PROBS)
+
+    def log_probs() -> th.Tensor:
+        with th.no_grad():
+            return model.policy.get_distribution(observations).distribution.logits
+
+    assert not th.allclose(log_probs(), expected, atol=1e-3)
+    load_actor(model, FORMAT_1)
+    th.testing.assert_close(log_probs(), expected)
+
+
+def test_a_file_of_a_later_format_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as later:
+        later.setattr("sb3_grpo.persistence.FORMAT", 3)
+        later.setattr("sb3_grpo.persistence.VERSION", "9.0")
+        file = saved(make_model())
+    with pytest.raises(ValueError, match=r"saved by sb3-grpo 9\.0 in file format 3; .* which loads format 2"):
+        GRPO.load(file)
+
+
+def test_other_files_give_the_errors_of_sb3(tmp_path: pathlib.Path):
+    with pytest.raises(FileNotFoundError):
+        GRPO.load(tmp_path / "missing")
+    (tmp_path / "text.zip").write_text("no archive")
+    with pytest.raises(ValueError, match="wasn't a zip-file"):
+        GRPO.load(tmp_path / "text.zip")
+    SAC("MlpPolicy", "Pendulum-v1", buffer_size=1, device="cpu").save(tmp_path / "sac")
+    with pytest.raises(ValueError, match="sb3-grpo in file format 1 or another algorithm"):
+        GRPO.load(tmp_path / "sac")
