@@ -23,16 +23,13 @@ MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
 #: hash leaves them out there, so that a new option does not make finished runs stale.
 NEUTRAL: dict[str, Any] = dict(
     clip_range_high=None,
-    dual_clip=None,
     importance_sampling_level="step",
     loss_aggregation="step",
     adaptive_kl_target=None,
     kl_reference_tau=0.05,
-    doctor=True,
     tied_groups="keep",
     reward_weights=None,
     component_aggregation="sum_then_normalize",
-    worker_timeout=None,
     n_reused_rollouts=0,
     actor_features=False,
     target_lambda=None,
