@@ -4,6 +4,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
@@ -631,7 +632,6 @@ def test_more_than_5000_numbers_make_the_default_buffer_fall_back_to_the_actors_
         assert model.rollout_buffer.actor_features  # type: ignore[attr-defined]
         printed = capsys.readouterr().out
         assert ("actor_features=True" in printed) == (verbose == 1)
-        assert printed.count("\n") <= 1 or verbose == 1
         assert model.rollout_buffer.n_samples == 8
     # 5,000 are not more than 5,000
     few = KernelRolloutBuffer(8, spaces.Box(-1, 1, (5000,)), DISCRETE)
@@ -809,7 +809,7 @@ def test_whole_trajectories_of_one_step_are_dealt_out_like_transitions(buffer: s
         passes.append(list(model.rollout_buffer.get(8, whole_trajectories)))
     assert [len(batch.advantages) for batch in passes[1]] == [8, 8, 8]
     for plain, whole in zip(*passes, strict=True):
-        assert all(th.equal(*columns) for columns in list(zip(plain, whole, strict=True))[:-1])  # type: ignore[arg-type]
+        assert all(th.equal(*columns) for columns in list(zip(plain, whole, strict=True))[:-1])
         assert plain.weights is None and whole.weights is not None and whole.weights.tolist() == [1.0] * 8
 
 
@@ -1095,15 +1095,17 @@ def test_group_buffers_take_the_rewards_of_the_environments_unless_a_wrapper_out
 
 
 @pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
-@pytest.mark.parametrize("tied", [1.0, 0.5, 0.0])
-def test_groups_tied_is_the_fraction_of_groups_that_have_nothing_to_compare(buffer: str, tied: float):
-    rewards: dict[float, Callable[[Id], float]] = {
-        1.0: lambda id: 1.0, 0.5: lambda id: float(id[1] % 4 == 3), 0.0: lambda id: float(id[1])
-    }  # fmt: skip
-    # Episodes of one step, because `return_to_go` compares the steps of a trajectory too; consecutive ones make a group
-    env = dict(length=lambda env, episode: 1, reward=rewards[tied])
-    recorder = record(buffer, n_envs=1, n_steps=24, n_rollouts=2, env=env)
-    assert figures(recorder, "groups_completed", "groups_tied") == [(12, tied)] * 2
+def test_groups_tied_is_the_fraction_of_groups_that_have_nothing_to_compare(buffer: str):
+    rewards: list[tuple[float, Callable[[Id], float]]] = [
+        (1.0, lambda id: 1.0),
+        (0.5, lambda id: float(id[1] % 4 == 3)),
+        (0.0, lambda id: float(id[1])),
+    ]
+    for tied, reward in rewards:
+        # Episodes of one step, because `return_to_go` compares the steps of a trajectory too; consecutive ones make a group
+        env = dict(length=lambda env, episode: 1, reward=reward)
+        recorder = record(buffer, n_envs=1, n_steps=24, n_rollouts=2, env=env)
+        assert figures(recorder, "groups_completed", "groups_tied") == [(12, tied)] * 2
 
 
 def every_other_group_is_tied(id: Id) -> float:
@@ -1120,8 +1122,7 @@ def assert_same_training(recorder: Recorder, other: Recorder) -> None:
 
 
 @pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
-@pytest.mark.parametrize("scale", ["group", "batch"])
-@pytest.mark.parametrize("n_steps", ROLLOUT_LENGTHS)
+@pytest.mark.parametrize(("scale", "n_steps"), [("group", 4), ("batch", 25)])
 def test_skipped_groups_are_as_if_they_had_never_been_sampled(buffer: str, scale: str, n_steps: int):
     env = dict(length=lambda env, episode: 3 + (5 * episode) % 4, reward=every_other_group_is_tied)
     kwargs: dict[str, Any] = dict(n_envs=1, n_steps=n_steps, n_rollouts=100 // n_steps, env=env, learning_rate=0.0)
@@ -1209,11 +1210,10 @@ def both(id: Id) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("buffer", BUFFERS)
-@pytest.mark.parametrize("n_steps", ROLLOUT_LENGTHS)
-def test_the_sum_of_components_is_trained_on_as_if_it_were_the_reward(buffer: str, n_steps: int):
+def test_the_sum_of_components_is_trained_on_as_if_it_were_the_reward(buffer: str):
     kwargs = dict(reward_weights={"energy": -0.5, "progress": 2})
-    recorder = record_components(both, buffer, n_steps=n_steps, rollout_buffer_kwargs=kwargs)
-    rewarded = record(buffer, n_steps=n_steps, n_rollouts=10, env=dict(reward=lambda id: 2 * progress(id) - 0.5 * energy(id)))
+    recorder = record_components(both, buffer, n_steps=4, n_rollouts=20, rollout_buffer_kwargs=kwargs)
+    rewarded = record(buffer, n_steps=4, n_rollouts=20, env=dict(reward=lambda id: 2 * progress(id) - 0.5 * energy(id)))
     assert_same_training(recorder, rewarded)
     assert recorder.metrics == rewarded.metrics
 
@@ -1283,7 +1283,8 @@ def test_the_scale_of_a_component_matters_only_in_a_sum(buffer: str, aggregation
         for id, sample in update.items()
     ]
     assert len(pairs) > 100
-    assert np.allclose(*np.transpose(pairs), rtol=1e-4, atol=1e-4) == is_invariant
+    of_plain, of_scaled = np.transpose(pairs)
+    assert np.allclose(of_plain, of_scaled, rtol=1e-4, atol=1e-4) == is_invariant
 
 
 def test_a_group_in_which_the_components_cancel_out_is_tied():
@@ -1428,7 +1429,7 @@ def test_every_transition_is_used_once_whatever_spaces_episodes_and_options(buff
             policy_kwargs=policy_kwargs,
         )
         print("case", case, space, action_space, length, ending, n_envs, kwargs)  # shown if the test fails
-        env = DummyVecEnv([lambda s=space, a=action_space, n=length, e=ending: SpaceEnv(s, a, n, e)] * n_envs)
+        env = DummyVecEnv([partial(SpaceEnv, space, action_space, length, ending)] * n_envs)
         recorder = RolloutRecorder()
         n_steps = 8
         model = make_model(env, buffer, policy, n_steps, **kwargs).learn(2 * n_steps * n_envs, callback=recorder)

@@ -340,19 +340,22 @@ def test_a_model_saved_without_a_penalty_can_be_loaded_with_one(tmp_path: pathli
 
 
 @pytest.mark.parametrize("reference", ["polyak", 2])
-def test_an_update_that_fails_leaves_reference_and_coefficient_as_they_were(reference: Any, monkeypatch: pytest.MonkeyPatch):
-    model = make_model(kl_coef=0.1, kl_reference=reference, adaptive_kl_target=1e3, kl_reference_tau=0.5).learn(128)
-    before = (weights(model.kl_penalty.policy), model.kl_penalty.age, model.kl_coef)  # type: ignore[arg-type]
+def test_an_update_that_fails_leaves_reference_and_counter_as_they_were(reference: Any, monkeypatch: pytest.MonkeyPatch):
+    model = make_model(kl_coef=0.1, kl_reference=reference, kl_reference_tau=0.5).learn(128)
+    before = (weights(model.kl_penalty.policy), model.kl_penalty.age, model._n_updates)  # type: ignore[arg-type]
+    n_steps, step = itertools.count(1), model.policy.optimizer.step
 
-    def fail(*args: Any) -> Any:
-        raise KeyboardInterrupt
+    def fail_in_the_second_epoch(*args: Any) -> Any:
+        if next(n_steps) > 2:
+            raise KeyboardInterrupt
+        return step(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.policy.optimizer, "step", fail)
+        patch.setattr(model.policy.optimizer, "step", fail_in_the_second_epoch)
         with pytest.raises(KeyboardInterrupt):
             model.train()
     assert same(weights(model.kl_penalty.policy), before[0])  # type: ignore[arg-type]
-    assert (model.kl_penalty.age, model.kl_coef) == before[1:]
+    assert (model.kl_penalty.age, model._n_updates) == before[1:]
     model.train()
     assert not same(weights(model.kl_penalty.policy), before[0])  # type: ignore[arg-type]
 
