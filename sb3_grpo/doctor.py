@@ -91,11 +91,11 @@ SYMPTOMS = (
     ),
     Symptom(
         "explained variance",
-        lambda it: it.metrics["train/explained_variance"] < 0 and not it.risen,
+        lambda it: it.metrics["train/explained_variance"] < 0.01 and not it.risen,
         "train/explained_variance",
-        "The kernel baseline predicts returns worse than a constant would (train/explained_variance below 0). Give it more "
-        "transitions (`n_steps`), a stronger penalty (`rollout_buffer_kwargs=dict(ridge=1e-3)`) or a longer memory "
-        "(`forgetting=0.9`), and raise `gae_lambda` to rely on it less.",
+        "The kernel baseline does not predict returns (train/explained_variance below 0.01). Give it more transitions "
+        "(`n_steps`), a stronger penalty (`rollout_buffer_kwargs=dict(ridge=1e-3)`) or a longer memory (`forgetting=0.9`), "
+        "and scale observations of very different size (`VecNormalize`).",
         patience=2 * PATIENCE,
     ),
 )
@@ -163,6 +163,7 @@ class Doctor(BaseCallback):
         if self.model.num_timesteps == 0:  # a new run
             self._streaks = dict.fromkeys(self._streaks, 0)
             self._return_to_rise_above = np.nan
+            self.reported.clear()
 
     def _on_step(self) -> bool:
         return True

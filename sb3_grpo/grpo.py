@@ -626,7 +626,7 @@ class GRPO(OnPolicyAlgorithm):
         if self.target_kl is None:
             return False
         approx_kl = losses.approximate_kl(log_ratio).item()
-        if approx_kl <= 1.5 * self.target_kl:
+        if not approx_kl > 1.5 * self.target_kl:  # NaN is left to the check of the gradient
             return False
         if self.verbose >= 1:
             print(f"Early stopping at epoch {epoch} due to reaching max kl: {approx_kl:.2f}")
@@ -697,7 +697,8 @@ class GRPO(OnPolicyAlgorithm):
     ) -> SelfGRPO:
         """
         Load a model. ``learn(..., reset_num_timesteps=False)`` then continues the saved run with the same random numbers, from
-        a reset of the environments. ``learn(...)`` starts a new run.
+        a reset of the environments. ``learn(...)`` starts a new run; if the model was saved with a ``seed``, that seed is used
+        again unless another one is passed here.
 
         .. warning::
             A saved model contains pickled objects, and unpickling runs code from the file: load only files that you trust.

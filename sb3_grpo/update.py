@@ -8,7 +8,7 @@ import torch as th
 
 from sb3_grpo import losses
 from sb3_grpo.buffers import GroupRolloutBufferSamples
-from sb3_grpo.fast_actor import FastActor
+from sb3_grpo.fast_actor import FastActor, is_unaltered
 from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.policies import ActorPolicy
 
@@ -79,16 +79,16 @@ class Objective:
         :param fast_actor: Actor without autograd; ``None`` to use autograd
         :return: The loss and its parts
         """
-        distribution = None
+        observations, actions = rollout_data.observations, rollout_data.actions
+        distribution = policy.get_distribution(observations) if self.kl_coef > 0 and self.kl_penalty.is_exact else None
         if fast_actor is not None:
-            features = policy.extract_features(rollout_data.observations, policy.features_extractor)
-            log_prob, entropy = fast_actor.evaluate(features, rollout_data.actions)
-        elif self.kl_coef > 0 and self.kl_penalty.is_exact:
+            features = policy.extract_features(observations, policy.features_extractor)
+            log_prob, entropy = fast_actor.evaluate(features, actions)
+        elif distribution is not None and is_unaltered(policy, ActorPolicy, ("evaluate_actions",)):
             # One pass of the policy serves the surrogate and the divergence.
-            distribution = policy.get_distribution(rollout_data.observations)
-            log_prob, entropy = policy.evaluate_distribution(distribution, rollout_data.actions)  # type: ignore[assignment]
+            log_prob, entropy = policy.evaluate_distribution(distribution, actions)  # type: ignore[assignment]
         else:
-            log_prob, entropy = policy.evaluate_actions(rollout_data.observations, rollout_data.actions)  # type: ignore[assignment]
+            log_prob, entropy = policy.evaluate_actions(observations, actions)  # type: ignore[assignment]
         if entropy is None:
             entropy = -log_prob  # an estimate for distributions without a closed form
         log_ratio = log_prob - rollout_data.old_log_prob
