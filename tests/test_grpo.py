@@ -326,7 +326,7 @@ def test_the_horizon_is_the_time_limit_of_the_current_environment_unless_it_was_
 def test_only_a_positive_integer_is_taken_for_a_time_limit():
     for limit, horizon in ((None, None), (float("inf"), None), (0, None), (7, 7)):
         env = AnyEnv()
-        env._max_episode_steps = limit  # type: ignore[attr-defined]
+        env._max_episode_steps = limit
         assert make_model(env).rollout_buffer.horizon == horizon
 
 
