@@ -31,8 +31,9 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 train: $(STAMP) ## train GRPO on CartPole, evaluate it, draw the learning curve
 	$(PY) -m benchmarks.quickstart $(ARGS)
 
-learning: $(STAMP) ## what GRPO learns: run what is missing in benchmarks/learning.csv, print the table
-	$(PY) -m benchmarks.learning --jobs $(JOBS) $(ARGS)
+learning: $(STAMP) ## what GRPO learns: run what is missing of the suite, print the table
+	$(PY) -m benchmarks.run --suite learning --jobs $(JOBS) $(ARGS)
+	$(PY) -m benchmarks.report --print learning
 
 test: lint type ## lint, type check and run every test that is not slow
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)

@@ -1,12 +1,20 @@
-"""What the benchmarks keep of a training run: the return of each episode, and when it ended."""
+"""
+Learning curves: the return of each training episode, and the step at which it ended.
 
+    python -m benchmarks.curves    # pack the curves of finished runs into the file that is under version control
+
+A run leaves its curve in a file of its own, in a folder that git ignores, so that several commands can run at the same time.
+Packing puts them into one compressed file for each CSV of rows.
+"""
+
+import os
+import pathlib
 import time
 from collections.abc import Sequence
 
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
 
-N_EVAL_EPISODES = 20
 WINDOW = 20  # episodes over which the training return is averaged
 
 
@@ -14,8 +22,8 @@ class LearningCurve:
     """
     One entry per training episode, in the order in which they ended.
 
-    :param steps: at which each ended, shape ``(n,)``
-    :param returns: of each, shape ``(n,)``
+    :param steps: Step at which each ended, shape ``(n,)``
+    :param returns: Return of each, shape ``(n,)``
     """
 
     def __init__(self, steps: Sequence[int] | np.ndarray, returns: Sequence[float] | np.ndarray):
@@ -23,15 +31,15 @@ class LearningCurve:
         self.returns = returns
 
     def windows(self) -> np.ndarray:
-        """:return: mean returns of ``WINDOW`` consecutive episodes, one for each episode from the ``WINDOW``-th on"""
-        return (
-            np.convolve(self.returns, np.ones(WINDOW) / WINDOW, mode="valid") if len(self.returns) >= WINDOW else np.empty(0)
-        )
+        """:return: Mean returns of ``WINDOW`` consecutive episodes, one for each episode from the ``WINDOW``-th on"""
+        if len(self.returns) < WINDOW:
+            return np.empty(0)
+        return np.convolve(np.asarray(self.returns, dtype=np.float64), np.ones(WINDOW) / WINDOW, mode="valid")
 
     def first_held(self, threshold: float) -> int | None:
         """
-        :param threshold: return
-        :return: index of the first episode that ends ``WINDOW`` episodes whose mean return is at least that, ``None`` if there
+        :param threshold: Return
+        :return: Index of the first episode that ends ``WINDOW`` episodes whose mean return is at least that, ``None`` if there
             is none
         """
         reached = np.flatnonzero(self.windows() >= threshold)
@@ -39,8 +47,8 @@ class LearningCurve:
 
     def smoothed(self, at: np.ndarray) -> np.ndarray:
         """
-        :param at: steps, shape ``(m,)``
-        :return: mean return of the last (up to) 20 episodes that had ended by then, that of the first one before, shape
+        :param at: Steps, shape ``(m,)``
+        :return: Mean return of the last (up to) 20 episodes that had ended by then, that of the first one before, shape
             ``(m,)``
         """
         totals = np.concatenate([[0.0], np.cumsum(self.returns, dtype=np.float64)])
@@ -50,14 +58,14 @@ class LearningCurve:
 
     def area(self, timesteps: int) -> float:
         """
-        :param timesteps: budget of the run
-        :return: mean over the budget of the mean return of the last (up to) 20 episodes, sampled at 200 steps evenly apart
+        :param timesteps: Budget of the run
+        :return: Mean over the budget of the mean return of the last (up to) 20 episodes, sampled at 200 steps evenly apart
         """
         return float(np.mean(self.smoothed(np.linspace(0, timesteps, 201)[1:])))
 
 
 class TrainingCurve(LearningCurve, BaseCallback):
-    """Keeps the return of each training episode, and the step and the second at which it ended."""
+    """Records the learning curve of a training, and the second at which each episode ended."""
 
     steps: list[int]
     returns: list[float]
@@ -78,3 +86,75 @@ class TrainingCurve(LearningCurve, BaseCallback):
                 self.returns.append(float(info["episode"]["r"]))
                 self.seconds.append(time.perf_counter() - self._began)
         return True
+
+
+class CurveStore:
+    """
+    The curves that belong to a CSV of rows: one packed file, and one file for each run that is not packed yet.
+
+    :param csv: The CSV
+    """
+
+    def __init__(self, csv: pathlib.Path):
+        self.packed = csv.with_suffix(".npz")
+        self.loose = csv.with_name(f"{csv.stem}.curves")
+
+    def save(self, key: tuple[str, ...], curve: LearningCurve) -> None:
+        """
+        :param key: See :meth:`benchmarks.matrix.Run.key`
+        :param curve: Learning curve of that run
+        """
+        self.loose.mkdir(parents=True, exist_ok=True)
+        arrays = dict(steps=np.asarray(curve.steps, np.int32), returns=np.asarray(curve.returns, np.float32))
+        _write_whole(self.loose / f"{' '.join(key)}.npz", arrays)
+
+    def load(self) -> dict[tuple[str, ...], LearningCurve]:
+        """:return: All curves by key"""
+        curves = {}
+        if self.packed.exists():
+            with np.load(self.packed) as file:
+                ends = np.cumsum(file["lengths"])[:-1]
+                steps, returns = np.split(file["step_differences"], ends), np.split(file["returns"], ends)
+                for name, differences, own in zip(file["names"], steps, returns, strict=True):
+                    curves[tuple(str(name).split())] = LearningCurve(np.cumsum(differences), own)
+        for path in self._loose_files():
+            with np.load(path) as file:
+                curves[tuple(path.stem.split())] = LearningCurve(file["steps"], file["returns"])
+        return curves
+
+    def pack(self) -> int:
+        """:return: Number of curves in the packed file, which has all of them now"""
+        moved, curves = self._loose_files(), sorted(self.load().items())
+        if moved:
+            arrays = dict(
+                names=np.array([" ".join(key) for key, _ in curves]),
+                lengths=np.array([len(curve.steps) for _, curve in curves], np.int32),
+                step_differences=np.concatenate([np.diff(curve.steps, prepend=0) for _, curve in curves]).astype(np.int32),
+                returns=np.concatenate([np.asarray(curve.returns, np.float32) for _, curve in curves]),
+            )
+            _write_whole(self.packed, arrays)
+            for path in moved:
+                path.unlink()
+        return len(curves)
+
+    def _loose_files(self) -> list[pathlib.Path]:
+        return sorted(self.loose.glob("*.npz"))
+
+
+def _write_whole(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
+    """A command that is killed while it writes leaves no file under the final name."""
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    os.replace(unfinished, path)
+
+
+def main() -> None:
+    for csv in sorted(pathlib.Path(__file__).with_name("results").glob("*.csv")):
+        store = CurveStore(csv)
+        if count := store.pack():
+            print(f"{store.packed.name}: {count} curves, {store.packed.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

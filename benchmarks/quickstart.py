@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
-from benchmarks.curves import N_EVAL_EPISODES, WINDOW, TrainingCurve
+from benchmarks.curves import WINDOW, TrainingCurve
 from sb3_grpo import GRPO
 
+N_EVAL_EPISODES = 20
 # Far from the training seeds, so that the evaluation does not start where the training started.
 EVAL_SEED_OFFSET = 1_000_000
 

@@ -1,28 +1,276 @@
-"""Tables in Markdown, for pages and for the terminal."""
+"""
+Tables of finished runs, in Markdown.
+
+The *area* is the mean over the budget of the mean return of the last 20 training episodes. An area *over that of PPO* is the
+area above the return of random actions, divided by the mean of the same for PPO. Throughout, `suite` has the finished runs,
+and `arm` is compared with `reference`.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
+from benchmarks.curves import LearningCurve
+from benchmarks.results import Suite, read_rows
+from benchmarks.statistics import (
+    Estimate,
+    format_number,
+    interquartile_mean,
+    mean_over_seeds,
+    over_means,
+    probability_of_improvement,
+)
+
+NO_ROWS = "There are no rows yet."
+LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
+
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """
-    :param header: names of the columns
-    :param rows: cells of each, printed as ``str`` has them; what a short one lacks at its end stays empty
-    :return: the table, without a line break at its end
-    :raises ValueError: if a row has more cells than there are columns
+    :param header: Names of the columns
+    :param rows: Cells of each row; a short row is filled up with empty cells
+    :return: The table, without a line break at its end
     """
-    lines = [["", *header, ""], ["", *["---"] * len(header), ""]]
-    for row in rows:
-        if len(row) > len(header):
-            raise ValueError(f"A row has {len(row)} cells, and the table {len(header)} columns: {row!r}.")
-        lines.append(["", *map(str, row), *[""] * (len(header) - len(row)), ""])
-    return "\n".join(" | ".join(line).strip() for line in lines)
+    body = [["", *map(str, row), *[""] * (len(header) - len(row)), ""] for row in rows]
+    lines = [["", *header, ""], ["", *["---"] * len(header), ""], *body]
+    return "\n".join(" | ".join(line).strip() for line in lines) if body else NO_ROWS
 
 
 def format_steps(steps: float) -> str:
     """
-    :param steps: to print
-    :return: as a whole number, "never" for infinity
+    :param steps: Number of steps
+    :return: As a whole number, "never" for infinity
     """
     return "never" if math.isinf(steps) else f"{steps:,.0f}"
+
+
+def areas_and_scales(
+    suite: Suite, arm: str, reference: str, envs: Sequence[str], seeds: Sequence[int]
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """
+    Numerators and denominators of areas over those of the reference.
+    :return: Areas above that of random actions, shape ``(n_seeds, n_envs)``, and for each environment those of the reference,
+        shape ``(n,)``; where it is no better than random actions, infinity for a run that is and 0 for others, over one
+    """
+    above = suite.areas(arm, envs, seeds) - np.array([suite.random_area(env) for env in envs])
+    learns = np.array([suite.learns(reference, env) for env in envs], dtype=bool)
+    scales = [
+        suite.column(reference, env, "auc") - suite.random_area(env) if learned else np.ones(1)
+        for env, learned in zip(envs, learns, strict=True)
+    ]
+    return np.where(learns, above, np.where(above > 0.0, math.inf, 0.0)), scales
+
+
+def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
+    """
+    :return: By arm the areas over those of the reference, shape ``(n_seeds, n_envs)``; the environments, without those where
+        the reference is no better than random actions; and the seeds that all arms have in all of them
+    """
+    envs = [env for env in suite.compared(*arms, reference) if suite.learns(reference, env)]
+    seeds = suite.common_seeds(arms, envs)
+    return {arm: over_means(*areas_and_scales(suite, arm, reference, envs, seeds)) for arm in arms}, envs, seeds
+
+
+def area_table(suite: Suite, arm: str, reference: str) -> str:
+    """:return: One line per environment"""
+    ours, theirs = LABELS[arm], LABELS[reference]
+    header = (
+        "environment", "steps", "seeds", "random", f"area, {ours}", f"area, {theirs}", "ratio", f"evaluation, {ours}",
+        f"evaluation, {theirs}",
+    )  # fmt: skip
+    lines = []
+    for env in suite.compared(arm, reference):
+        areas = [suite.column(each, env, "auc") for each in (arm, reference)]
+        evaluations = [suite.column(each, env, "eval_mean") for each in (arm, reference)]
+        above = [area.mean() - suite.random_area(env) for area in areas]
+        ratio = format_number(above[0] / above[1]) if suite.learns(reference, env) else f"{theirs} no better than random"
+        lines.append([
+            env, f"{suite.timesteps[env]:,}", " and ".join(str(n) for n in sorted({len(each) for each in areas})),
+            format_number(suite.random_area(env)), *map(mean_over_seeds, areas), ratio, *map(mean_over_seeds, evaluations),
+        ])  # fmt: skip
+    return markdown_table(header, lines)
+
+
+def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
+    """
+    :param suite: Finished runs
+    :param pairs: Arms, and what each is compared with
+    :return: One line per pair, and a note for each pair that has environments without a ratio
+    """
+    header = (
+        "comparison", "environments", "seeds", "area at least as large", "interquartile mean of ratios",
+        "probability of improvement",
+    )  # fmt: skip
+    lines, notes = [], []
+    for arm, reference in pairs:
+        compared = suite.compared(arm, reference)
+        seeds = suite.common_seeds((arm, reference), compared)
+        if not seeds:
+            continue
+        title = f"{LABELS[arm]} against {LABELS[reference]}"
+        ours, theirs = (suite.areas(each, compared, seeds) for each in (arm, reference))
+        at_least = {
+            env for env in compared if np.subtract(*(suite.column(a, env, "auc").mean() for a in (arm, reference))) >= 0
+        }
+        _, envs, ratio_seeds = normalised_areas(suite, (arm, reference), reference)
+        ratio: Any = "none"
+        if envs:
+            ratio = interquartile_mean(*areas_and_scales(suite, arm, reference, envs, ratio_seeds))
+        better = probability_of_improvement(ours, theirs)
+        lines.append([title, len(compared), len(seeds), f"{len(at_least)} of {len(compared)}", ratio, better])
+        if left_out := [env for env in compared if env not in envs]:
+            note = f"{title}: no ratio on {', '.join(left_out)}, where {LABELS[reference]} is no better than random actions."
+            if envs:
+                better = probability_of_improvement(*(suite.areas(each, envs, ratio_seeds) for each in (arm, reference)))
+                note += f" On the other {len(envs)} the area is at least as large on {len(at_least & set(envs))}, and the "
+                note += f"probability of improvement {better}."
+            mean = interquartile_mean(*areas_and_scales(suite, arm, reference, compared, seeds)).text(infinity="∞")
+            notes.append(
+                f"{note} With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
+            )
+    return "\n".join([markdown_table(header, lines), *(["", *notes] if notes else [])])
+
+
+def ablation_table(suite: Suite) -> str:
+    """
+    :return: Areas, one line per arm, one column per environment, over the seeds that all arms have wherever they were run
+    """
+    cells = [(arm, env) for arm in suite.arms for env in suite.timesteps if suite.runs(arm, env)]
+    seeds = sorted(set.intersection(*(set(suite.by_seed(*cell)) for cell in cells))) if cells else []
+    if not seeds:
+        return NO_ROWS
+
+    def area(arm: str, env: str) -> Estimate | str:
+        return mean_over_seeds(suite.areas(arm, [env], seeds)[:, 0]) if (arm, env) in cells else "not run"
+
+    numbers = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
+    header = [numbers, *(f"{env}, {timesteps:,}" for env, timesteps in suite.timesteps.items())]
+    return markdown_table(header, [[arm, *(area(arm, env) for env in suite.timesteps)] for arm in suite.arms])
+
+
+def seconds_per_step(suite: Suite, arms: Sequence[str], env: str) -> dict[str, float]:
+    """
+    :return: By arm, the median of the turns of the latest session in ``speed.csv`` that all of them took part in; empty if
+        there is none
+    """
+    wanted = {arm: {finished.run.settings_hash() for finished in suite.runs(arm, env)} for arm in arms}
+    sessions: dict[str, dict[str, list[float]]] = {}
+    for row in read_rows(suite.results / "speed.csv"):
+        for arm in arms:
+            if row["env"] == env and row["settings_hash"] in wanted[arm]:
+                sessions.setdefault(row["session"], {}).setdefault(arm, []).append(float(row["seconds_per_step"]))
+    for session in sorted(sessions, key=float, reverse=True):
+        if len(sessions[session]) == len(arms):
+            return {arm: float(np.median(turns)) for arm, turns in sessions[session].items()}
+    return {}
+
+
+def steps_to(curve: LearningCurve, target: float) -> float:
+    """
+    :param curve: Curve of a run
+    :param target: Return
+    :return: First step at which 20 episodes had that mean return, infinity if there is none
+    """
+    # Rows and curves are rounded differently
+    held = curve.first_held(target - 1e-6 * abs(target))
+    return math.inf if held is None else float(curve.steps[held])
+
+
+def seconds_table(suite: Suite, arm: str, reference: str) -> str:
+    """
+    Seconds until the mean return of 20 training episodes is the final return of the reference: the mean of its last 100
+    episodes, averaged over seeds. Environments where the reference is no better than random actions are left out. A run of the
+    reference that never gets there counts with its whole budget, one of the arm as never.
+    :return: One line per environment, with medians over runs, and the interquartile mean, over runs, of the arm's seconds over
+        the mean of the reference's
+    """
+    header = [
+        "environment", f"{LABELS[reference]}'s final return",
+        *(f"{what}, {LABELS[each]}" for what in ("runs there", "steps", "steps/s") for each in (arm, reference)),
+        "ratio of seconds",
+    ]  # fmt: skip
+    lines = []
+    seconds: list[dict[int, float]] = []
+    scales: list[np.ndarray] = []
+    for env in suite.compared(arm, reference):
+        speeds = seconds_per_step(suite, (arm, reference), env)
+        if not speeds or not suite.learns(reference, env):
+            continue
+        target = suite.column(reference, env, "final").mean()
+        ours, theirs = (np.array([steps_to(curve, target) for curve in suite.curves(each, env)]) for each in (arm, reference))
+        scales.append(np.minimum(theirs, suite.timesteps[env]) * speeds[reference])
+        seconds.append({each.run.seed: steps * speeds[arm] for each, steps in zip(suite.runs(arm, env), ours, strict=True)})
+        lines.append([
+            env, format_number(target), *(f"{np.isfinite(steps).sum()} of {len(steps)}" for steps in (ours, theirs)),
+            *(format_steps(float(np.median(steps))) for steps in (ours, theirs)),
+            *(f"{1 / speeds[each]:,.0f}" for each in (arm, reference)),
+            format_number(float(np.median(ours * speeds[arm]) / scales[-1].mean())),
+        ])  # fmt: skip
+    text = markdown_table(header, lines)
+    if seconds and (seeds := sorted(set.intersection(*(set(each) for each in seconds)))):
+        ratio = interquartile_mean(np.array([[each[seed] for each in seconds] for seed in seeds]), scales)
+        text += f"\n\nInterquartile mean, over runs, of the seconds over the mean of PPO's: {ratio}."
+    return text
+
+
+def learning_table(suite: Suite) -> str:
+    """:return: One line per case: what its runs must reach, and how many did"""
+    header = (
+        "case", "environment, envs", "steps", "random", "must", "passed", "evaluation", "steps to threshold", "auc", "steps/s",
+    )  # fmt: skip
+    lines = []
+    for name, case in suite.settings["cases"].items():
+        env, threshold, judged_by = case["env"], case["threshold"], case.get("judged_by", "training")
+        if not suite.compared(name):
+            continue
+        evaluations, steps = suite.column(name, env, "eval_mean"), suite.column(name, env, "steps_to_threshold")
+        passed = {"evaluation": evaluations >= threshold, "training": np.isfinite(steps), "failure": np.isinf(steps)}[
+            judged_by
+        ]
+        must = {"evaluation": "evaluate to", "training": "reach", "failure": "stay below"}[judged_by]
+        lines.append([
+            name, f"{env}, {case.get('set', {}).get('n_envs', 1)}", f"{case['timesteps']:,}", f"{suite.random_area(env):.0f}",
+            f"{must} {threshold:g} on {case['required']} of {len(case['seeds'])}", f"{passed.sum()} of {len(passed)}",
+            f"{evaluations.mean():.1f} (worst {evaluations.min():.1f})", format_steps(float(np.median(steps))),
+            f"{suite.column(name, env, 'auc').mean():.1f}", f"{np.median(suite.column(name, env, 'steps_per_second')):,.0f}",
+        ])  # fmt: skip
+    return markdown_table(header, lines)
+
+
+def zoo_table(suite: Suite) -> str:
+    """:return: One line per environment, with the command that trains the first seed"""
+    lines = []
+    for env in suite.timesteps:
+        if not (runs := suite.runs("grpo", env)):
+            continue
+        rollout = runs[0].run.entry.get("n_envs", 1) * runs[0].run.entry["n_steps"]
+        returns, target = suite.column("grpo", env, "eval_mean"), suite.settings["thresholds"][env]
+        command = (
+            f"python -m sb3_grpo.zoo train --algo grpo --env {env} --seed {runs[0].run.seed} --num-threads 1 --eval-freq -1"
+        )
+        lines.append([
+            env, f"{math.ceil(suite.timesteps[env] / rollout) * rollout:,}", f"{target:g}",
+            f"{(returns >= target).sum()} of {len(returns)}",
+            f"{returns.mean():.1f} ({', '.join(f'{value:.1f}' for value in returns)})",
+            f"{np.median(suite.column('grpo', env, 'wall_clock')):.0f}", f"`{command} --log-interval 50 -f logs`",
+        ])  # fmt: skip
+    return markdown_table(("environment", "steps", "must", "reached", "evaluation", "seconds", "command"), lines)
+
+
+def throughput_table(rows: list[dict[str, str]]) -> str:
+    """
+    :param rows: Rows of ``throughput.csv``, of which the last of each setting counts
+    :return: One line per setting
+    """
+    setting = ("env", "n_envs", "n_steps", "batch_size", "n_epochs", "buffer", "fused_ppo")
+    header = ("environment", "envs x steps, batch, epochs", "GRPO, steps/s", "PPO", "over PPO", "of the bound", "advantages")
+    lines = []
+    for row in {tuple(row[name] for name in setting): row for row in rows}.values():
+        ppo = f"{int(row['ppo']):,}" + (", fused Adam" if row["fused_ppo"] == "True" else "")
+        over = Estimate(*(float(row[name]) for name in ("over_ppo", "over_ppo_low", "over_ppo_high")))
+        sizes = f"{row['n_envs']} x {row['n_steps']}, {row['batch_size']}, {row['n_epochs']}"
+        shares = f"{float(row['over_bound']):.2f}", f"{float(row['fit_share']):.1%}"
+        lines.append([row["env"], sizes, f"{int(row['grpo']):,}", ppo, over, *shares])
+    return markdown_table(header, lines)

@@ -1,30 +1,25 @@
-"""
-Timing on a machine that does other things as well: in turns, as ratios, by medians.
-
-Nothing here imports the package, so that a process can still choose from which folder it does.
-"""
+"""Timing on a machine that does other things as well: in turns, as ratios, by medians."""
 
 import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 
 def take_turns(
-    contestants: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] | None = None
+    contestants: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, np.ndarray]:
     """
-    :param contestants: what to time, by name
-    :param rounds: turns of each
-    :param clock: tells the time in seconds, ``None`` for ``time.perf_counter``. For what runs in this thread alone,
-        ``time.thread_time`` does not count the turns that other processes take on the same core
-    :return: seconds of each turn, shape ``(rounds,)``
+    :param contestants: Functions to time, by name
+    :param rounds: Turns of each
+    :param clock: Tells the time in seconds. For work within this thread, ``time.thread_time`` does not count the turns that
+        other processes take on the same core
+    :return: Seconds of each turn, shape ``(rounds,)``
     """
-    clock = clock or time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(-1, rounds):  # the first warms up
         names = list(contestants)
@@ -36,50 +31,33 @@ def take_turns(
     return {name: np.array(turns) for name, turns in seconds.items()}
 
 
-class Estimate(NamedTuple):
-    """
-    :param median: of a sample
-    :param low: lower end of a 95% bootstrap interval for it
-    :param high: upper end
-    """
-
-    median: float
-    low: float
-    high: float
-
-
-def median_with_interval(sample: np.ndarray) -> Estimate:
-    """
-    :param sample: shape ``(n,)``
-    :return: its median
-    """
-    resampled = np.random.default_rng(0).choice(sample, (10_000, len(sample)))
-    low, high = np.quantile(np.median(resampled, axis=1), [0.025, 0.975])
-    return Estimate(float(np.median(sample)), float(low), float(high))
-
-
 class Stopwatch:
-    """Seconds that parts of a run take."""
+    """
+    Seconds that parts of a run take.
 
-    def __init__(self) -> None:
+    :param clock: Tells the time in seconds
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def around(self, part: str, owner: Any, method: str) -> Iterator[None]:
         """
-        :param part: name under which calls are counted
-        :param owner: object whose method is timed
-        :param method: its name
+        :param part: Name under which calls are counted
+        :param owner: Object whose method is timed
+        :param method: Name of the method
         """
         original = getattr(owner, method)
 
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            began = self.clock()
             try:
                 return original(*args, **kwargs)
             finally:
-                self.seconds[part] += time.perf_counter() - began
+                self.seconds[part] += self.clock() - began
 
         setattr(owner, method, timed)
         try:

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import torch as th
 
 from sb3_grpo import GRPO, KernelRolloutBuffer
-from sb3_grpo import functional as F
+from sb3_grpo import advantages as F
 
 HERE = pathlib.Path(__file__).parent
 GAMMA = 0.99

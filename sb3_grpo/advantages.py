@@ -1,12 +1,12 @@
 """
-Advantages, as pure functions of numpy arrays in double precision.
+Advantages: pure functions of numpy arrays, in double precision.
 
-Trajectories are *flat*: the transitions of all trajectories lie one after the other in arrays of shape ``(n,)``, and
-``lengths`` of shape ``(m,)`` says how many belong to each of the ``m`` trajectories. ``groups`` of shape ``(m,)`` holds the
-group of each trajectory as an integer in ``[0, n_groups)``.
+The transitions of all trajectories are concatenated in arrays of shape ``(n,)``. ``lengths``, of shape ``(m,)``, holds the
+number of transitions of each trajectory, and ``groups``, of shape ``(m,)``, the group of each trajectory as an integer in
+``[0, n_groups)``. Labels are integers in ``[0, n_labels)``, and each of them is used.
 
-Symbols: ``r_t`` reward, ``G_t`` discounted return from step ``t`` (return-to-go), ``R`` undiscounted sum of a
-trajectory's rewards, ``A_t`` advantage.
+Symbols: ``r_t`` is the reward, ``G_t`` the discounted return from step ``t`` (return-to-go), ``R`` the undiscounted sum of the
+rewards of a trajectory, ``A_t`` the advantage.
 """
 
 from typing import Literal
@@ -17,7 +17,7 @@ Scale = Literal["group", "batch", "none"]
 
 #: Added to a standard deviation before dividing by it.
 EPS = 1e-8
-#: Scores count as tied when they differ by no more than this fraction of the largest: rounding, not merit.
+#: Values whose differences are below this fraction of the largest are tied: the differences are due to rounding.
 TIE_TOLERANCE = 1e-9
 
 
@@ -28,13 +28,13 @@ def linear_recurrence(inputs: np.ndarray, coefficients: np.ndarray) -> np.ndarra
     """
     Solve ``y_t = x_t + a_t y_{t+1}`` with ``y_n = 0`` for all ``t`` at once.
 
-    The recurrence is a prefix sum of affine maps, so that it can be evaluated by doubling (Hillis & Steele 1986): after
-    pass ``k``, ``y_t`` covers ``2^k`` terms. A coefficient of zero ends a trajectory; passes stop when none reaches
-    further, which makes the cost ``O(n log(longest trajectory))`` without a Python loop over time.
+    The recurrence is a prefix sum of affine maps, which doubling evaluates (Hillis & Steele 1986): after pass ``k``, ``y_t``
+    covers ``2^k`` terms. A coefficient of zero ends a trajectory, and the passes stop once all trajectories are covered. The
+    cost is ``O(n log(longest trajectory))`` without a Python loop over time.
 
     :param inputs: ``x``, shape ``(n,)``
-    :param coefficients: ``a``, shape ``(n,)``; ``a_{n-1}`` has no effect
-    :return: ``y``, shape ``(n,)``, double precision
+    :param coefficients: ``a``, shape ``(n,)``; the last one has no effect
+    :return: ``y``, shape ``(n,)``
     """
     y = np.array(inputs, dtype=np.float64)
     a = np.array(coefficients, dtype=np.float64)
@@ -49,8 +49,8 @@ def linear_recurrence(inputs: np.ndarray, coefficients: np.ndarray) -> np.ndarra
 
 def same_trajectory_continues(lengths: np.ndarray) -> np.ndarray:
     """
-    :param lengths: transitions of each trajectory, shape ``(m,)``, all positive
-    :return: 1.0 where the next transition belongs to the same trajectory, 0.0 at each trajectory's last, shape ``(n,)``
+    :param lengths: Number of transitions of each trajectory, positive, shape ``(m,)``
+    :return: 1.0 where the next transition belongs to the same trajectory, else 0.0, shape ``(n,)``
     """
     continues = np.ones(int(np.sum(lengths)))
     continues[np.cumsum(lengths) - 1] = 0.0
@@ -59,8 +59,8 @@ def same_trajectory_continues(lengths: np.ndarray) -> np.ndarray:
 
 def steps_within_trajectories(lengths: np.ndarray) -> np.ndarray:
     """
-    :param lengths: transitions of each trajectory, shape ``(m,)``
-    :return: the step ``t = 0, 1, ...`` of each transition within its trajectory, shape ``(n,)``
+    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
+    :return: Step ``t = 0, 1, ...`` of each transition within its trajectory, shape ``(n,)``
     """
     firsts = np.cumsum(lengths) - lengths
     return np.arange(int(np.sum(lengths))) - np.repeat(firsts, lengths)
@@ -68,17 +68,17 @@ def steps_within_trajectories(lengths: np.ndarray) -> np.ndarray:
 
 def sum_by_label(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """
-    :param values: shape ``(n,)``
-    :param labels: integers in ``[0, n_labels)``, shape ``(n,)``
-    :return: the sum of the values of each label, shape ``(n_labels,)``
+    :param values: Values, shape ``(n,)``
+    :param labels: Label of each value, shape ``(n,)``
+    :return: Sum of the values of each label, shape ``(n_labels,)``
     """
     return np.bincount(labels, weights=values)
 
 
 def label_by_appearance(values: np.ndarray) -> np.ndarray:
     """
-    :param values: shape ``(n,)``
-    :return: integers from 0 on, the same for equal values, in the order in which values first appear, shape ``(n,)``
+    :param values: Values, shape ``(n,)``
+    :return: Label of each value: equal values share a label, and labels are numbered by first appearance, shape ``(n,)``
     """
     _, firsts, labels = np.unique(values, return_index=True, return_inverse=True)
     position = np.argsort(np.argsort(firsts))
@@ -87,12 +87,12 @@ def label_by_appearance(values: np.ndarray) -> np.ndarray:
 
 def deal_trajectories(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """
-    Deal out whole trajectories to minibatches, each of which takes as many as it needs to have ``batch_size`` transitions.
+    Distribute whole trajectories over minibatches. Each minibatch has as many as it needs to have ``batch_size`` transitions.
 
-    :param trajectories: the trajectory of each transition, integers in ``[0, m)``, each of them used, shape ``(n,)``
-    :param order: in which trajectories are dealt, a permutation of them, shape ``(m,)``
-    :param batch_size: transitions that a minibatch has at least; the last may have fewer
-    :return: the transitions of each minibatch, those of a trajectory one after the other
+    :param trajectories: Label of the trajectory of each transition, shape ``(n,)``
+    :param order: Order of the trajectories, a permutation of the labels, shape ``(m,)``
+    :param batch_size: Smallest number of transitions of a minibatch; the last may have fewer
+    :return: Indices of the transitions of each minibatch
     """
     position = np.argsort(order)[trajectories]
     ends = np.cumsum(np.bincount(trajectories)[order])
@@ -105,12 +105,12 @@ def deal_trajectories(trajectories: np.ndarray, order: np.ndarray, batch_size: i
 
 def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:
     """
-    Return-to-go ``G_t = sum_{k>=t} gamma^{k-t} r_k`` within each trajectory.
+    Returns-to-go ``G_t = sum_{k>=t} gamma^{k-t} r_k`` within each trajectory.
 
-    :param rewards: shape ``(n,)``
-    :param lengths: transitions of each trajectory, shape ``(m,)``
-    :param gamma: discount factor
-    :return: shape ``(n,)``
+    :param rewards: ``r``, shape ``(n,)``
+    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
+    :param gamma: Discount factor
+    :return: ``G``, shape ``(n,)``
     """
     return linear_recurrence(rewards, gamma * same_trajectory_continues(lengths))
 
@@ -124,18 +124,18 @@ def generalized_advantages(
     gae_lambda: float,
 ) -> np.ndarray:
     """
-    ``A_t = delta_t + gamma lambda A_{t+1}`` with ``delta_t = r_t + gamma b(s_{t+1}) - b(s_t)``: generalized advantage
-    estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16) against any baseline ``b``.
+    Generalized advantage estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16) with any baseline
+    ``b``: ``A_t = delta_t + gamma lambda A_{t+1}`` with ``delta_t = r_t + gamma b(s_{t+1}) - b(s_t)``.
 
-    ``A_t + b(s_t)`` is the lambda-return, the target to which a baseline is fitted.
+    ``A_t + b(s_t)`` is the lambda-return.
 
-    :param rewards: shape ``(n,)``
+    :param rewards: ``r``, shape ``(n,)``
     :param baseline: ``b(s_t)``, shape ``(n,)``
     :param next_baseline: ``b(s_{t+1})``, zero after a termination, shape ``(n,)``
     :param continues: 1.0 where the next transition belongs to the same trajectory, else 0.0, shape ``(n,)``
-    :param gamma: discount factor
-    :param gae_lambda: from 0 (one step) to 1 (whole return)
-    :return: shape ``(n,)``
+    :param gamma: Discount factor
+    :param gae_lambda: ``lambda``, from 0 (one step) to 1 (whole return)
+    :return: ``A``, shape ``(n,)``
     """
     deltas = rewards + gamma * next_baseline - baseline
     return linear_recurrence(deltas, gamma * gae_lambda * continues)
@@ -146,18 +146,17 @@ def generalized_advantages(
 
 def centre_within(values: np.ndarray, labels: np.ndarray, magnitudes: np.ndarray | None = None) -> np.ndarray:
     """
-    Subtract from each value the mean of those that share its label; tied values give exactly zero.
+    Subtract from each value the mean of the values with the same label. Tied values give exactly zero.
 
-    Values are first shifted by their label's first value, so that equal values cancel without rounding; what still
-    differs by less than ``TIE_TOLERANCE`` of the largest magnitude (sums taken in another order) is a tie too. Testing the
-    spread in this way, rather than ``std == 0``, keeps rounding residue from being blown up when it is later divided by its
-    own standard deviation.
+    The values are first shifted by the first value of their label, so equal values cancel without rounding errors. Values
+    whose range is below ``TIE_TOLERANCE`` of the largest magnitude, such as sums in different orders, are tied as well. This
+    test, instead of ``std == 0``, prevents rounding errors from being divided by their own standard deviation.
 
-    :param values: shape ``(n,)``
-    :param labels: integers in ``[0, n_labels)``, each of them used, shape ``(n,)``
-    :param magnitudes: of what was added up to each value, shape ``(n,)``; ``None`` for that of the value itself. Where terms
-        cancel, a sum may be nothing but their rounding
-    :return: shape ``(n,)``
+    :param values: Values, shape ``(n,)``
+    :param labels: Label of each value, shape ``(n,)``
+    :param magnitudes: Magnitude of the terms of each value, shape ``(n,)``; ``None`` for that of the value itself. If
+        terms cancel, the value may be nothing but their rounding error
+    :return: Centred values, shape ``(n,)``
     """
     values = np.asarray(values, dtype=np.float64)
     counts = np.bincount(labels)
@@ -176,10 +175,10 @@ def centre_within(values: np.ndarray, labels: np.ndarray, magnitudes: np.ndarray
 
 def leave_one_out_factor(labels: np.ndarray) -> np.ndarray:
     """
-    What turns ``x_i - mean(x)`` into ``x_i - mean of the other x``: ``k / (k - 1)`` for a label with ``k`` values.
+    The factor ``k / (k - 1)`` of a label with ``k`` values. It turns ``x_i - mean(x)`` into ``x_i - mean of the other x``.
 
-    :param labels: integers in ``[0, n_labels)``, each of them used, shape ``(n,)``
-    :return: shape ``(n,)``; 0.0 for a value that has no others
+    :param labels: Label of each value, shape ``(n,)``
+    :return: Factor of each value, shape ``(n,)``; 0.0 for a value without others
     """
     counts = np.bincount(labels)
     return np.where(counts > 1, counts / np.maximum(counts - 1, 1), 0.0)[labels]
@@ -187,13 +186,13 @@ def leave_one_out_factor(labels: np.ndarray) -> np.ndarray:
 
 def rescale(centred: np.ndarray, labels: np.ndarray, scale: Scale) -> np.ndarray:
     """
-    Divide centred values by their (population) standard deviation.
+    Divide centred values by their standard deviation (that of the population).
 
-    :param centred: values with zero mean within each label, shape ``(n,)``
-    :param labels: integers in ``[0, n_labels)``, each of them used, shape ``(n,)``
-    :param scale: ``"group"`` divides by the deviation within the label, ``"batch"`` by that over all values, ``"none"`` leaves
-        the values as they are (Dr. GRPO, https://arxiv.org/abs/2503.20783)
-    :return: shape ``(n,)``
+    :param centred: Values with mean zero within each label, shape ``(n,)``
+    :param labels: Label of each value, shape ``(n,)``
+    :param scale: ``"group"`` divides by the standard deviation within the label, ``"batch"`` by that of all values, and
+        ``"none"`` does not divide (Dr. GRPO, https://arxiv.org/abs/2503.20783)
+    :return: Scaled values, shape ``(n,)``
     """
     if scale == "none":
         return centred
@@ -207,18 +206,18 @@ def outcome_advantages(
     rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: Scale = "group", leave_one_out: bool = False
 ) -> np.ndarray:
     """
-    ``A_t = (R_i - mean_g R) / (std_g R + eps)`` for every step ``t`` of trajectory ``i``: outcome supervision,
-    DeepSeekMath (https://arxiv.org/abs/2402.03300), section 4.1.2.
+    Outcome supervision, DeepSeekMath (https://arxiv.org/abs/2402.03300), section 4.1.2:
+    ``A_t = (R_i - mean_g R) / (std_g R + eps)`` for every step ``t`` of trajectory ``i``.
 
-    With ``leave_one_out`` the mean is taken over the *other* members (RLOO, https://arxiv.org/abs/2402.14740, equation 7).
-    Departures: the standard deviation is the population's, a tied or single-member group gives zero.
+    With ``leave_one_out``, the mean is over the *other* members (RLOO, https://arxiv.org/abs/2402.14740, equation 7).
+    Departures: the standard deviation is that of the population, and a tied or single-member group gives zero.
 
-    :param rewards: shape ``(n,)``
-    :param lengths: transitions of each trajectory, shape ``(m,)``
-    :param groups: group of each trajectory, shape ``(m,)``
-    :param scale: see :func:`rescale`
-    :param leave_one_out: compare each member with the others instead of with all
-    :return: shape ``(n,)``
+    :param rewards: Rewards, shape ``(n,)``
+    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
+    :param groups: Group of each trajectory, shape ``(m,)``
+    :param scale: See :func:`rescale`
+    :param leave_one_out: Whether to compare each member with the others instead of with all
+    :return: Advantages, shape ``(n,)``
     """
     rewards, firsts = np.asarray(rewards, dtype=np.float64), np.cumsum(lengths) - lengths
     trajectory_returns, magnitudes = np.add.reduceat(rewards, firsts), np.add.reduceat(np.abs(rewards), firsts)
@@ -230,17 +229,17 @@ def outcome_advantages(
 
 def process_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, scale: Scale = "group") -> np.ndarray:
     """
-    ``A_t = sum_{k>=t} (r_k - mean_g r) / (std_g r + eps)`` with mean and standard deviation over all step rewards of the
-    group: process supervision, DeepSeekMath (https://arxiv.org/abs/2402.03300), section 4.1.3.
+    Process supervision, DeepSeekMath (https://arxiv.org/abs/2402.03300), section 4.1.3:
+    ``A_t = sum_{k>=t} (r_k - mean_g r) / (std_g r + eps)``, with mean and standard deviation over all rewards of the group.
 
-    A constant reward (CartPole's 1 per step) normalises to zero, so that nothing can be learned from it: a property of the
-    published formula, kept. Departures: as for :func:`outcome_advantages`.
+    A constant reward (1 per step in CartPole) becomes zero, so nothing is learned from it. This is a property of the published
+    formula. Departures: as for :func:`outcome_advantages`.
 
-    :param rewards: shape ``(n,)``
-    :param lengths: transitions of each trajectory, shape ``(m,)``
-    :param groups: group of each trajectory, shape ``(m,)``
-    :param scale: see :func:`rescale`
-    :return: shape ``(n,)``
+    :param rewards: Rewards, shape ``(n,)``
+    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
+    :param groups: Group of each trajectory, shape ``(m,)``
+    :param scale: See :func:`rescale`
+    :return: Advantages, shape ``(n,)``
     """
     labels = np.repeat(groups, lengths)
     return linear_recurrence(rescale(centre_within(rewards, labels), labels, scale), same_trajectory_continues(lengths))
@@ -255,15 +254,15 @@ def return_to_go_advantages(
     rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, gamma: float, scale: Scale = "group"
 ) -> np.ndarray:
     """
-    ``A_t = (G_t - mean_g G) / (std_g G + eps)`` with mean and standard deviation over the returns-to-go of all steps of the
-    group: proposed for sb3-contrib (https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/301).
+    The proposal for sb3-contrib (https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/301):
+    ``A_t = (G_t - mean_g G) / (std_g G + eps)``, with mean and standard deviation over all returns-to-go of the group.
 
-    :param rewards: shape ``(n,)``
-    :param lengths: transitions of each trajectory, shape ``(m,)``
-    :param groups: group of each trajectory, shape ``(m,)``
-    :param gamma: discount factor
-    :param scale: see :func:`rescale`
-    :return: shape ``(n,)``
+    :param rewards: Rewards, shape ``(n,)``
+    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
+    :param groups: Group of each trajectory, shape ``(m,)``
+    :param gamma: Discount factor
+    :param scale: See :func:`rescale`
+    :return: Advantages, shape ``(n,)``
     """
     labels = np.repeat(groups, lengths)
     return rescale(_centred_returns(rewards, lengths, gamma, labels), labels, scale)
@@ -271,11 +270,11 @@ def return_to_go_advantages(
 
 def peers_at_each_step(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """
-    Label transitions so that two share a label when they are at the same step of trajectories of the same group.
+    Label transitions such that two share a label if they are at the same step of trajectories of the same group.
 
-    :param lengths: transitions of each trajectory, shape ``(m,)``
-    :param groups: group of each trajectory, shape ``(m,)``
-    :return: integers in ``[0, n_labels)``, each of them used, shape ``(n,)``
+    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
+    :param groups: Group of each trajectory, shape ``(m,)``
+    :return: Labels, shape ``(n,)``
     """
     longest = np.zeros(int(groups.max()) + 1, dtype=np.int64)
     np.maximum.at(longest, groups, lengths)
@@ -287,15 +286,15 @@ def stepwise_advantages(
     rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray, gamma: float, scale: Scale = "batch"
 ) -> np.ndarray:
     """
-    ``A_t = G_t - mean of G_t over the other members still running at t``: Group Policy Gradient
-    (https://arxiv.org/abs/2510.03679) with bins by time and a leave-one-out mean. A step without a peer gives zero.
+    Group Policy Gradient (https://arxiv.org/abs/2510.03679) with bins by time and a leave-one-out mean:
+    ``A_t = G_t - mean of G_t over the other members still running at t``. A step without a peer gives zero.
 
-    :param rewards: shape ``(n,)``
-    :param lengths: transitions of each trajectory, shape ``(m,)``
-    :param groups: group of each trajectory, shape ``(m,)``
-    :param gamma: discount factor
-    :param scale: see :func:`rescale`; ``"group"`` takes the deviation over all steps of the group
-    :return: shape ``(n,)``
+    :param rewards: Rewards, shape ``(n,)``
+    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
+    :param groups: Group of each trajectory, shape ``(m,)``
+    :param gamma: Discount factor
+    :param scale: See :func:`rescale`; ``"group"`` takes the standard deviation over all steps of the group
+    :return: Advantages, shape ``(n,)``
     """
     peers = peers_at_each_step(lengths, groups)
     centred = _centred_returns(rewards, lengths, gamma, peers) * leave_one_out_factor(peers)
@@ -304,20 +303,20 @@ def stepwise_advantages(
 
 def count_steps_without_peer(lengths: np.ndarray, groups: np.ndarray) -> int:
     """
-    :param lengths: transitions of each trajectory, shape ``(m,)``
-    :param groups: group of each trajectory, shape ``(m,)``
-    :return: the number of transitions at a step which no other member of the group has reached
+    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
+    :param groups: Group of each trajectory, shape ``(m,)``
+    :return: Number of transitions at a step that no other member of the group has reached
     """
     return int((np.bincount(peers_at_each_step(lengths, groups)) == 1).sum())
 
 
 def whiten(advantages: np.ndarray) -> np.ndarray:
     """
-    Shift and scale advantages to zero mean and unit standard deviation over the whole update. SB3's PPO does the same per
-    minibatch; over the update the scale is less noisy and the same for every minibatch.
+    Shift and scale the advantages of an update to mean zero and standard deviation one. SB3's PPO does this for each
+    minibatch; over the whole update the scale is less noisy, and the same for all minibatches.
 
-    :param advantages: shape ``(n,)``
-    :return: shape ``(n,)``; all zero where all advantages are equal
+    :param advantages: Advantages, shape ``(n,)``
+    :return: Standardised advantages, shape ``(n,)``; zeros if all advantages are equal
     """
     one_label = np.zeros(len(advantages), dtype=np.int64)
     return rescale(centre_within(advantages, one_label), one_label, "group")
@@ -325,11 +324,11 @@ def whiten(advantages: np.ndarray) -> np.ndarray:
 
 def explained_variance(predictions: np.ndarray, targets: np.ndarray) -> float:
     """
-    ``1 - Var(y - b) / Var(y)``: 1 is perfect, 0 no better than a constant, negative worse.
+    ``1 - Var(y - b) / Var(y)``: 1 is perfect, 0 is as good as a constant, and negative values are worse.
 
     :param predictions: ``b``, shape ``(n,)``
     :param targets: ``y``, shape ``(n,)``
-    :return: NaN where the targets do not vary
+    :return: Explained variance; NaN if the targets do not vary
     """
     variance = np.mean(centre_within(targets, np.zeros(len(targets), dtype=np.int64)) ** 2)
     return float("nan") if variance == 0 else float(1.0 - np.var(targets - predictions) / variance)

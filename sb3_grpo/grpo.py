@@ -283,8 +283,8 @@ class GRPO(OnPolicyAlgorithm):
         if self.rollout_buffer_class.whitens and rollout_size % self.batch_size > 0:  # type: ignore[union-attr]
             warnings.warn(
                 f"batch_size={self.batch_size} does not divide the rollout of n_steps * n_envs = {self.n_steps} * "
-                f"{self.n_envs} = {rollout_size} transitions, so the last minibatch has {rollout_size % self.batch_size}. "
-                "Choose `batch_size` as a divisor of the rollout.",
+                f"{self.n_envs} = {rollout_size} transitions: there will be a truncated mini-batch of size "
+                f"{rollout_size % self.batch_size} in each epoch. Choose `batch_size` as a divisor of the rollout.",
                 stacklevel=2,
             )
 
@@ -437,13 +437,14 @@ class GRPO(OnPolicyAlgorithm):
                 rollout_buffer.start_afresh()
             if not self._collect(env, callback, rollout_buffer, n_rollout_steps):
                 return False
-        rollout_buffer.finish_rollout(
-            self._last_obs,  # type: ignore[arg-type]
-            self.policy,
-            self.normalize_advantage,
-            self.loss_aggregation,
-            self.n_reused_rollouts,
-        )
+            # If this fails, trajectories in progress have lost their beginnings, and the environments are reset.
+            rollout_buffer.finish_rollout(
+                self._last_obs,  # type: ignore[arg-type]
+                self.policy,
+                self.normalize_advantage,
+                self.loss_aggregation,
+                self.n_reused_rollouts,
+            )
         for name, value in rollout_buffer.metrics.items():
             if name.startswith("rollout/"):
                 self.logger.record(name, value)

@@ -1,41 +1,47 @@
 """
-The kernel baseline: a critic's job without a critic.
+The kernel baseline: a value function without a network and without gradient steps.
 
 An estimate ``b(s, t)`` of the expected return, linear in random Fourier features (Rahimi & Recht 2007, "Random Features for
-Large-Scale Kernel Machines"), is fitted in closed form: no network, no gradient steps, one small linear solve per rollout.
-Solving for the fixed point of lambda-returns is LSTD(lambda) (Bradtke & Barto 1996, Boyan 2002); regressing returns on
-features of state *and time* instead follows the linear baseline of Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
+Large-Scale Kernel Machines"), is fitted by least squares after each rollout. LSTD(lambda) (Bradtke & Barto 1996, Boyan 2002)
+finds weights that are consistent with the lambda-returns bootstrapped from their own predictions; :func:`lstd_weights` solves
+it in a form that has exactly one solution for every discount factor. The alternative, a regression of returns on features of
+state *and time*, follows the linear baseline of Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
 
-All tensors are double precision and live on the CPU: the problems are small, and torch's linear algebra, unlike numpy's, keeps
-to the number of threads that the user has set.
+All tensors have double precision and are on the CPU. The problems are small, and torch's linear algebra respects the number of
+threads that the user has set, which numpy's does not.
 """
 
 import copy
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch as th
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 
+#: Penalty on the weight of the constant feature. It only keeps the normal equations positive definite if the samples do not
+#: determine the level of the returns, as with ``gamma=1`` and no terminations. The level then cancels out of the advantages.
+LEVEL_RIDGE = 1e-12
+
 
 def fourier_features(
     inputs: th.Tensor, times: th.Tensor, frequencies: th.Tensor, phases: th.Tensor, time_feature: bool = True
 ) -> th.Tensor:
     """
-    ``phi(s, t) = [1, z, tau, sqrt(2/D) cos(W [z, 2 tau] + c)]``; without the time feature
-    ``[1, z, sqrt(2/D) cos(W z + c)]``.
+    ``phi(s, t) = [1, z, tau, sqrt(2/D) cos(W [z, 2 tau] + c)]``, or ``[1, z, sqrt(2/D) cos(W z + c)]`` without the time
+    feature.
 
-    The inner product of two cosine parts approximates the Gaussian kernel ``exp(-sigma^2 |x - x'|^2 / 2)`` for frequencies of
-    standard deviation ``sigma`` and phases uniform in ``[0, 2 pi)``.
+    The inner product of two cosine parts approximates the Gaussian kernel ``exp(-sigma^2 |x - x'|^2 / 2)`` if the frequencies
+    have the standard deviation ``sigma`` and the phases are uniform in ``[0, 2 pi)``.
 
-    :param inputs: standardised observations ``z``, shape ``(n, d)``
-    :param times: ``tau``, the step within the episode over the horizon, shape ``(n,)``
+    :param inputs: Standardised observations ``z``, shape ``(n, d)``
+    :param times: ``tau``, the step within the episode divided by the horizon, shape ``(n,)``
     :param frequencies: ``W^T``, shape ``(d + 1, D)``, or ``(d, D)`` without the time feature
     :param phases: ``c``, shape ``(D,)``
-    :param time_feature: whether features depend on time
-    :return: shape ``(n, d + 2 + D)``, or ``(n, d + 1 + D)`` without the time feature
+    :param time_feature: Whether the features depend on time
+    :return: Features, shape ``(n, d + 2 + D)``, or ``(n, d + 1 + D)`` without the time feature
     """
     ones = th.ones(len(inputs), 1, dtype=inputs.dtype)
     tau = times[:, None]
@@ -46,97 +52,161 @@ def fourier_features(
 
 def eligibility_traces(features: th.Tensor, continues: th.Tensor, decay: float) -> th.Tensor:
     """
-    ``e_t = phi_t + decay c_{t-1} e_{t-1}``, of each environment on its own.
-
-    With ``decay = gamma lambda`` these are the instruments of LSTD(lambda) (Boyan 2002, "Technical Update: Least-Squares
-    Temporal Difference Learning", https://doi.org/10.1023/A:1017936530646).
+    ``e_t = phi_t + decay c_{t-1} e_{t-1}``, separately for each environment. With ``decay = gamma lambda``, these are the
+    traces of LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646).
 
     :param features: ``phi``, shape ``(n_envs, n_steps, p)``
     :param continues: ``c``, 0 where the trajectory ended with the step, else 1, shape ``(n_envs, n_steps)``
-    :param decay: of one step
-    :return: shape ``(n_envs, n_steps, p)``
+    :param decay: Decay per step
+    :return: ``e``, shape ``(n_envs, n_steps, p)``
     """
-    # In numpy: a step is too little work for torch, whose calls take several times as long
+    # A step is too little work for torch, whose calls take several times as long as numpy's.
     traces, decays = features.numpy().copy(), (decay * continues).numpy()[..., None]
-    for step in range(1, features.shape[1]):
-        traces[:, step] += decays[:, step - 1] * traces[:, step - 1]
+    previous, decayed = traces[:, 0], np.empty_like(traces[:, 0])
+    for current, step_decay in zip(traces.swapaxes(0, 1)[1:], decays.swapaxes(0, 1)[:-1], strict=True):
+        current += np.multiply(step_decay, previous, out=decayed)
+        previous = current
     return th.from_numpy(traces)
 
 
-def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: float, symmetric: bool = True) -> th.Tensor:
+def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: float) -> th.Tensor:
     """
-    ``w = (A + lambda N I)^-1 B``, the ridge regression whose sufficient statistics are ``A = Phi' Phi`` and ``B = Phi' y``.
-    Fewer than one sample count as one, so that without samples the weights are zero.
+    Weights of a ridge regression: ``w = (A + ridge N I)^-1 B`` with ``A = Phi' Phi`` and ``B = Phi' y``. A number of samples
+    below one counts as one, so the weights are zero without samples.
 
     :param gram: ``A``, shape ``(..., p, p)``
     :param moment: ``B``, shape ``(..., p)``
-    :param count: ``N``, the number of samples behind the statistics (weighted, where they are), shape ``(...)``
-    :param ridge: ``lambda``
-    :param symmetric: whether ``A`` is symmetric and positive, as it is without instruments
-    :return: shape ``(..., p)``
+    :param count: ``N``, the (weighted) number of samples, shape ``(...)``
+    :param ridge: Penalty on the squared weights, per sample
+    :return: ``w``, shape ``(..., p)``
     """
     penalised = gram.clone()
     penalised.diagonal(dim1=-2, dim2=-1).add_(ridge * count.clamp(min=1.0)[..., None])
-    if not symmetric:
-        solution, info = th.linalg.solve_ex(penalised, moment)
-        return solution if not info.any() else (th.linalg.pinv(penalised) @ moment[..., None])[..., 0]
     return th.cholesky_solve(moment[..., None], th.linalg.cholesky(penalised))[..., 0]
+
+
+def metric_factor(metric: th.Tensor, count: th.Tensor, ridge: float) -> th.Tensor:
+    """
+    The Cholesky factor ``L`` of the metric ``C / N + ridge I`` of :func:`lstd_weights`.
+
+    :param metric: ``C = Phi' Phi``, shape ``(p, p)``
+    :param count: ``N``, the (weighted) number of samples, shape ``()``; less than one counts as one
+    :param ridge: Penalty
+    :return: ``L``, shape ``(p, p)``
+    """
+    penalised = metric / count.clamp(min=1.0)
+    penalised.diagonal().add_(ridge)
+    return th.linalg.cholesky(penalised)
+
+
+def lstd_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, factor: th.Tensor, ridge: float) -> th.Tensor:
+    """
+    LSTD(lambda) as a least-squares problem:
+
+    ``w = argmin (b - A w)' (C + ridge I)^-1 (b - A w) + ridge |w|^2``
+
+    with ``A = Z' (Phi - gamma Phi') / N``, ``b = Z' r / N`` and ``C = Phi' Phi / N``, where ``Z`` are the eligibility traces.
+
+    Plain LSTD solves ``A w = b``. If ``gamma`` is close to 1 and time limits cut trajectories, ``A`` is close to singular, and
+    since it is not symmetric, adding a multiple of the identity does not help: noise then leads to arbitrarily large weights.
+    The quadratic form has exactly one minimum for every ``gamma``. It agrees with plain LSTD where the samples determine the
+    weights, and the other weights stay small. With ``lambda = 0``, the first term is the mean squared projected Bellman error.
+    The two penalties are those of Hoffman et al. 2012, "Regularized Least Squares Temporal Difference Learning with Nested l2
+    and l1 Penalization" (https://doi.org/10.1007/978-3-642-29946-9_13).
+
+    Departure: the constant feature, which comes first, has the penalty ``LEVEL_RIDGE``, because the level of the returns grows
+    like ``1 / (1 - gamma)``.
+
+    :param gram: ``N A``, shape ``(p, p)``
+    :param moment: ``N b``, shape ``(p,)``
+    :param count: ``N``, the (weighted) number of samples, shape ``()``; less than one counts as one
+    :param factor: Cholesky factor of ``C + ridge I`` from :func:`metric_factor`, shape ``(p, p)``
+    :param ridge: Penalty
+    :return: ``w``, shape ``(p,)``
+    """
+    system = th.hstack([gram, moment[:, None]]) / count.clamp(min=1.0)
+    whitened = th.linalg.solve_triangular(factor, system, upper=False)
+    left, right = whitened[:, :-1], whitened[:, -1:]
+    normal = left.T @ left
+    normal.diagonal()[0] += LEVEL_RIDGE
+    normal.diagonal()[1:] += ridge
+    return th.cholesky_solve(left.T @ right, th.linalg.cholesky(normal))[:, 0]
+
+
+def calibration_slope(predictions: np.ndarray, targets: np.ndarray) -> float:
+    """
+    ``kappa = Cov(y, b) / Var(b)``, limited to ``[0, 1]``: the slope of the regression of targets on predictions.
+
+    Of all predictions ``mean(b) + kappa (b - mean(b))``, this one has the smallest squared error. The slope is close to 1 for
+    good predictions, and close to 0 for predictions that are unrelated to the targets.
+
+    :param predictions: ``b``, not fitted to these targets, shape ``(n,)``
+    :param targets: ``y``, shape ``(n,)``
+    :return: ``kappa``; 0 if the predictions do not vary
+    """
+    centred = predictions - predictions.mean()
+    variance = np.mean(centred**2)
+    return float(np.clip(np.mean(centred * targets) / variance, 0.0, 1.0)) if variance > 0 else 0.0
 
 
 def predict_by_fold(features: th.Tensor, weights: th.Tensor, folds: th.Tensor) -> th.Tensor:
     """
-    ``b_i = phi_i . w_fold(i)``
+    Predictions ``b_i = phi_i . w_fold(i)``.
 
-    :param features: shape ``(n, p)``
-    :param weights: one row per fold, shape ``(n_folds, p)``
-    :param folds: fold of each sample, shape ``(n,)``
-    :return: shape ``(n,)``
+    :param features: ``phi``, shape ``(n, p)``
+    :param weights: Weights of each fold, shape ``(n_folds, p)``
+    :param folds: Fold of each sample, shape ``(n,)``
+    :return: ``b``, shape ``(n,)``
     """
     return (features @ weights.T).gather(1, folds[:, None])[:, 0]
 
 
-class RidgeStatistics:
+class FitStatistics:
     """
-    Sufficient statistics of a ridge regression that forgets: each update weighs all earlier samples by ``forgetting``.
+    Sufficient statistics of a linear fit. Each update multiplies the weight of all earlier samples by ``forgetting``.
 
-    :param n_features: ``p``
-    :param instrumented: whether samples come with instruments ``Z`` that take the place of the features on the left:
-        ``A = Z' Phi`` and ``B = Z' y``
+    :param n_features: Number of features ``p``
+    :param lstd: Whether the fit is LSTD, see :func:`lstd_weights`, or a ridge regression, see :func:`ridge_weights`
     """
 
-    instrumented = False  # in files of the first commits
-
-    def __init__(self, n_features: int, instrumented: bool = False):
-        self.instrumented = instrumented
+    def __init__(self, n_features: int, lstd: bool = False):
+        self.lstd = lstd
         self.gram = th.zeros(n_features, n_features, dtype=th.float64)
         self.moment = th.zeros(n_features, dtype=th.float64)
         self.count = th.zeros((), dtype=th.float64)
+        #: ``Phi' Phi`` for LSTD, whose ``gram`` is another matrix. It contains no rewards, so all folds can share it.
+        self.metric = th.zeros_like(self.gram) if lstd else None
 
     def decay(self, forgetting: float) -> None:
         """
-        :param forgetting: ``rho``, the weight that the samples so far keep
+        :param forgetting: Factor for the weight of all samples so far
         """
-        self.gram *= forgetting
-        self.moment *= forgetting
-        self.count *= forgetting
+        for statistic in (self.gram, self.moment, self.count, self.metric):
+            if statistic is not None:
+                statistic *= forgetting
 
-    def spread(self, known: th.Tensor) -> "RidgeStatistics":
+    def expand(self, known: th.Tensor) -> "FitStatistics":
         """
-        :param known: which of the features of a wider regression are those of this one, in order, shape ``(p',)``
-        :return: statistics of the wider regression on the same samples, the new features having been zero in all of them
+        Add features that were zero in all samples so far.
+
+        :param known: Whether each feature of the larger fit exists in this one, shape ``(p',)``
+        :return: Statistics of the larger fit on the same samples
         """
-        wider = RidgeStatistics(len(known), self.instrumented)
-        wider.gram[th.outer(known, known)] = self.gram.flatten()
-        wider.moment[known] = self.moment
-        wider.count = self.count.clone()
-        return wider
+        larger = FitStatistics(len(known), self.lstd)
+        both = th.outer(known, known)
+        larger.gram[both] = self.gram.flatten()
+        larger.moment[known] = self.moment
+        larger.count = self.count.clone()
+        if larger.metric is not None and self.metric is not None:
+            larger.metric[both] = self.metric.flatten()
+        return larger
 
     def weights(self, ridge: float) -> th.Tensor:
         """
-        :param ridge: ``lambda``
-        :return: of the regression on all samples, shape ``(p,)``
+        :param ridge: Penalty on the squared weights
+        :return: Weights of the fit to all samples, shape ``(p,)``
         """
-        return ridge_weights(self.gram, self.moment, self.count, ridge, not self.instrumented)
+        return self._solve(ridge, [(self.gram, self.moment, self.count)])[0]
 
     def leave_fold_out(
         self,
@@ -144,57 +214,65 @@ class RidgeStatistics:
         targets: th.Tensor,
         folds: th.Tensor,
         ridge: float,
-        instruments: th.Tensor | None = None,
+        traces: th.Tensor | None = None,
+        differences: th.Tensor | None = None,
     ) -> th.Tensor:
         """
-        Add samples, and return for each fold the weights of the regression on everything but that fold: by subtracting the
-        fold's own statistics, without a second pass over the data.
+        Add samples, and compute for each fold the weights of the fit to all other samples. The statistics of the fold are
+        subtracted, so no second pass over the data is needed.
 
         :param features: ``Phi``, shape ``(n, p)``
-        :param targets: ``y``, shape ``(n,)``
-        :param folds: fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
-        :param ridge: ``lambda``
-        :param instruments: ``Z``, shape ``(n, p)``, ``None`` for the features
-        :return: shape ``(n_folds, p)``
+        :param targets: Targets of the regression, or rewards for LSTD, shape ``(n,)``
+        :param folds: Fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
+        :param ridge: Penalty on the squared weights
+        :param traces: Eligibility traces ``Z`` for LSTD, shape ``(n, p)``
+        :param differences: ``Phi - gamma Phi'`` for LSTD, shape ``(n, p)``
+        :return: Weights, shape ``(n_folds, p)``
         """
-        # One fold after the other: with images p is several hundred, and a few matrices for all folds at once take more memory
-        # than the rollout
+        left = features if traces is None else traces
+        right = features if differences is None else differences
+        # One fold after the other: with hundreds of features, matrices of all folds at once take more memory than the rollout.
         own = []
         for fold in range(int(folds.max()) + 1):
             member = folds == fold
-            phi = features[member]
-            z = phi if instruments is None else instruments[member]
-            own.append((z.T @ phi, z.T @ targets[member], member.sum().double()))
+            z = left[member]
+            own.append((z.T @ right[member], z.T @ targets[member], member.sum().double()))
         grams, moments, counts = zip(*own, strict=True)
         self.gram += functools.reduce(th.add, grams)
         self.moment += functools.reduce(th.add, moments)
         self.count += functools.reduce(th.add, counts)
-        return th.stack(
-            [
-                ridge_weights(self.gram - gram, self.moment - moment, self.count - count, ridge, not self.instrumented)
-                for gram, moment, count in own
-            ]
-        )
+        if self.metric is not None:
+            self.metric += features.T @ features
+        others = ((self.gram - gram, self.moment - moment, self.count - count) for gram, moment, count in own)
+        return th.stack(self._solve(ridge, others))
+
+    def _solve(self, ridge: float, problems: Iterable[tuple[th.Tensor, th.Tensor, th.Tensor]]) -> list[th.Tensor]:
+        """
+        :param ridge: Penalty on the squared weights
+        :param problems: ``gram``, ``moment`` and ``count`` of each problem
+        :return: Weights of each problem, shape ``(p,)``
+        """
+        if self.metric is None:
+            return [ridge_weights(*problem, ridge) for problem in problems]
+        factor = metric_factor(self.metric, self.count, ridge)
+        return [lstd_weights(*problem, factor, ridge) for problem in problems]
 
 
 class KernelBaseline:
     """
-    Running standardisation of the inputs, random Fourier features, and a linear fit on them that forgets: a ridge regression,
-    or with instruments LSTD(lambda).
+    Running standardisation of the inputs, random Fourier features, and a linear fit that forgets earlier rollouts.
 
-    Inputs that have had one value so far say nothing and are left out, until they vary: of the thousands that MiniGrid's flat
-    observations have, all but a few dozen.
+    Inputs that have never varied are left out of the fit. MiniGrid's flat observations have thousands of them.
 
-    :param n_features: ``D``, number of random Fourier features
-    :param bandwidth: standard deviation of the random frequencies, hence the reciprocal of the Gaussian kernel's length
-        scale in units of one standard deviation of the inputs
-    :param ridge: ``lambda``, weight of the penalty on the squared weights, per sample; with instruments, what is added to the
-        diagonal of ``A``, per sample
-    :param forgetting: ``rho``, the weight that the statistics of earlier rollouts keep, between 0 and 1
-    :param time_feature: whether the baseline depends on the step within the episode
-    :param clip: standardised inputs are clipped to ``+-clip``; without a clip a single outlier makes the fit diverge
-    :param seed: of the random frequencies
-    :param instrumented: whether :meth:`fit` is given instruments
+    :param n_features: Number of random Fourier features ``D``
+    :param bandwidth: Standard deviation of the random frequencies. Its reciprocal is the length scale of the Gaussian kernel
+        in standard deviations of the inputs
+    :param ridge: Penalty on the squared weights, per sample
+    :param forgetting: Factor for the weight of earlier samples in each fit, from 0 to 1
+    :param time_feature: Whether the baseline depends on the step within the episode
+    :param clip: Limit of the standardised inputs. Without it, a single outlier can make the fit diverge
+    :param seed: Seed of the random frequencies
+    :param lstd: Whether the fit is LSTD or a ridge regression
     """
 
     def __init__(
@@ -206,7 +284,7 @@ class KernelBaseline:
         time_feature: bool = True,
         clip: float = 5.0,
         seed: int = 0,
-        instrumented: bool = False,
+        lstd: bool = False,
     ):
         self.n_features = n_features
         self.bandwidth = bandwidth
@@ -215,41 +293,41 @@ class KernelBaseline:
         self.time_feature = time_feature
         self.clip = clip
         self.seed = seed
-        self.instrumented = instrumented
+        self.lstd = lstd
         self._input_statistics: RunningMeanStd | None = None
         self._first_input = np.empty(0)
         self._varies = np.empty(0, dtype=bool)
         self._frequencies = th.empty(0, 0, dtype=th.float64)
         self._phases = th.empty(0, dtype=th.float64)
-        self._statistics = RidgeStatistics(0, instrumented)
+        self._statistics = FitStatistics(0, lstd)
 
     def observe(self, inputs: np.ndarray) -> None:
         """
-        Update the running mean and variance by which inputs are standardised, and which of them vary.
+        Update the running mean and variance of the inputs, and which of them vary.
 
-        :param inputs: shape ``(n, d)``
+        :param inputs: Inputs, shape ``(n, d)``
         """
         if self._input_statistics is None:
             self._draw_features(inputs.shape[1])
             self._first_input = inputs[0].copy()
             self._varies = np.zeros(inputs.shape[1], dtype=bool)
-            self._statistics = RidgeStatistics(len(self._feature_columns(self._varies)), self.instrumented)
+            self._statistics = FitStatistics(len(self._feature_columns(self._varies)), self.lstd)
             updated = RunningMeanStd(epsilon=1e-4, shape=(inputs.shape[1],))
         else:
             updated = self._input_statistics.copy()
         updated.update(inputs)
         varies, statistics = self._varies | (inputs != self._first_input).any(axis=0), self._statistics
         if varies.sum() > self._varies.sum():
-            # What did not vary was zero in all features so far, and so are its rows and columns of the statistics
+            # Standardised inputs that had not varied were zero, and so are their rows and columns of the statistics.
             known = np.isin(self._feature_columns(varies), self._feature_columns(self._varies))
-            statistics = statistics.spread(th.from_numpy(known))
-        # At the end and as wholes, so that an interrupt leaves the ones or the others
+            statistics = statistics.expand(th.from_numpy(known))
+        # Assigned together at the end, so that an interrupt leaves a consistent state.
         self._varies, self._statistics, self._input_statistics = varies, statistics, updated
 
     def _feature_columns(self, varies: np.ndarray) -> np.ndarray:
         """
-        :param varies: which inputs do, shape ``(d,)``
-        :return: which of the features for all ``d`` inputs are in use
+        :param varies: Whether each input varies, shape ``(d,)``
+        :return: Indices of the features in use, among the features of all ``d`` inputs
         """
         n_others = int(self.time_feature) + self.n_features
         return np.flatnonzero(np.concatenate([[True], varies, np.ones(n_others, dtype=bool)]))
@@ -262,9 +340,9 @@ class KernelBaseline:
 
     def features(self, inputs: np.ndarray, times: np.ndarray) -> th.Tensor:
         """
-        :param inputs: shape ``(n, d)``
-        :param times: the step within the episode over the horizon, shape ``(n,)``
-        :return: shape ``(n, p)``
+        :param inputs: Inputs, shape ``(n, d)``
+        :param times: Step within the episode divided by the horizon, shape ``(n,)``
+        :return: Features, shape ``(n, p)``
         """
         assert self._input_statistics is not None, "observe() comes before features()"
         mean, var, frequencies = self._input_statistics.mean, self._input_statistics.var, self._frequencies
@@ -282,35 +360,41 @@ class KernelBaseline:
 
     @property
     def weights(self) -> th.Tensor:
-        """The weights of the regression on all that has been fitted so far, shape ``(p,)``; zero before the first fit."""
+        """Weights of the fit to all samples so far, shape ``(p,)``; zero before the first fit."""
         return self._statistics.weights(self.ridge)
 
     def fit(
-        self, features: th.Tensor, targets: th.Tensor, folds: th.Tensor, instruments: th.Tensor | None = None
+        self,
+        features: th.Tensor,
+        targets: th.Tensor,
+        folds: th.Tensor,
+        traces: th.Tensor | None = None,
+        differences: th.Tensor | None = None,
     ) -> th.Tensor:
         """
-        Forget a little, add a rollout, and return for each fold the weights fitted without it. For a single fold these are the
-        weights of the rollouts before.
+        Forget a part of the earlier rollouts, add a rollout, and compute for each fold the weights of the fit without it. With
+        a single fold, these are the weights of the earlier rollouts.
 
-        :param features: shape ``(n, p)``
-        :param targets: shape ``(n,)``
-        :param folds: fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
-        :param instruments: of an ``instrumented`` baseline, shape ``(n, p)``
-        :return: shape ``(n_folds, p)``
-        :raises ValueError: if there are instruments and the baseline is not for them, or the other way round
+        :param features: Features, shape ``(n, p)``
+        :param targets: Targets of the regression, or rewards for LSTD, shape ``(n,)``
+        :param folds: Fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
+        :param traces: Eligibility traces for LSTD, shape ``(n, p)``
+        :param differences: Features minus ``gamma`` times the next features, for LSTD, shape ``(n, p)``
+        :return: Weights, shape ``(n_folds, p)``
+        :raises ValueError: If ``traces`` and ``differences`` do not fit to ``lstd``
         """
-        if self.instrumented != (instruments is not None):
-            raise ValueError(
-                "Pass `instruments` to `fit` if and only if the baseline is constructed with `instrumented=True`."
-            )
+        if {self.lstd} != {traces is not None, differences is not None}:
+            raise ValueError(f"This baseline has lstd={self.lstd}: pass `traces` and `differences` if and only if it is True.")
         updated = copy.deepcopy(self._statistics)
         updated.decay(self.forgetting)
-        weights = updated.leave_fold_out(features, targets, folds, self.ridge, instruments)
+        weights = updated.leave_fold_out(features, targets, folds, self.ridge, traces, differences)
         self._statistics = updated
         return weights
 
     def get_state(self) -> dict[str, Any]:
-        """:return: all that a fit depends on, to be given to :meth:`set_state`"""
+        """
+        :return: Everything that a fit depends on, for :meth:`set_state`
+        """
         return {
             "input_statistics": self._input_statistics,
             "first_input": self._first_input,
@@ -322,13 +406,7 @@ class KernelBaseline:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """
-        :param state: from :meth:`get_state`
+        :param state: State from :meth:`get_state`
         """
-        self._input_statistics = state["input_statistics"]
-        # Files of the first commits have neither: there every input was in use
-        n_inputs = 0 if self._input_statistics is None else len(self._input_statistics.mean)
-        self._first_input = state.get("first_input", np.zeros(n_inputs))
-        self._varies = state.get("varies", np.ones(n_inputs, dtype=bool))
-        self._frequencies = state["frequencies"]
-        self._phases = state["phases"]
-        self._statistics = state["statistics"]
+        for name, value in state.items():
+            setattr(self, f"_{name}", value)

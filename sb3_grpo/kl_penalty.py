@@ -144,6 +144,7 @@ class KLPenalty:
         :param batches: Transitions of the update
         :return: Mean divergence from the reference
         """
+        policy.set_training_mode(False)  # layers such as batch normalisation work differently in training
         divergences = []
         for batch in batches:
             distribution = policy.get_distribution(batch.observations)

@@ -104,20 +104,23 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
         existing = [each for each in candidates if each.is_file()]
         if not existing:
             return  # SB3's error for missing files is clear
-        _check_archive(existing[0], repr(str(existing[0])))
+        _check_archive(existing[0], repr(str(existing[0])), repr(str(existing[0])))
     else:
         position = path.tell()
-        _check_archive(path, "The file")
-        path.seek(position)
+        try:
+            _check_archive(path, "The file", "file")
+        finally:
+            path.seek(position)
 
 
-def _check_archive(file: Any, name: str) -> None:
+def _check_archive(file: Any, name: str, argument: str) -> None:
     """
     :param file: Path or file-like object
     :param name: Name of the file in messages
+    :param argument: The file as an argument in messages
     :raises ValueError: If the file is of another algorithm, or of another format
     """
-    weights_only = f"To use its policy, make a model and copy the weights: `load_actor(model, {name})`."
+    weights_only = f"To use its policy, make a model and copy the weights: `load_actor(model, {argument})`."
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()

@@ -411,11 +411,11 @@ def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtr
             "net_arch=dict(pi=[...])."
         )
     sizes = net_arch["pi"] if isinstance(net_arch, dict) and set(net_arch) == {"pi"} else net_arch
-    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+    if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
         raise ValueError(
             f"net_arch={net_arch!r} is no list of positive integers: pass net_arch=[...] or net_arch=dict(pi=[...])."
         )
-    return list(sizes)
+    return [int(size) for size in sizes]
 
 
 def _check_observation(name: str, observation: Any) -> None:

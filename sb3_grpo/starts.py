@@ -8,7 +8,7 @@ initial state, whichever environment runs them and whenever it does so.
 This module relies on the following parts of SB3 that are private or undocumented. ``tests/test_starts.py`` has a test for
 each, which fails when SB3 changes them:
 
-- ``VecEnv._seeds`` holds the seeds of the next ``reset()``, and ``_reset_seeds()`` forgets them.
+- ``VecEnv._seeds`` holds the seeds of the next ``reset()``, which forgets them.
 - ``DummyVecEnv.envs`` holds the environments; after the last step of an episode their ``reset()`` gets no argument.
 - ``SubprocVecEnv.remotes`` and ``.processes`` hold the pipes to the workers and the workers, in the order of environments.
 - A worker answers ``("reset", (seed, options))`` with an observation and an info, and repeats that info with each step.
@@ -508,10 +508,7 @@ class SeededVecEnv(VecEnv):
         with self._all_or_no_answers():
             if isinstance(self.venv, SubprocVecEnv) and self.venv.waiting:
                 SubprocVecEnv.step_wait(self.venv)  # of a step that was broken off before anybody waited for it
-            try:
-                return self.venv.reset()
-            finally:
-                self.venv._reset_seeds()
+            return self.venv.reset()
 
     def _begin_episodes(self, env_indices: list[int], observations: VecEnvObs, queue: StartQueue) -> None:
         """Start the next episode of the environments that are done; overwrites their observations."""

@@ -1,5 +1,6 @@
 """Copying an actor from one model to another, with or without a critic."""
 
+import io
 import pathlib
 from typing import Protocol
 
@@ -18,7 +19,7 @@ class HasPolicy(Protocol):
     def policy(self) -> nn.Module: ...
 
 
-def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path) -> None:
+def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> None:
     """
     Copy an actor (features extractor, hidden layers, action layer, ``log_std``) into a model, in place.
 
@@ -30,7 +31,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path) -> Non
     compared: make sure that the activation function, ``squash_output``, ``use_expln`` and the kind of action space agree.
 
     :param target: Model to write into
-    :param source: Model to read from, or path of a saved one (``.zip``)
+    :param source: Model to read from, or the path of a saved one (``.zip``), or a file-like object
     :raises ValueError: If the actors differ in names or shapes; nothing is copied then
     """
     policy = _policy_of(target, "target")
@@ -57,20 +58,18 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path) -> Non
         policy.reset_noise()  # type: ignore[operator]
 
 
-def _source_state(source: HasPolicy | str | pathlib.Path) -> dict[str, th.Tensor]:
+def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> dict[str, th.Tensor]:
     """
-    :param source: A model, or the path of a saved one
+    :param source: A model, the path of a saved one, or a file-like object
     :return: The state dict of its policy
     :raises ValueError: If a file holds no policy
     """
-    if not isinstance(source, (str, pathlib.Path)):
+    if not isinstance(source, (str, pathlib.Path, io.BufferedIOBase)):
         return _policy_of(source, "source").state_dict()
     # The weights alone, because the rest of the archive is pickled.
     _, params, _ = load_from_zip_file(source, load_data=False, device="cpu")
     if "policy" not in params:
-        raise ValueError(
-            f"source={str(source)!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C."
-        )
+        raise ValueError(f"source={source!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C.")
     return params["policy"]  # type: ignore[return-value]
 
 

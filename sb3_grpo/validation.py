@@ -33,8 +33,10 @@ def refuse_unknown_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]
     """
     for name, value in unknown.items():
         closest = difflib.get_close_matches(name, accepted, n=1)
-        hint = FOREIGN_ARGUMENTS.get(name) or (f"did you mean `{closest[0]}`?" if closest else "see the documentation of GRPO")
-        raise TypeError(f"GRPO does not take `{name}={value!r}`: {hint}.")
+        hint = f"did you mean `{closest[0]}`?" if closest else "see the documentation of GRPO."
+        if name in FOREIGN_ARGUMENTS:
+            hint = f"{FOREIGN_ARGUMENTS[name]}."
+        raise TypeError(f"GRPO does not take `{name}={value!r}`: {hint}")
 
 
 def is_finite_number(value: Any) -> bool:

@@ -8,6 +8,19 @@ os.environ["MPLBACKEND"] = "Agg"
 import numpy as np
 import pytest
 import torch as th
+from hypothesis import HealthCheck, settings
+
+# Property tests try the same cases in every run and watch no clock, so that they cannot fail by chance or on a busy machine.
+# The fixture below runs once for all cases of a test: they must not draw from the global generators that it seeds.
+settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("repeatable")
 
 # The nets are tiny, and pytest-xdist already fills the cores; several threads would also make sums depend on the machine.
 th.set_num_threads(1)

@@ -1,7 +1,6 @@
 """Nothing learned is lost: continuing, saving, faults of environments, interrupts, versions."""
 
 import copy
-import io
 import os
 import pickle
 import random
@@ -9,23 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
-from faults import Fault, FaultyEnv
-from stable_baselines3.common.callbacks import BaseCallback, CheckpointCallback
+from gymnasium import spaces
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecNormalize
 
-from sb3_grpo import GRPO, EnvironmentFault, load_actor, persistence
+from sb3_grpo import GRPO, EnvironmentFault, SeededSubprocVecEnv, load_actor
 from sb3_grpo.buffers import BUFFERS
-from sb3_grpo.losses import KL_COEF_BOUNDS
 
 BROKEN = 1  # index of the environment that fails
 Weights = dict[str, th.Tensor]
@@ -114,99 +112,6 @@ def test_a_model_loaded_in_a_new_process_goes_on_as_the_saved_one_bit_for_bit(tm
     assert same(th.load(tmp_path / "weights.pt"), weights(model))
 
 
-def test_a_seed_that_is_passed_begins_a_stream_of_its_own(tmp_path: Path):
-    make_model().learn(128).save(tmp_path / "model")
-    runs: dict[int | None, Weights] = {}
-    for seed in (None, 5, 5, 6):
-        kwargs: dict[str, Any] = {} if seed is None else {"seed": seed}
-        model = GRPO.load(tmp_path / "model", env=make_vec_env("CartPole-v1", 1), device="cpu", **kwargs)
-        assert model.start_queue is not None and (seed is None or model.start_queue.next_index == 0)
-        model.learn(128, reset_num_timesteps=False)
-        if seed in runs:
-            assert same(runs[seed], weights(model))
-        runs[seed] = weights(model)
-    assert not same(runs[5], runs[6]) and not same(runs[5], runs[None])
-
-
-def test_a_seed_that_is_set_after_loading_begins_a_stream_of_its_own(tmp_path: Path):
-    make_model().learn(128).save(tmp_path / "model")
-    runs = []
-    for seed in (5, 5, 6):
-        model = GRPO.load(tmp_path / "model", env=make_vec_env("CartPole-v1", 1), device="cpu")
-        model.set_random_seed(seed)
-        model.learn(128, reset_num_timesteps=False)
-        runs.append((weights(model), random.random()))
-    assert same(runs[0][0], runs[1][0]) and not same(runs[0][0], runs[2][0])
-    assert runs[0][1] == runs[1][1] != runs[2][1]
-
-
-def test_loading_a_model_to_predict_leaves_the_random_generators_of_a_run_alone(tmp_path: Path):
-    make_model(seed=None).learn(64).save(tmp_path / "model")
-    drawn = set()
-    for seed in (1, 2):
-        th.manual_seed(seed), np.random.seed(seed)
-        GRPO.load(tmp_path / "model", device="cpu").predict(np.zeros(4), deterministic=True)
-        drawn.add((th.rand(1).item(), np.random.rand()))
-    assert len(drawn) == 2
-
-
-def test_a_model_that_is_loaded_and_saved_again_goes_on_as_the_first(tmp_path: Path):
-    model = make_model().learn(128)
-    model.save(tmp_path / "first")
-    GRPO.load(tmp_path / "first", device="cpu").save(tmp_path / "second")
-    found = []
-    for name in ("first", "second"):
-        loaded = GRPO.load(tmp_path / name, env=make_vec_env("CartPole-v1", 1), device="cpu")
-        found.append(weights(loaded.learn(128, reset_num_timesteps=False)))
-    assert same(*found)
-
-
-@pytest.mark.parametrize(
-    "option", [{"n_features": 32}, {"bandwidth": 1.0}, {"time_feature": False}, {"fit": "regression"}], ids=str
-)
-def test_a_baseline_with_other_features_begins_afresh(option: dict[str, Any], tmp_path: Path):
-    make_model().learn(64).save(tmp_path / "model")
-    with pytest.warns(UserWarning, match="its fit begins afresh"):
-        loaded: Any = GRPO.load(
-            tmp_path / "model", env=make_vec_env("CartPole-v1", 1), device="cpu", rollout_buffer_kwargs=option
-        )
-    assert loaded.rollout_buffer.baseline._input_statistics is None
-    loaded.learn(64)
-    assert is_finite(loaded)
-
-
-def test_parameters_are_taken_with_the_reference_they_belong_to(tmp_path: Path):
-    model = make_model(kl_coef=0.1).learn(128)
-    model.save(tmp_path / "model.zip")
-    fresh = make_model(kl_coef=0.1, seed=1)
-    fresh.set_parameters(str(tmp_path / "model.zip"))
-    assert fresh.kl_reference_policy is not None and model.kl_reference_policy is not None
-    assert same(fresh.kl_reference_policy.state_dict(), model.kl_reference_policy.state_dict())
-    assert same(weights(fresh), weights(model))
-
-
-def test_a_model_can_go_back_to_parameters_from_before_there_was_a_reference():
-    model = make_model(kl_coef=0.1)
-    first = copy.deepcopy(model.get_parameters())
-    model.learn(128)
-    model.set_parameters(first)
-    assert same(weights(model), first["policy"])
-    assert model.kl_reference_policy is None
-    model.learn(64)  # 64 transitions are one update: the reference is the policy that it began with
-    assert model.kl_reference_policy is not None
-    assert same(first["policy"], model.kl_reference_policy.state_dict())
-
-
-def test_parameters_that_do_not_fit_leave_the_reference_alone():
-    model = make_model(kl_coef=0.1).learn(64)
-    reference = model.kl_reference_policy
-    with pytest.raises(ValueError, match="do not match"):
-        model.set_parameters({})
-    assert model.kl_reference_policy is reference is not None
-    model.learn(64, reset_num_timesteps=False)
-    assert model.kl_reference_policy is reference
-
-
 def test_waiting_transitions_are_dropped_by_a_reset_in_either_model(tmp_path: Path):
     model = make_model(rollout_buffer_class="outcome", n_steps=7).learn(7)
     buffer: Any = model.rollout_buffer
@@ -220,96 +125,6 @@ def test_waiting_transitions_are_dropped_by_a_reset_in_either_model(tmp_path: Pa
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
-
-
-def kill_while_saving(model: GRPO, path: Path, delay: float) -> None:
-    """A process of its own saves again and again, each time another number of timesteps, and is killed."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            while True:
-                model.num_timesteps += 1
-                model.save(path)
-        finally:
-            os._exit(1)
-    time.sleep(delay)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
-def test_a_process_killed_while_it_saves_leaves_a_whole_file(tmp_path: Path):
-    model = make_model().learn(64)
-    path = tmp_path / "model.zip"
-    model.save(path)
-    began = time.monotonic()
-    model.save(path)
-    delays = np.random.default_rng(0).uniform(0.0, 8.0 * (time.monotonic() - began), size=40)
-    seen = set()
-    for delay in delays:
-        kill_while_saving(model, path, float(delay))
-        loaded = GRPO.load(path, device="cpu")
-        assert same(weights(loaded), weights(model))
-        seen.add(loaded.num_timesteps)
-    assert len(seen) > 1  # some were killed after they had replaced the file
-
-
-def test_a_save_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model = make_model().learn(64)
-    path = tmp_path / "model.zip"
-    model.save(path)
-    old = path.read_bytes()
-
-    def no_space(descriptor: int) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(OSError, match="no space left"):
-        model.learn(64).save(path)
-    assert path.read_bytes() == old
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_file_is_where_sb3_would_put_it(tmp_path: Path):
-    model = make_model()
-    model.save(tmp_path / "new folder" / "model")
-    model.save(str(tmp_path / "model.v1"))
-    stream = io.BytesIO()
-    model.save(stream)
-    names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert names == {"new folder/model.zip", "model.v1"}
-    stream.seek(0)
-    for source in (tmp_path / "new folder/model", tmp_path / "model.v1", stream):
-        assert same(weights(GRPO.load(source, device="cpu")), weights(model))
-
-
-def test_a_link_is_followed_and_permissions_stay(tmp_path: Path):
-    model = make_model()
-    target, link = tmp_path / "run3.zip", tmp_path / "latest.zip"
-    model.save(target)
-    target.chmod(0o640)
-    link.symlink_to(target)
-    model.learn(64).save(link)
-    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640
-    assert GRPO.load(target, device="cpu").num_timesteps == 64
-
-
-def test_what_is_no_archive_is_refused_as_sb3_does(tmp_path: Path):
-    (tmp_path / "model.zip").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="wasn't a zip-file"):
-        GRPO.load(tmp_path / "model.zip")
-
-
-def test_checkpoints_are_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    written = []
-    original = os.replace
-
-    def replace(source: Path, target: Path) -> None:
-        written.append(Path(target).name)
-        original(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    make_model().learn(128, callback=CheckpointCallback(64, str(tmp_path)))
-    assert written == ["rl_model_64_steps.zip", "rl_model_128_steps.zip"]
 
 
 def test_weights_are_taken_from_a_file_without_unpickling_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -331,77 +146,69 @@ def test_weights_are_taken_from_a_file_without_unpickling_objects(tmp_path: Path
 # --- versions ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_model_says_which_version_saved_it(tmp_path: Path):
-    make_model().save(tmp_path / "model")
-    assert persistence.read_version(tmp_path / "model") == persistence.VERSION
-    with (tmp_path / "model.zip").open("rb") as stream:
-        assert persistence.read_version(stream) == persistence.VERSION
-        assert stream.tell() == 0
-
-
-def with_version(path: Path, version: str | None) -> Path:
-    """A copy of a saved model that says it was saved by another version, or by none."""
-    copy = path.with_name("copy.zip")
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(copy, "w") as target:
-        for name in source.namelist():
-            if name != persistence.VERSION_ENTRY:
-                target.writestr(name, source.read(name))
-        if version is not None:
-            target.writestr(persistence.VERSION_ENTRY, version)
-    return copy
-
-
-def test_a_file_of_a_newer_major_version_is_refused_before_it_is_unpickled(tmp_path: Path):
-    make_model().save(tmp_path / "model.zip")
-    newer = with_version(tmp_path / "model.zip", f"{int(persistence.VERSION.split('.')[0]) + 1}.2.3")
-    with pytest.raises(ValueError, match=r"saved by sb3-grpo \d+\.2\.3, and this is .* install sb3-grpo \d+ to load it"):
-        GRPO.load(newer)
-
-
-def test_a_file_of_an_older_major_version_loads_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    make_model().save(tmp_path / "model.zip")
-    monkeypatch.setattr(persistence, "VERSION", "7.0.0")
-    with pytest.warns(UserWarning, match=r"saved by sb3-grpo 0\.\d+\.\d+, and this is 7\.0\.0: the changelog says"):
-        GRPO.load(tmp_path / "model.zip", device="cpu")
-
-
-def test_a_file_that_does_not_say_its_version_loads(tmp_path: Path):
-    model = make_model()
-    model.save(tmp_path / "model.zip")
-    assert same(weights(GRPO.load(with_version(tmp_path / "model.zip", None), device="cpu")), weights(model))
-
-
 # --- faults -----------------------------------------------------------------------------------------------------------
 
-EVERYWHERE: dict[Fault, str] = {
-    "raises": rf"Environment {BROKEN} ",
-    "raises in reset": rf"Environment {BROKEN} ",
+
+class FaultyEnv(gym.Env):
+    """Walks at random on the line, ten steps per episode, until a fault happens; resets fail from then on."""
+
+    observation_space = spaces.Box(-10.0, 10.0, (3,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, fault: str = "none", at_step: int = 0):
+        self.fault, self.at_step = fault, at_step
+        self.steps = self.step_of_episode = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=None if self.fault == "ignores seeds" else seed)
+        self.step_of_episode = 0
+        self.state = self.np_random.normal(size=3).astype(np.float32)
+        is_due = self.steps > self.at_step and self.fault == "nan first observation"
+        return np.full(3, np.nan, np.float32) if is_due else self.state, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        self.step_of_episode += 1
+        self.state = self.state + (0.1 if action else -0.1)
+        observation, reward = self.state, float(self.state[0])
+        is_last = self.step_of_episode == 10
+        if self.steps > self.at_step:
+            if self.fault == "raises":
+                raise ZeroDivisionError("no way on")
+            if self.fault == "dies":
+                os._exit(3)
+            if self.fault == "nan observation" or (self.fault == "nan final observation" and is_last):
+                observation = np.full(3, np.nan, np.float32)
+            if self.fault == "infinite reward":
+                reward = float("inf")
+        return observation, reward, False, is_last, {}
+
+
+MESSAGES = {
+    "raises": rf"Environment {BROKEN} raised ZeroDivisionError",
+    "dies": rf"Environment {BROKEN} is gone: its process has ended with exit code 3",
     "nan observation": rf"Environment {BROKEN} returned a non-finite observation after \d+ timesteps: \[nan nan nan\]",
     "nan first observation": rf"Environment {BROKEN} returned a non-finite observation after \d+ timesteps: \[nan nan nan\]",
     "nan final observation": rf"Environment {BROKEN} returned a non-finite final observation after \d+ timesteps: \[nan",
     "infinite reward": rf"Environment {BROKEN} returned a non-finite reward after \d+ timesteps: inf",
-    "fewer numbers": rf"Environment {BROKEN} returned an observation of shape \(2,\), but its space has shape \(3,\)",
-    "a single number": rf"Environment {BROKEN} returned an observation of shape \(1,\), but its space has shape \(3,\)",
-}
-IN_WORKERS: dict[Fault, str] = {
-    **EVERYWHERE,
-    "dies": rf"Environment {BROKEN} is gone: its process has ended with exit code 3",
-    "hangs": rf"Environment {BROKEN} has taken longer than `worker_timeout` allows",
 }
 BASES: dict[str, Callable[[list[Any]], VecEnv]] = {
     "dummy": DummyVecEnv,
-    "forked": lambda env_fns: SubprocVecEnv(env_fns, start_method="fork"),
-    "served": lambda env_fns: SubprocVecEnv(env_fns, start_method="forkserver"),
+    "subproc": lambda env_fns: SubprocVecEnv(env_fns, start_method="fork"),
+    "seeded subproc": lambda env_fns: SeededSubprocVecEnv(env_fns, start_method="fork"),
 }
 CASES = [
-    pytest.param(base, fault, at_step, id=f"{base}-{fault}-at {at_step}", marks=[pytest.mark.slow] * (base == "served"))
-    for base in BASES
-    for fault in (EVERYWHERE if base == "dummy" else IN_WORKERS)
-    for at_step in (3, 21)
+    # The first update comes after 16 steps
+    ("dummy", "raises", 3),
+    *(("dummy", fault, 21) for fault in MESSAGES if fault != "dies"),
+    ("subproc", "dies", 21),
+    ("subproc", "nan observation", 21),
+    ("seeded subproc", "dies", 21),
+    ("seeded subproc", "nan first observation", 21),
 ]
 
 
-def env_functions(fault: Fault, at_step: int) -> list[Any]:
+def env_functions(fault: str, at_step: int) -> list[Any]:
     return [FaultyEnv, lambda: FaultyEnv(fault, at_step), FaultyEnv]
 
 
@@ -418,21 +225,14 @@ def close() -> Iterator[Callable[[VecEnv], VecEnv]]:
         env.close()
 
 
-@pytest.mark.filterwarnings("ignore:The environment 'FaultyEnv'")
+@pytest.mark.filterwarnings("ignore:The environment 'FaultyEnv'")  # the first NaN is no member's start
 @pytest.mark.parametrize(("base", "fault", "at_step"), CASES)
 def test_a_fault_surfaces_at_once_and_the_model_learns_on(base, fault, at_step, close, tmp_path: Path):
-    """One fault before the first update, one after it; rollouts have 16 steps."""
     env = close(VecNormalize(BASES[base](env_functions(fault, at_step))))
-    model = make_model(env, n_steps=16, worker_timeout=2.0)
+    model = make_model(env, n_steps=16, batch_size=48)
     initial = weights(model)
-    began = time.monotonic()
-    # A worker's own exception ends it, and its traceback goes to the error stream
-    with pytest.raises((EnvironmentFault, ValueError, RuntimeError), match=IN_WORKERS[fault]) as raised:
+    with pytest.raises((EnvironmentFault, ValueError), match=MESSAGES[fault]):
         model.learn(10_000)
-    assert time.monotonic() - began < 20.0
-    if base == "dummy" and fault.startswith("raises"):
-        assert isinstance(raised.value, EnvironmentFault) and raised.value.env_idx == BROKEN
-        assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
     # Nothing that is wrong has been learned, by the policy or by what normalises
     assert is_finite(model)
@@ -450,23 +250,23 @@ def test_a_fault_surfaces_at_once_and_the_model_learns_on(base, fault, at_step, 
 def test_an_environment_that_ignores_seeds_is_noticed_and_trained_on(close):
     env = close(SubprocVecEnv(env_functions("ignores seeds", 0), start_method="fork"))
     with pytest.warns(UserWarning, match="does not reproduce its initial state"):
-        model = make_model(env, n_steps=16).learn(96)
+        model = make_model(env, n_steps=16, batch_size=48).learn(96)
     assert is_finite(model)
     assert model.logger.name_to_value.get("rollout/start_mismatches", 1) > 0
 
 
-def test_without_a_fault_workers_and_a_time_out_give_what_one_process_gives(close):
+def test_without_a_fault_workers_give_what_one_process_gives(close):
     models = []
-    for base in ("dummy", "forked"):
+    for base in BASES:
         env = close(BASES[base](env_functions("none", 0)))
-        models.append(make_model(env, n_steps=16, worker_timeout=30.0).learn(96))
-    assert same(weights(models[0]), weights(models[1]))
+        models.append(make_model(env, n_steps=16, batch_size=48).learn(96))
+    assert same(weights(models[0]), weights(models[1])) and same(weights(models[0]), weights(models[2]))
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 1e-3], ids=["closed form", "autograd"])
 def test_an_update_whose_gradient_is_not_finite_is_undone(kl_coef: float):
     model = make_model(kl_coef=kl_coef).learn(64)
-    assert model.policy.closed_form() is not None
+    assert model.policy.fast_actor() is not None
     before, moments = weights(model), copy.deepcopy(model.policy.optimizer.state_dict()["state"])
     buffer: Any = model.rollout_buffer  # which still holds the last update
     advantages = buffer._update.advantages.clone()
@@ -496,12 +296,6 @@ def test_an_update_whose_weights_are_not_finite_is_undone():
     assert same(before, weights(model))
 
 
-def test_a_fault_arrives_from_another_process_as_what_it_is():
-    fault = pickle.loads(pickle.dumps(EnvironmentFault(3, "is gone", "A hint.")))
-    assert isinstance(fault, EnvironmentFault) and fault.env_idx == 3
-    assert str(fault) == str(EnvironmentFault(3, "is gone", "A hint."))
-
-
 def test_what_a_wrapper_mends_is_no_fault():
     class Mended(VecEnvWrapper):
         def reset(self) -> Any:
@@ -514,17 +308,8 @@ def test_what_a_wrapper_mends_is_no_fault():
                     info["terminal_observation"] = np.nan_to_num(info["terminal_observation"])
             return np.nan_to_num(np.asarray(observations)), rewards, dones, infos
 
-    model = make_model(Mended(DummyVecEnv(env_functions("nan observation", 3))), n_steps=16).learn(96)
+    model = make_model(Mended(DummyVecEnv(env_functions("nan observation", 3))), n_steps=16, batch_size=48).learn(96)
     assert is_finite(model)
-
-
-@pytest.mark.parametrize("base", ["dummy", "forked"])
-@pytest.mark.filterwarnings("ignore:The environment 'FaultyEnv'")
-def test_a_first_observation_of_another_shape_is_not_broadcast(base: str, close):
-    env = close(BASES[base](env_functions("fewer numbers in reset", 12)))
-    with pytest.raises(EnvironmentFault, match=rf"Environment {BROKEN} returned an observation of shape \(1,\)") as raised:
-        make_model(env, n_steps=16).learn(960)
-    assert raised.value.env_idx == BROKEN
 
 
 # --- interrupts -------------------------------------------------------------------------------------------------------
@@ -594,36 +379,10 @@ def test_an_update_that_is_interrupted_is_undone():
     assert all(th.equal(value, after[index][name]) for index, state in moments.items() for name, value in state.items())
 
 
-@pytest.mark.parametrize("asked", ["step", "reset", "reset and step"])
-def test_answers_that_nobody_waited_for_are_not_taken_for_others(asked: str, close):
-    """An interrupt may come between question and answer, of a step or of the reset of a single environment."""
-    env = close(SubprocVecEnv(env_functions("none", 0), start_method="fork"))
-    model = make_model(env, n_steps=16).learn(96)
-    expected = copy.deepcopy(model.start_queue)
-    for remote in env.remotes:
-        if "reset" in asked:
-            remote.send(("reset", (123, None)))
-        if "step" in asked:
-            remote.send(("step", 0))
-    restart(model)
-    observed = []
-
-    class First(BaseCallback):
-        def _on_step(self) -> bool:
-            observed.append(self.locals["obs_tensor"].numpy())
-            return len(observed) < 5
-
-    model.learn(96, callback=First(), reset_num_timesteps=False)
-    assert expected is not None
-    expected.begin_group()
-    seeds = [expected.take().seed for _ in range(3)]
-    np.testing.assert_array_equal(observed[0], [FaultyEnv().reset(seed=seed)[0] for seed in seeds])
-
-
 def test_workers_interrupted_in_a_step_are_reset_not_misunderstood(close):
     """The answers to the step that nobody waited for are still in the pipes."""
-    env = close(SubprocVecEnv(env_functions("none", 0), start_method="fork"))
-    model = make_model(env, n_steps=16)
+    env = close(SeededSubprocVecEnv(env_functions("none", 0), start_method="fork"))
+    model = make_model(env, n_steps=16, batch_size=48)
 
     class InterruptedStep(BaseCallback):
         def _on_step(self) -> bool:
@@ -650,8 +409,3 @@ def test_a_callback_stops_within_the_step_and_leaves_a_model_that_goes_on(stop_a
     assert model.num_timesteps == stop_at
     model.learn(128, reset_num_timesteps=False)
     assert is_finite(model)
-
-
-def test_the_adaptive_coefficient_stays_where_it_can_find_back():
-    model = make_model(kl_coef=0.1, adaptive_kl_target=1e-9, n_epochs=1).learn(640)
-    assert KL_COEF_BOUNDS[0] <= model.kl_coef <= KL_COEF_BOUNDS[1]

@@ -86,6 +86,8 @@ def check_buffer_arguments(buffer_class: type[GroupRolloutBuffer], kwargs: Mappi
     """
     accepted: set[str] = set()
     for each in buffer_class.__mro__:
+        if "__init__" not in vars(each):
+            continue
         parameters = inspect.signature(each).parameters
         accepted |= {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

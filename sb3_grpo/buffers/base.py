@@ -88,7 +88,9 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         shape = (self.n_envs, self.buffer_size)
 
         def storage(space: spaces.Space) -> np.ndarray:
-            return np.zeros((*shape, *get_obs_shape(space)), dtype=space.dtype)
+            # VecNormalize does not change the type of an integer space, whose observations are floats then.
+            is_integer = isinstance(space, spaces.Box) and space.dtype.kind in "iu" and not is_image_space(space)
+            return np.zeros((*shape, *get_obs_shape(space)), dtype=np.float32 if is_integer else space.dtype)
 
         space = self.observation_space
         self.observations: Observations = (

@@ -12,57 +12,55 @@ from stable_baselines3.common.preprocessing import get_flattened_obs_dim, prepro
 from sb3_grpo import advantages as A
 from sb3_grpo.buffers.base import GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Observations, Transitions, map_observations, take_observations
-from sb3_grpo.kernel import KernelBaseline, eligibility_traces, predict_by_fold
+from sb3_grpo.kernel import KernelBaseline, calibration_slope, eligibility_traces, predict_by_fold
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import require_at_least, require_between, require_one_of, require_positive
 
 #: The kernel baseline solves a linear system with as many unknowns as it has inputs.
 MAX_INPUTS = 5000
-#: Below, the normal equations of features that depend on one another are singular in double precision.
-SMALLEST_RIDGE = 1e-8
-#: Episodes that LSTD looks ahead at most: with ``gamma=1`` and no end in sight, the level of returns would be anything.
-EPISODES_AHEAD = 10
+#: With a smaller penalty, the normal equations of dependent features are singular in double precision.
+MIN_RIDGE = 1e-8
 
 
 class KernelRolloutBuffer(GroupRolloutBuffer):
     """
-    Generalized advantage estimation against a kernel baseline that is fitted in closed form: short name ``kernel``.
+    Generalized advantage estimation with a baseline ``b(s, t)`` that is fitted by least squares after each rollout, see
+    :mod:`sb3_grpo.kernel`. Short name: ``kernel``.
 
-    Every rollout gives an update, whether or not episodes end. The baseline is the fixed point of lambda-returns, and judges
-    no trajectory by a fit to itself: trajectories are dealt into folds, and each fold is judged by the fit to the others (and,
-    through the statistics' memory, to earlier rollouts). With a single trajectory in the rollout that leaves the earlier
-    rollouts alone.
+    Every rollout leads to an update, whether or not episodes end. No trajectory is judged by a baseline that was fitted to it:
+    trajectories are divided into folds, and each fold gets the predictions of a fit to the other folds and to earlier
+    rollouts. If a rollout has a single trajectory, the fit to earlier rollouts is used.
 
-    Its inputs are the observations, flattened and one-hot encoded where they are discrete; for spaces with images what the
-    actor's features extractor makes of them takes their place.
+    Predictions are shrunk towards their mean, ``mean(b) + kappa (b - mean(b))``, where ``kappa`` is the slope of the
+    regression of returns on predictions, see :func:`~sb3_grpo.kernel.calibration_slope`. If the fit predicts nothing, a
+    constant remains.
 
-    :param buffer_size: steps per environment and rollout
-    :param observation_space: observation space
-    :param action_space: action space
+    The inputs are the flattened observations, with one-hot encoding of discrete ones. For spaces with images, the output of
+    the policy's features extractor takes their place.
+
+    :param buffer_size: Number of steps per environment and rollout
+    :param observation_space: Observation space
+    :param action_space: Action space
     :param device: PyTorch device of the minibatches
-    :param gae_lambda: lambda of the advantages
-    :param gamma: discount factor
-    :param n_envs: number of environments
-    :param group_size: trajectories per group
-    :param horizon: number of steps that counts as one unit of time; ``None`` for the longest trajectory so far, rounded up
-        to a power of two
-    :param n_features: number of random Fourier features
-    :param bandwidth: standard deviation of the random frequencies
-    :param ridge: penalty on the squared weights, per sample. With ``fit="lstd"`` the same number weighs more, the more a
-        feature persists: on the level of the returns as if ``(1 - gamma lambda) / (1 - gamma)`` times as large
-    :param forgetting: weight that the statistics of earlier rollouts keep
-    :param n_folds: number of folds
-    :param time_feature: whether the baseline depends on the step within the episode
-    :param actor_features: fit to the outputs of the actor's last hidden layer instead of the observations. They change with
-        every update, what is kept of earlier rollouts does not
-    :param target_lambda: lambda of the returns that the baseline is fitted to, ``None`` for ``gae_lambda``
-    :param fit: with ``"lstd"``, what such a return leaves to the baseline is left to the new one itself, by least-squares
-        temporal difference learning, LSTD(lambda) (Boyan 2002, https://doi.org/10.1023/A:1017936530646). That system can be
-        close to singular: predictions are kept within what rewards such as those seen so far can add up to, and the
-        discount factor is ``1 - 1 / (10 horizon)`` at most, so that ``gamma=1`` has a level. With ``gamma`` above
-        ``1 - 1 / horizon`` time limits reset the clock. With ``"regression"`` it is left to the baseline of the rollout
-        before, which then lags behind where ``target_lambda`` is less than 1; that wants a larger ``ridge``, such as 1e-4
-    :param reward_weights: see :class:`GroupRolloutBuffer`
+    :param gae_lambda: Lambda of the advantages
+    :param gamma: Discount factor
+    :param n_envs: Number of environments
+    :param group_size: Number of trajectories per group
+    :param horizon: Number of steps that is one unit of time; ``None`` for the length of the longest trajectory so far, rounded
+        up to a power of two
+    :param n_features: Number of random Fourier features
+    :param bandwidth: Standard deviation of the random frequencies
+    :param ridge: Penalty on the squared weights, per sample
+    :param forgetting: Factor for the weight of earlier rollouts in each fit
+    :param n_folds: Number of folds
+    :param time_feature: Whether the baseline depends on the step within the episode
+    :param actor_features: Whether the inputs are the outputs of the actor's last hidden layer instead of the observations
+    :param target_lambda: Lambda of the returns that the baseline is fitted to; ``None`` for ``gae_lambda``
+    :param fit: ``"lstd"``: the returns are bootstrapped from the new baseline itself. ``"regression"``: they are bootstrapped
+        from the baseline of the previous rollout, which lags behind if ``target_lambda`` is below 1; it needs a larger
+        ``ridge``, such as 1e-3
+    :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
+    :raises ValueError: If an argument is out of range
     """
 
     whitens = True
@@ -103,12 +101,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         )
         require_at_least("n_features", n_features, 1)
         require_positive("bandwidth", bandwidth)
-        require_positive("ridge", ridge)
-        if ridge < SMALLEST_RIDGE:
-            raise ValueError(
-                f"`ridge` must be a number of at least {SMALLEST_RIDGE:g}, not {ridge!r}: with less, features that depend on "
-                "one another make the fit fail."
-            )
+        require_between("ridge", ridge, MIN_RIDGE)
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
         if target_lambda is not None:
@@ -124,21 +117,18 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
                 "uses the actor's last hidden layer instead (actor_features=True)."
             )
         self.actor_features = actor_features
-        # SB3 has seeded numpy's global generator with the model's seed at this point
-        self.baseline = KernelBaseline(
-            n_features,
-            bandwidth,
-            ridge,
-            forgetting,
-            time_feature,
-            seed=np.random.randint(np.iinfo(np.int32).max),
-            instrumented=fit == "lstd",
-        )
+        # SB3 has seeded numpy's global generator with the model's seed at this point.
+        seed = np.random.randint(np.iinfo(np.int32).max)
+        self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed, lstd=fit == "lstd")
         self._longest = 1
-        self._reward_range = (0.0, 0.0)
+        # The fit keeps its unit of time, also in environments with another time limit.
         self._fitted_horizon = self.horizon
-        # Of images, which are costly to encode a second time; shape (n_envs, buffer_size, features_dim)
+        # Features of images, which are expensive to encode again; shape (n_envs, buffer_size, features_dim).
         self._features = th.empty(0, 0, 0)
+        self._n_features_kept = 0
+
+    def reset(self) -> None:
+        super().reset()
         self._n_features_kept = 0
 
     def add(
@@ -160,73 +150,57 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             self._n_features_kept += 1
         super().add(obs, action, reward, done, log_prob, start, infos, features)
 
-    def reset(self) -> None:
-        super().reset()
-        self._n_features_kept = 0
-
     def _form_update(
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
     ) -> tuple[Transitions, np.ndarray]:
-        def encode(observations: Observations) -> np.ndarray:
-            if self.actor_features or self.has_images:
-                return policy.encode(observations, hidden=self.actor_features)
-            return self._encode(observations)
-
         time_unit = self._time_unit(rollout.steps)
         if self._n_features_kept == self.buffer_size:
             inputs = self._features.flatten(end_dim=1).cpu().double().numpy()
         else:
-            inputs = encode(rollout.observations)
+            inputs = self._encode(rollout.observations, policy)
         self.baseline.observe(inputs)
         features = self.baseline.features(inputs, rollout.steps / time_unit)
 
-        # Where a time limit or the end of the rollout cut a trajectory, the baseline stands for what would have followed
+        # Where a time limit or the end of the rollout cut a trajectory, the baseline replaces the rewards that would follow.
         cuts, cut_obs = self._cut_observations(last_obs)
-        cut_times = rollout.steps[cuts] + 1
-        # If the discount looks that far, what follows a time limit would be a level that no sample ties down: it has no time
-        # of its own, so that the clock may as well begin anew
-        if self.baseline.instrumented and self.gamma > 1.0 - 1.0 / time_unit:
-            cut_times[rollout.dones[cuts]] = 0
-        cut_features = self.baseline.features(encode(cut_obs), cut_times / time_unit)
+        cut_features = self.baseline.features(self._encode(cut_obs, policy), (rollout.steps[cuts] + 1) / time_unit)
 
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
         continues = 1.0 - ends
         rewards = rollout.rewards.astype(np.float64)
 
-        gamma = self._discount_factor(time_unit)
-
         def advantages_against(baseline: np.ndarray, cut_baseline: np.ndarray, lambda_: float) -> np.ndarray:
             next_baseline = np.append(baseline[1:], 0.0) * continues
             next_baseline[cuts] = cut_baseline
-            return A.generalized_advantages(rewards, baseline, next_baseline, continues, gamma, lambda_)
+            return A.generalized_advantages(rewards, baseline, next_baseline, continues, self.gamma, lambda_)
 
         trajectory = np.cumsum(ends) - ends
         folds = th.as_tensor(trajectory % self.n_folds)
-        bounds = self._attainable_returns(rewards, gamma)
-        earlier = self.baseline.weights
-        prior, cut_prior = (np.clip((each @ earlier).numpy(), *bounds) for each in (features, cut_features))
-        targets = prior + advantages_against(prior, cut_prior, 1.0 if self.baseline.instrumented else self.target_lambda)
-        if self.baseline.instrumented:
-            weights = self._fit_differences(features, cut_features, cuts, rewards, continues, folds, gamma)
+        if self.baseline.lstd:
+            weights = self._fit_lstd(features, cut_features, cuts, rewards, continues, folds)
         else:
+            earlier = self.baseline.weights
+            prior, cut_prior = ((each @ earlier).numpy() for each in (features, cut_features))
+            targets = prior + advantages_against(prior, cut_prior, self.target_lambda)
             weights = self.baseline.fit(features, th.as_tensor(targets), folds)
-        baseline = np.clip(predict_by_fold(features, weights, folds).numpy(), *bounds)
-        cut_baseline = np.clip(predict_by_fold(cut_features, weights, folds[cuts]).numpy(), *bounds)
+        baseline = predict_by_fold(features, weights, folds).numpy()
+        cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
+
+        # The returns are those of the rollout. Beyond a cut, only the prediction itself can stand for them.
+        returns = baseline + advantages_against(baseline, cut_baseline, 1.0)
+        shrinkage, mean = calibration_slope(baseline, returns), baseline.mean()
+        baseline, cut_baseline = (mean + shrinkage * (each - mean) for each in (baseline, cut_baseline))
         advantages = advantages_against(baseline, cut_baseline, self.gae_lambda)
-        self.metrics["train/explained_variance"] = A.explained_variance(baseline, targets)
-        # Without a baseline a transition would be judged by its lambda-return as it is
+
+        returns = baseline + advantages_against(baseline, cut_baseline, 1.0)
+        self.metrics["train/baseline_shrinkage"] = shrinkage
+        self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns)
+        # Without a baseline, the lambda-returns themselves would be the advantages.
         self.metrics["train/baseline_variance_reduction"] = A.explained_variance(baseline, baseline + advantages)
         return rollout, advantages
 
-    def _discount_factor(self, time_unit: float) -> float:
-        """
-        :param time_unit: steps of an episode
-        :return: of fit and advantages alike: where they differed, each advantage would have a part of the baseline in it
-        """
-        return min(self.gamma, 1.0 - 1.0 / (EPISODES_AHEAD * time_unit)) if self.baseline.instrumented else self.gamma
-
-    def _fit_differences(
+    def _fit_lstd(
         self,
         features: th.Tensor,
         cut_features: th.Tensor,
@@ -234,40 +208,26 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         rewards: np.ndarray,
         continues: np.ndarray,
         folds: th.Tensor,
-        gamma: float,
     ) -> th.Tensor:
         """
-        LSTD(lambda): weights ``w`` for which ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w)`` is zero, but for the
-        penalty; with ``lambda = 1`` the regression of returns whose unseen rest is the prediction itself.
+        Fit by LSTD(lambda): the weights make ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w)`` small, where ``e`` are the
+        eligibility traces.
 
         :param features: ``phi``, shape ``(n, p)``
-        :param cut_features: where a trajectory went on unseen, shape ``(n_cuts, p)``
-        :param cuts: after which rows it did, shape ``(n_cuts,)``
-        :param rewards: shape ``(n,)``
+        :param cut_features: Features of the observations after the cuts, shape ``(n_cuts, p)``
+        :param cuts: Indices of the transitions after which a trajectory was cut, shape ``(n_cuts,)``
+        :param rewards: Rewards, shape ``(n,)``
         :param continues: 0 where a trajectory or the rollout ended with the step, else 1, shape ``(n,)``
-        :param folds: fold of each sample, shape ``(n,)``
-        :param gamma: discount factor
-        :return: shape ``(n_folds, p)``
+        :param folds: Fold of each transition, shape ``(n,)``
+        :return: Weights, shape ``(n_folds, p)``
         """
         goes_on = th.as_tensor(continues)
         following = features.roll(-1, dims=0) * goes_on[:, None]
         following[cuts] = cut_features
         by_env = features.view(self.n_envs, self.buffer_size, -1)
-        traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), gamma * self.target_lambda)
-        differences = features - gamma * following
-        return self.baseline.fit(differences, th.as_tensor(rewards), folds, traces.flatten(end_dim=1))
-
-    def _attainable_returns(self, rewards: np.ndarray, gamma: float) -> tuple[float, float]:
-        """
-        :param rewards: of the rollout
-        :param gamma: discount factor, less than 1
-        :return: for LSTD, the least and the most that such rewards, or those of earlier rollouts, can add up to; else infinity
-        """
-        if not self.baseline.instrumented:
-            return -np.inf, np.inf
-        lowest, highest = self._reward_range
-        self._reward_range = min(lowest, float(rewards.min())), max(highest, float(rewards.max()))
-        return self._reward_range[0] / (1.0 - gamma), self._reward_range[1] / (1.0 - gamma)
+        traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), self.gamma * self.target_lambda)
+        differences = features - self.gamma * following
+        return self.baseline.fit(features, th.as_tensor(rewards), folds, traces.flatten(end_dim=1), differences)
 
     def _time_unit(self, steps: np.ndarray) -> float:
         if self._fitted_horizon is not None:
@@ -277,8 +237,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def _cut_observations(self, last_obs: Observations) -> tuple[np.ndarray, Observations]:
         """
-        :param last_obs: observations after the last step, first axis environments
-        :return: the rows (in the flat rollout) after which a trajectory went on unseen, and the observations there
+        :param last_obs: Observations after the last step, the first axis counts environments
+        :return: Indices of the transitions after which a trajectory was cut, and the observations after them
         """
         running = np.flatnonzero(~self.dones[:, -1])
         cuts = [env * self.buffer_size + pos for env, pos, _ in self._final_observations]
@@ -289,38 +249,39 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             return np.empty(0, dtype=np.int64), take_observations(last_obs, slice(0))
         return np.array(cuts, dtype=np.int64), map_observations(lambda *arrays: np.stack(arrays), *final)
 
-    def _encode(self, observations: Observations) -> np.ndarray:
+    def _encode(self, observations: Observations, policy: ActorPolicy) -> np.ndarray:
+        """
+        :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
+        :param policy: Policy whose features are used for images and for ``actor_features``
+        :return: Inputs of the baseline, shape ``(n, d)``
+        """
+        if self.actor_features or self.has_images:
+            return policy.encode(observations, hidden=self.actor_features)
         tensors = map_observations(th.as_tensor, observations)
         encoded = preprocess_obs(tensors, self.observation_space, normalize_images=False)
         parts = list(encoded.values()) if isinstance(encoded, dict) else [encoded]
         return th.cat([part.flatten(start_dim=1).double() for part in parts], dim=1).numpy()
 
     def get_state(self) -> dict[str, Any]:
-        state = {"baseline": self.baseline.get_state(), "longest": self._longest, "horizon": self._fitted_horizon}
-        state["reward_range"] = self._reward_range
-        return {**state, "options": self._options_of_features()}
-
-    def _options_of_features(self) -> dict[str, Any]:
-        options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
         return {
-            **options,
-            "actor_features": self.actor_features,
-            "fit": "lstd" if self.baseline.instrumented else "regression",
+            "baseline": self.baseline.get_state(),
+            "longest": self._longest,
+            "horizon": self._fitted_horizon,
+            "options": self._options_of_features(),
         }
 
+    def _options_of_features(self) -> dict[str, Any]:
+        options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature", "lstd")}
+        return {**options, "actor_features": self.actor_features}
+
     def set_state(self, state: dict[str, Any]) -> None:
-        # Files of the first commits have no options, or not all of them
-        earlier = {**self._options_of_features(), "actor_features": False, "fit": "regression"}
-        options = {**earlier, **state.get("options", {})}
-        if options != self._options_of_features():
+        if state["options"] != self._options_of_features():
             warnings.warn(
-                f"The saved kernel baseline was fitted with {options}, this buffer asks for {self._options_of_features()}: "
-                "its fit begins afresh.",
+                f"The saved kernel baseline was fitted with {state['options']}, and this buffer has "
+                f"{self._options_of_features()}: it starts with a new fit.",
                 stacklevel=2,
             )
             return
         self.baseline.set_state(state["baseline"])
         self._longest = state["longest"]
-        self._reward_range = state.get("reward_range", (0.0, 0.0))
-        # The fit was to times in this unit, whatever the time limit of the present environment
         self._fitted_horizon = state["horizon"]

@@ -1,0 +1,224 @@
+"""The runs of a suite of `benchmarks/matrix.yml`, and the hash of the settings that each of them is run with."""
+
+import copy
+import functools
+import hashlib
+import importlib.resources
+import inspect
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+from stable_baselines3 import PPO
+
+from sb3_grpo import GRPO, CompleteGroupRolloutBuffer
+from sb3_grpo.buffers import resolve_buffer_class
+from sb3_grpo.zoo.experiment import HYPERPARAMS
+
+MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
+
+#: Arguments that came after the first reported runs, at the values at which a run is the same without them, bit for bit. The
+#: hash leaves them out there, so that a new option does not make finished runs stale.
+NEUTRAL: dict[str, Any] = dict(
+    clip_range_high=None,
+    importance_sampling_level="step",
+    loss_aggregation="step",
+    adaptive_kl_target=None,
+    kl_reference_tau=0.05,
+    tied_groups="keep",
+    reward_weights=None,
+    component_aggregation="sum_then_normalize",
+    n_reused_rollouts=0,
+    actor_features=False,
+    target_lambda=None,
+    fit="regression",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    One training, or the random control of an environment.
+
+    :param arm: Name of the settings
+    :param algo: ``grpo``, ``ppo`` or ``random``
+    :param env: Gymnasium environment
+    :param timesteps: Budget
+    :param seed: Seed of the run
+    :param threshold: Mean return of 20 training episodes whose first step and second are recorded
+    :param n_episodes: Episodes of the evaluation
+    :param entry: Hyperparameters, as in a file of rl-zoo3
+    """
+
+    arm: str
+    algo: str
+    env: str
+    timesteps: int
+    seed: int
+    threshold: float
+    n_episodes: int
+    entry: dict[str, Any] = field(default_factory=dict)
+
+    def settings_hash(self) -> str:
+        """:return: Eight characters that change with whatever determines the outcome, except for seed and versions"""
+        settings = self.entry
+        if self.algo == "ppo":
+            settings = {**defaults(PPO), **settings}
+        elif self.algo == "grpo":
+            settings = {**defaults(GRPO), **settings}
+            buffer = buffer_settings(settings)
+            settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
+        what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+
+    def key(self) -> tuple[str, str, str]:
+        """:return: Environment, seed and hash as they are in the CSV, which identify the row of the run"""
+        return self.env, str(self.seed), self.settings_hash()
+
+    def __str__(self) -> str:
+        return f"{self.arm} {self.env} {self.timesteps:,} steps, seed {self.seed}"
+
+
+def without_neutral(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """
+    :param arguments: Values by name
+    :return: Sorted names and values, without those in :data:`NEUTRAL`
+    """
+    return sorted(each for each in arguments.items() if each not in NEUTRAL.items())
+
+
+def defaults(callable_class: type) -> dict[str, Any]:
+    """
+    :param callable_class: A class
+    :return: The default of each argument of its constructor that has one
+    """
+    parameters = inspect.signature(callable_class).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
+
+
+def buffer_defaults(buffer: str | None) -> dict[str, Any]:
+    """
+    :param buffer: Short name of a rollout buffer, ``None`` for the default
+    :return: The defaults of its constructor and of those of its base classes
+    """
+    buffer_class = resolve_buffer_class(buffer)
+    merged = {key: value for base in reversed(buffer_class.__mro__[:-1]) for key, value in defaults(base).items()}
+    if issubclass(buffer_class, CompleteGroupRolloutBuffer):  # this is what `scale=None` means
+        merged["default_scale"] = buffer_class.default_scale
+    return merged
+
+
+def buffer_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param settings: All arguments of GRPO, defaults included
+    :return: All arguments of its rollout buffer, defaults included
+    """
+    kwargs = settings["rollout_buffer_kwargs"]
+    kwargs = eval(kwargs) if isinstance(kwargs, str) else kwargs  # as rl-zoo3 reads it
+    return {**buffer_defaults(settings["rollout_buffer_class"]), **(kwargs or {})}
+
+
+def load_matrix(path: pathlib.Path = MATRIX) -> dict[str, Any]:
+    """
+    :param path: YAML file
+    :return: Its content
+    """
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def hyperparameter_file(algo: str) -> dict[str, dict[str, Any]]:
+    """
+    :param algo: ``grpo`` or ``ppo``
+    :return: The entries of this package's file, or of that of the installed rl-zoo3
+    """
+    file = HYPERPARAMS if algo == "grpo" else importlib.resources.files("rl_zoo3") / "hyperparams" / f"{algo}.yml"
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = None) -> list[tuple[Run, list[int]]]:
+    """
+    :param matrix: From :func:`load_matrix`
+    :param suite: Name of one of its suites
+    :param changes: Other settings, for trials
+    :return: For each arm in each environment of the suite, or for each of its cases, a run with seed 0, and the seeds
+    """
+    chosen = matrix["suites"][suite]
+    n_episodes = chosen.get("eval_episodes", 20)
+
+    def cell(arm: str, env: str, timesteps: int, threshold: float, settings: dict[str, Any]) -> Run:
+        algo = settings.get("algo", "grpo")
+        entry = entry_of(settings, algo, env, matrix["environments"][env])
+        entry["n_timesteps"] = timesteps
+        for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
+            both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
+            entry[key] = {**entry[key], **value} if both_mappings else value
+        return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry)
+
+    if "cases" in chosen:
+        return [
+            (cell(name, case["env"], case["timesteps"], case["threshold"], {"entry": "default", **case}), case["seeds"])
+            for name, case in chosen["cases"].items()
+        ]
+    thresholds = {**{env: about["threshold"] for env, about in matrix["environments"].items()}, **chosen.get("thresholds", {})}
+    seeds = {env: chosen.get("seeds_of", {}).get(env, chosen["seeds"]) for env in chosen["timesteps"]}
+    return [
+        (cell(arm, env, timesteps, thresholds[env], matrix["arms"][arm]), seeds[env])
+        for env, timesteps in chosen["timesteps"].items()
+        for arm in chosen["arms"]
+    ]
+
+
+def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param settings: Arm or case of the matrix
+    :param algo: ``grpo`` or ``ppo``
+    :param env: Gymnasium environment
+    :param about: Entry of the environment in the matrix
+    :return: The hyperparameters that the settings begin with, as in a file of rl-zoo3
+    """
+    if settings["entry"] == "zoo":
+        return copy.deepcopy(hyperparameter_file(algo)[about.get(f"{algo}_entry", env)])
+    return {"policy": "MlpPolicy", **{key: about[key] for key in ("env_wrapper",) if key in about}}
+
+
+def expand(
+    matrix: dict[str, Any],
+    suite: str,
+    arms: Sequence[str] = (),
+    envs: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    changes: dict[str, Any] | None = None,
+) -> list[Run]:
+    """
+    List the runs seed by seed, so that an interrupted suite has something of everything, and arm by arm within an environment,
+    so that runs that are compared take place close together. The random controls come first.
+
+    :param matrix: From :func:`load_matrix`
+    :param suite: Name of one of its suites
+    :param arms: Arms of the suite, all of them by default
+    :param envs: Environments of the suite, all of them by default
+    :param seeds: Seeds in the place of those of the suite
+    :param changes: Other settings, for trials
+    :return: The runs
+    :raises ValueError: If a name is not in the matrix
+    """
+    if suite not in matrix["suites"]:
+        raise ValueError(f"Unknown suite {suite!r}: choose from {', '.join(matrix['suites'])}.")
+    everything = cells(matrix, suite, changes)
+    for what, names, known in (
+        ("arm", arms, dict.fromkeys(cell.arm for cell, _ in everything)),
+        ("environment", envs, dict.fromkeys(cell.env for cell, _ in everything)),
+    ):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"Unknown {what} {name!r} in suite {suite!r}: choose from {', '.join(known)}.")
+    wanted = [(cell, own) for cell, own in everything if cell.arm in (arms or [cell.arm]) and cell.env in (envs or [cell.env])]
+    runs = []
+    if n_random := matrix["suites"][suite].get("random_episodes", 100):
+        runs = [Run("random", "random", env, 0, 0, 0.0, n_random) for env in dict.fromkeys(cell.env for cell, _ in wanted)]
+    for seed in seeds or sorted({seed for _, own in wanted for seed in own}):
+        runs += [replace(cell, seed=seed) for cell, own in wanted if seeds or seed in own]
+    return runs

@@ -1,0 +1,163 @@
+"""Rows of finished runs: how they are kept, and those of a suite."""
+
+import csv
+import importlib.metadata
+import math
+import pathlib
+import subprocess
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.curves import CurveStore, LearningCurve
+from benchmarks.matrix import Run, cells, expand, load_matrix
+from benchmarks.statistics import mean_over_seeds
+
+RESULTS = pathlib.Path(__file__).with_name("results")
+FIELDS = [
+    "arm", "env", "timesteps", "seed", "settings_hash", "auc", "final", "eval_mean", "eval_std", "threshold",
+    "steps_to_threshold", "seconds_to_threshold", "wall_clock", "steps_per_second", "commit", "versions",
+]  # fmt: skip
+
+
+def rows_file(matrix: dict[str, Any], suite: str, results: pathlib.Path) -> pathlib.Path:
+    """
+    :param matrix: From :func:`benchmarks.matrix.load_matrix`
+    :param suite: Name of one of its suites
+    :param results: Folder
+    :return: The CSV of the suite
+    """
+    return results / f"{matrix['suites'][suite].get('rows', 'runs')}.csv"
+
+
+def row_key(row: dict[str, str]) -> tuple[str, str, str]:
+    """
+    :param row: Row of the CSV
+    :return: What :meth:`benchmarks.matrix.Run.key` is of its run
+    """
+    return row["env"], row["seed"], row["settings_hash"]
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    """
+    :param path: CSV
+    :return: Its rows, none if there is no file
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append_row(path: pathlib.Path, row: dict[str, Any], fields: Sequence[str]) -> None:
+    """
+    :param path: CSV
+    :param row: Row to append
+    :param fields: Columns of the CSV, in order
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def provenance() -> dict[str, str]:
+    """:return: The commit that is checked out, with ``+`` if the package differs from it, and versions of other packages"""
+    root = pathlib.Path(__file__).parent
+    try:
+        head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=root, text=True).strip()
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "../sb3_grpo"], cwd=root).returncode != 0
+        commit = head + "+" * changed
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    packages = ("stable_baselines3", "gymnasium", "torch", "numpy")
+    return {"commit": commit, "versions": " ".join(f"{each}={importlib.metadata.version(each)}" for each in packages)}
+
+
+class Finished(NamedTuple):
+    """
+    :param run: The run
+    :param row: Its row
+    """
+
+    run: Run
+    row: dict[str, str]
+
+
+class Suite:
+    """
+    The finished runs of a suite.
+
+    :param name: Name of the suite
+    :param results: Folder
+    :param matrix: From :func:`benchmarks.matrix.load_matrix`, which is called by default
+    """
+
+    def __init__(self, name: str, results: pathlib.Path = RESULTS, matrix: dict[str, Any] | None = None):
+        matrix = load_matrix() if matrix is None else matrix
+        self.settings: dict[str, Any] = matrix["suites"][name]
+        csv = rows_file(matrix, name, results)
+        self.results, self._store = results, CurveStore(csv)
+        self._curves: dict[tuple[str, ...], LearningCurve] | None = None
+        self._learns: dict[tuple[str, str], bool] = {}
+        rows = {row_key(row): row for row in read_rows(csv)}
+        self._finished: dict[tuple[str, str], list[Finished]] = {}
+        self.arms = list(dict.fromkeys(cell.arm for cell, _ in cells(matrix, name)))
+        self.timesteps = {cell.env: cell.timesteps for cell, _ in cells(matrix, name)}
+        for run in expand(matrix, name):
+            if (row := rows.get(run.key())) is not None:
+                self._finished.setdefault((run.arm, run.env), []).append(Finished(run, row))
+
+    def runs(self, arm: str, env: str) -> list[Finished]:
+        """:return: Finished runs, by seed"""
+        return self._finished.get((arm, env), [])
+
+    def column(self, arm: str, env: str, name: str) -> np.ndarray:
+        """
+        :param arm: Name of an arm
+        :param env: Gymnasium environment
+        :param name: Name of a column of numbers
+        :return: Its values, infinity where it is empty, shape ``(n_seeds,)``
+        """
+        return np.array([float(each.row[name] or math.inf) for each in self.runs(arm, env)])
+
+    def by_seed(self, arm: str, env: str) -> dict[int, float]:
+        """:return: Area of each run, by seed"""
+        return {each.run.seed: float(each.row["auc"]) for each in self.runs(arm, env)}
+
+    def random_area(self, env: str) -> float:
+        """:return: Area of random actions, which is their mean return"""
+        return float(self.column("random", env, "auc")[0])
+
+    def learns(self, arm: str, env: str) -> bool:
+        """
+        :return: Whether the interval of its mean area, or the area of a single run, is above the return of random actions
+        """
+        if (arm, env) not in self._learns:
+            area = mean_over_seeds(self.column(arm, env, "auc"))
+            self._learns[arm, env] = bool(np.fmin(area.value, area.low) > self.random_area(env))
+        return self._learns[arm, env]
+
+    def curves(self, arm: str, env: str) -> list[LearningCurve]:
+        """:return: Learning curves, by seed"""
+        if self._curves is None:
+            self._curves = self._store.load()
+        return [self._curves[each.run.key()] for each in self.runs(arm, env)]
+
+    def compared(self, *arms: str) -> list[str]:
+        """:return: Environments with finished runs of all of them and of random actions"""
+        return [env for env in self.timesteps if all(self.runs(arm, env) for arm in ("random", *arms))]
+
+    def common_seeds(self, arms: Sequence[str], envs: Sequence[str]) -> list[int]:
+        """:return: Seeds of which every arm has a run in every environment"""
+        seeds = [set(self.by_seed(arm, env)) for arm in arms for env in envs]
+        return sorted(set.intersection(*seeds)) if seeds else []
+
+    def areas(self, arm: str, envs: Sequence[str], seeds: Sequence[int]) -> np.ndarray:
+        """:return: Areas, shape ``(n_seeds, n_envs)``"""
+        areas = [[self.by_seed(arm, env)[seed] for env in envs] for seed in seeds]
+        return np.array(areas).reshape(len(seeds), len(envs))

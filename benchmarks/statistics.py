@@ -1,0 +1,140 @@
+"""
+Point estimates with their intervals, of arrays of shape ``(runs, environments)``.
+
+Aggregates over environments are those of rliable (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264), with intervals by a
+bootstrap that is stratified by environment. All intervals are of 95%.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from rliable import library as rly
+from rliable import metrics
+from scipy import stats
+
+N_RESAMPLES = 2000
+#: Stands for infinity where a library needs a number: a mean with any of these in it is told from all others.
+VERY_LARGE = 1e12
+
+
+class Estimate(NamedTuple):
+    """
+    :param value: Point estimate
+    :param low: Lower end of its interval, NaN where there is none
+    :param high: Upper end
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, infinity: str = "never") -> str:
+        """
+        :param infinity: Word for infinity
+        :return: The estimate and, where there is one, its interval
+        """
+        value, low, high = (format_number(each, infinity) for each in self)
+        return value if math.isnan(self.low) else f"{value} ({low} to {high})"
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def format_number(value: float, infinity: str = "never") -> str:
+    """
+    :param value: Number to print
+    :param infinity: Word for infinity
+    :return: The number, with as many digits as its size deserves
+    """
+    if math.isinf(value):
+        return infinity
+    return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2}f}"
+
+
+@contextlib.contextmanager
+def seeded_numpy() -> Iterator[None]:
+    """Seed numpy's global generator for a while: rliable draws from it, whatever random state it is given."""
+    state = np.random.get_state()
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
+
+
+def bootstrapped(statistic: Callable[..., float], *scores: np.ndarray) -> Estimate:
+    """
+    :param statistic: Function of the scores
+    :param scores: Its arguments, each of shape ``(n_seeds, n_envs)``; they are drawn independently of one another
+    :return: The statistic, without an interval where the first scores have a single seed
+    """
+    if len(scores[0]) < 2:
+        return Estimate(float(statistic(*scores)), math.nan, math.nan)
+    with seeded_numpy():
+        points, intervals = rly.get_interval_estimates(
+            {"": scores if len(scores) > 1 else scores[0]}, lambda *each: np.array([statistic(*each)]), reps=N_RESAMPLES
+        )
+    (low,), (high,) = intervals[""]
+    return Estimate(float(points[""][0]), float(low), float(high))
+
+
+def over_means(areas: np.ndarray, scales: Sequence[np.ndarray]) -> np.ndarray:
+    """
+    :param areas: Shape ``(n_seeds, n_envs)``
+    :param scales: Numbers for each environment, shape ``(n,)``
+    :return: Areas divided by the means of the scales, shape ``(n_seeds, n_envs)``
+    """
+    return areas / np.array([scale.mean() for scale in scales])
+
+
+def interquartile_mean(scores: np.ndarray, scales: Sequence[np.ndarray] = ()) -> Estimate:
+    """
+    :param scores: Shape ``(n_seeds, n_envs)``; infinity is larger than any number
+    :param scales: Numbers for each environment, by the mean of which its scores are divided, shape ``(n,)``. They are drawn
+        anew as the scores are
+    :return: The mean of the middle half, infinity where infinite scores are part of it
+    """
+
+    def statistic(scores: np.ndarray, *scales: np.ndarray) -> float:
+        ratios = over_means(scores, scales) if scales else scores
+        return metrics.aggregate_iqm(np.where(np.isinf(ratios), VERY_LARGE, ratios))
+
+    estimate = bootstrapped(statistic, scores, *(scale[:, None] for scale in scales))
+    return Estimate(*(math.inf if value > VERY_LARGE / 1000 else value for value in estimate))
+
+
+def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> Estimate:
+    """
+    :param ours: Shape ``(n_seeds, n_envs)``
+    :param theirs: Shape ``(n_seeds, n_envs)``
+    :return: Probability that a run of ours is better than one of theirs in the same environment, averaged over environments
+    """
+    return bootstrapped(metrics.probability_of_improvement, ours, theirs)
+
+
+def mean_over_seeds(values: np.ndarray) -> Estimate:
+    """
+    :param values: Shape ``(n_seeds,)``
+    :return: Their mean
+    """
+    if len(values) < 2:
+        return Estimate(float(values.mean()), math.nan, math.nan)
+    if np.ptp(values) == 0.0:
+        return Estimate(*[float(values[0])] * 3)
+    interval = stats.bootstrap(
+        (np.sort(values),), np.mean, n_resamples=N_RESAMPLES, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    return Estimate(float(values.mean()), float(interval.low), float(interval.high))
+
+
+def median(sample: np.ndarray) -> Estimate:
+    """
+    :param sample: Shape ``(n,)``
+    :return: Its median
+    """
+    resampled = np.random.default_rng(0).choice(sample, (10_000, len(sample)))
+    low, high = np.quantile(np.median(resampled, axis=1), [0.025, 0.975])
+    return Estimate(float(np.median(sample)), float(low), float(high))

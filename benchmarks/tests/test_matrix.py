@@ -1,0 +1,126 @@
+"""What is run, and when a finished run counts."""
+
+import importlib.resources
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks import matrix
+from benchmarks.matrix import Run, expand, load_matrix
+from benchmarks.tests.toys import SMALL
+
+MATRIX = load_matrix()
+
+
+def make_run(**changes: Any) -> Run:
+    fields: dict[str, Any] = dict(arm="grpo", algo="grpo", env="CartPole-v1", timesteps=1000, seed=100, threshold=475.0)
+    return Run(**{**fields, "n_episodes": 20, "entry": {"policy": "MlpPolicy"}, **changes})
+
+
+def test_runs_come_seed_by_seed_with_arms_side_by_side() -> None:
+    assert [(run.arm, run.env, run.seed) for run in expand(SMALL, "short")] == [
+        ("random", "CartPole-v1", 0),
+        ("random", "Acrobot-v1", 0),
+        ("ppo", "CartPole-v1", 100),
+        ("grpo", "CartPole-v1", 100),
+        ("ppo", "Acrobot-v1", 100),
+        ("grpo", "Acrobot-v1", 100),
+        ("ppo", "CartPole-v1", 101),
+        ("grpo", "CartPole-v1", 101),
+    ]
+
+
+def test_a_part_of_a_suite_can_be_chosen() -> None:
+    runs = expand(SMALL, "short", arms=["grpo"], envs=["Acrobot-v1"], seeds=[3, 4])
+    assert [(run.arm, run.env, run.seed) for run in runs[1:]] == [("grpo", "Acrobot-v1", 3), ("grpo", "Acrobot-v1", 4)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        pytest.param(dict(suite="long"), "'long'.*short, cases", id="suite"),
+        pytest.param(dict(suite="short", arms=["a2c"]), "'a2c'.*ppo, grpo", id="arm"),
+        pytest.param(dict(suite="short", envs=["Acrobot-v2"]), "'Acrobot-v2'.*CartPole-v1, Acrobot-v1", id="environment"),
+    ],
+)
+def test_an_unknown_name_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        expand(SMALL, **wrong)
+
+
+@pytest.mark.parametrize("suite", ["short", "full", "minigrid"])
+def test_tuned_ppo_has_the_settings_of_rl_zoo3(suite: str) -> None:
+    shipped = yaml.safe_load((importlib.resources.files("rl_zoo3") / "hyperparams" / "ppo.yml").read_text())
+    runs = [run for run in expand(MATRIX, suite) if run.arm == "ppo"]
+    assert runs
+    for run in runs:
+        name = run.env if run.env in shipped else run.env.replace("-v5", "-v4")
+        assert run.entry == {**shipped[name], "n_timesteps": run.timesteps}
+
+
+def test_default_arms_have_nothing_but_defaults() -> None:
+    runs = [run for run in expand(MATRIX, "short") if run.arm.endswith("-default")]
+    assert {run.algo for run in runs} == {"ppo", "grpo"}
+    assert {key for run in runs for key in run.entry} == {"policy", "n_timesteps", "env_wrapper"}
+
+
+def test_reported_seeds_are_not_those_of_tuning() -> None:
+    seeds = {name: {run.seed for run in expand(MATRIX, name) if run.algo != "random"} for name in MATRIX["suites"]}
+    compared = set.union(*(seeds.pop(name) for name in ("short", "full", "minigrid", "zoo")))
+    assert min(compared) >= 100 > max(set.union(*seeds.values()))
+
+
+@pytest.mark.parametrize("suite", ["learning", "variants"])
+def test_a_case_has_enough_seeds_to_pass(suite: str) -> None:
+    for case in MATRIX["suites"][suite]["cases"].values():
+        assert 0 < case["required"] <= len(set(case["seeds"]))
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        pytest.param(dict(arm="another name"), id="arm"),
+        pytest.param(dict(seed=101), id="seed"),
+        pytest.param(dict(threshold=1.0), id="threshold"),
+        pytest.param(dict(entry={"policy": "MlpPolicy", "gamma": 0.99}), id="default"),
+        pytest.param(dict(entry={"policy": "MlpPolicy", "rollout_buffer_class": "kernel"}), id="default buffer"),
+        pytest.param(dict(entry={"policy": "MlpPolicy", "rollout_buffer_kwargs": "dict(forgetting=0.8)"}), id="string"),
+        pytest.param(dict(entry={"policy": "MlpPolicy", "clip_range_high": None}), id="neutral"),
+    ],
+)
+def test_the_hash_is_the_same_where_the_outcome_is(same: dict[str, Any]) -> None:
+    assert make_run(**same).settings_hash() == make_run().settings_hash()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(dict(algo="ppo"), id="algorithm"),
+        pytest.param(dict(env="Acrobot-v1"), id="environment"),
+        pytest.param(dict(timesteps=2000), id="budget"),
+        pytest.param(dict(entry={"policy": "MlpPolicy", "gamma": 0.98}), id="argument"),
+        pytest.param(dict(entry={"policy": "MlpPolicy", "rollout_buffer_kwargs": {"forgetting": 0.9}}), id="buffer argument"),
+        pytest.param(dict(entry={"policy": "MlpPolicy", "rollout_buffer_class": "outcome"}), id="buffer"),
+    ],
+)
+def test_the_hash_changes_with_what_decides_the_outcome(other: dict[str, Any]) -> None:
+    assert make_run(**other).settings_hash() != make_run().settings_hash()
+
+
+@pytest.mark.parametrize("buffer", ["kernel", "outcome"])
+def test_a_changed_default_changes_the_hash(buffer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(entry={"policy": "MlpPolicy", "rollout_buffer_class": buffer})
+    before, changed = run.settings_hash(), {**matrix.buffer_defaults(buffer), "group_size": 99}
+    monkeypatch.setattr(matrix, "buffer_defaults", lambda _: changed)
+    assert run.settings_hash() != before
+
+
+def test_changes_of_a_mapping_leave_its_other_entries() -> None:
+    arm = {"algo": "grpo", "entry": "zoo", "set": {"rollout_buffer_kwargs": {"ridge": 0.5}}}
+    toy = {"arms": ["changed"], "seeds": [0], "timesteps": {"Pendulum-v1": 1000}}
+    changed = {**MATRIX, "arms": {"changed": arm}, "suites": {"toy": toy}}
+    *_, run = expand(changed, "toy", changes={"gamma": 0.5, "rollout_buffer_kwargs": {"n_folds": 2}})
+    shipped = matrix.hyperparameter_file("grpo")["Pendulum-v1"]["rollout_buffer_kwargs"]
+    assert run.entry["rollout_buffer_kwargs"] == {**shipped, "ridge": 0.5, "n_folds": 2}
+    assert run.entry["gamma"] == 0.5

@@ -1,0 +1,199 @@
+"""The report: estimates of toys whose answer is known, and pages that say what the rows say."""
+
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from benchmarks import report, tables
+from benchmarks.figures import draw_curves, draw_profile
+from benchmarks.matrix import expand
+from benchmarks.results import FIELDS, RESULTS, Suite, append_row
+from benchmarks.statistics import interquartile_mean, median
+from benchmarks.tests.toys import SMALL, toy_suite
+
+BETTER = {"CartPole-v1": [30.0, 31.0, 32.0], "Acrobot-v1": [300.0, 310.0, 320.0]}
+WORSE = {"CartPole-v1": [10.0, 11.0, 12.0], "Acrobot-v1": [100.0, 110.0, 120.0]}
+
+
+@pytest.mark.parametrize(
+    ("grpo", "ppo", "probability"),
+    [
+        pytest.param(BETTER, WORSE, "1.00 (1.00 to 1.00)", id="strictly better"),
+        pytest.param(WORSE, BETTER, "0.00 (0.00 to 0.00)", id="strictly worse"),
+    ],
+)
+def test_the_probability_of_improvement_of_a_toy(
+    grpo: dict[str, list[float]], ppo: dict[str, list[float]], probability: str, tmp_path: pathlib.Path
+) -> None:
+    suite = toy_suite(tmp_path, {"grpo": grpo, "ppo": ppo})
+    assert tables.aggregate_table(suite, [("grpo", "ppo")]).endswith(f" | {probability} |")
+
+
+def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
+    assert interquartile_mean(np.array([[1.0, -50.0], [2.0, 100.0]])).value == pytest.approx(1.5)
+
+
+def test_the_interquartile_mean_is_infinite_where_its_middle_is() -> None:
+    assert interquartile_mean(np.array([[1.0, 2.0], [3.0, math.inf]])).value == pytest.approx(2.5)
+    assert str(interquartile_mean(np.array([[1.0, 2.0], [math.inf, math.inf]]))).startswith("never")
+
+
+def test_the_reference_is_drawn_anew_as_well() -> None:
+    ours, theirs = np.array([[2.0], [3.0], [4.0]]), np.array([1.0, 2.0, 3.0])
+    known, drawn = interquartile_mean(ours / theirs.mean()), interquartile_mean(ours, [theirs])
+    assert known.value == drawn.value == pytest.approx(1.5)
+    assert drawn.low < known.low < drawn.value < known.high < drawn.high
+
+
+def test_intervals_are_the_same_each_time_and_leave_the_generator_of_numpy_alone() -> None:
+    scores = np.random.default_rng(0).normal(size=(4, 5))
+    np.random.seed(7)
+    expected = np.random.random(3)
+    np.random.seed(7)
+    first = interquartile_mean(scores)
+    np.testing.assert_array_equal(np.random.random(3), expected)
+    assert interquartile_mean(scores) == first
+
+
+def test_a_median_has_an_interval_around_it() -> None:
+    assert median(np.array([2.0, 2.0, 2.0])) == (2.0, 2.0, 2.0)
+    value, low, high = median(np.array([1.0, 2.0, 3.0, 4.0, 100.0]))
+    assert 1.0 <= low < value == 3.0 < high <= 100.0
+
+
+def test_areas_are_above_random_and_over_the_mean_of_ppo(tmp_path: pathlib.Path) -> None:
+    suite = toy_suite(tmp_path, {"grpo": {"CartPole-v1": [50.0, 70.0]}, "ppo": {"CartPole-v1": [20.0, 40.0]}}, random=10.0)
+    scores, _, seeds = tables.normalised_areas(suite, ("grpo", "ppo"), "ppo")
+    assert seeds == [100, 101]
+    np.testing.assert_allclose(scores["grpo"], [[2.0], [3.0]])
+    np.testing.assert_allclose(scores["ppo"], [[0.5], [1.5]])
+    assert "| 2.50 |" in tables.area_table(suite, "grpo", "ppo")
+
+
+@pytest.mark.parametrize(
+    ("ppo", "learns"),
+    [
+        pytest.param([11.0, 40.0], True, id="interval above"),
+        pytest.param([9.0, 40.0], False, id="interval around"),
+        pytest.param([11.0], True, id="one seed above"),
+        pytest.param([9.0], False, id="one seed below"),
+    ],
+)
+def test_a_ratio_needs_a_reference_above_random(ppo: list[float], learns: bool, tmp_path: pathlib.Path) -> None:
+    suite = toy_suite(tmp_path, {"grpo": {"CartPole-v1": [50.0] * len(ppo)}, "ppo": {"CartPole-v1": ppo}}, random=10.0)
+    assert ("PPO no better than random" in tables.area_table(suite, "grpo", "ppo")) is not learns
+
+
+def test_seeds_are_matched_by_number(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [math.nan, 4.0, 9.0]}, "ppo": {"CartPole-v1": [2.0, 2.0]}}
+    scores, _, seeds = tables.normalised_areas(toy_suite(tmp_path, areas), ("grpo", "ppo"), "ppo")
+    assert seeds == [101]
+    np.testing.assert_allclose(scores["grpo"], [[2.0]])
+
+
+@pytest.mark.parametrize(
+    ("ours", "mean"),
+    [pytest.param(0.5, "2.50", id="of 1, 2, 3, infinity"), pytest.param(-0.5, "1.50", id="of 0, 1, 2, 3")],
+)
+def test_an_environment_without_a_ratio_is_named_and_counts_as_infinity_or_zero(
+    ours: float, mean: str, tmp_path: pathlib.Path
+) -> None:
+    grpo = {"CartPole-v1": [1.0], "Pendulum-v1": [2.0], "MountainCarContinuous-v0": [3.0], "Acrobot-v1": [ours]}
+    ppo = {**{env: [1.0] for env in grpo}, "Acrobot-v1": [-1.0]}
+    table = tables.aggregate_table(toy_suite(tmp_path, {"grpo": grpo, "ppo": ppo}), [("grpo", "ppo")])
+    assert "no ratio on Acrobot-v1, where PPO is no better than random actions. On the other 3 the area is" in table
+    assert table.endswith(f"the interquartile mean is {mean}.")
+
+
+def test_an_ablation_is_over_the_seeds_that_all_arms_have(tmp_path: pathlib.Path) -> None:
+    grpo = {"CartPole-v1": [30.0, 50.0, 90.0], "Acrobot-v1": [3.0, 3.0]}
+    suite = toy_suite(tmp_path, {"grpo": grpo, "ppo": {"CartPole-v1": [20.0, 20.0], "Acrobot-v1": []}})
+    assert tables.ablation_table(suite).splitlines() == [
+        "| seeds 100, 101 | CartPole-v1, 1,000 | Acrobot-v1, 1,000 |",
+        "| --- | --- | --- |",
+        "| grpo | 40.0 (30.0 to 50.0) | 3.00 (3.00 to 3.00) |",
+        "| ppo | 20.0 (20.0 to 20.0) | not run |",
+    ]
+
+
+def test_seconds_are_those_until_the_final_return_of_ppo(tmp_path: pathlib.Path) -> None:
+    # Returns rise evenly from 0 to twice the area, and PPO's "final" is its area. Means of 20 episodes lag ten episodes behind
+    areas = {"grpo": {"CartPole-v1": [40.0]}, "ppo": {"CartPole-v1": [20.0]}}
+    table = tables.seconds_table(toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003}), "grpo", "ppo")
+    assert "| 1 of 1 | 1 of 1 | 360 | 600 | 1,000 | 333 | 0.20 |" in table
+    assert table.endswith("the mean of PPO's: 0.20.")
+
+
+def test_a_run_that_never_gets_there_counts_as_never(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [5.0]}, "ppo": {"CartPole-v1": [20.0]}}
+    table = tables.seconds_table(toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003}), "grpo", "ppo")
+    assert "| 0 of 1 | 1 of 1 | never |" in table
+
+
+def test_speeds_are_those_of_one_session(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [4.0]}, "ppo": {"CartPole-v1": [2.0]}}
+    suite = toy_suite(tmp_path, areas, speeds={"grpo": 1.0, "ppo": 2.0})
+    settings = suite.runs("ppo", "CartPole-v1")[0].run.settings_hash()
+    row = {"session": 2, "env": "CartPole-v1", "settings_hash": settings, "seconds_per_step": 50.0}
+    append_row(tmp_path / "speed.csv", row, list(row))
+    assert tables.seconds_per_step(suite, ("grpo", "ppo"), "CartPole-v1") == {"grpo": 1.0, "ppo": 2.0}
+    assert tables.seconds_per_step(suite, ("ppo",), "CartPole-v1") == {"ppo": 50.0}
+
+
+def test_rows_of_other_settings_do_not_count(tmp_path: pathlib.Path) -> None:
+    first = toy_suite(tmp_path, {"grpo": WORSE, "ppo": WORSE}).runs("grpo", "CartPole-v1")[0]
+    rows = tmp_path / "runs.csv"
+    rows.write_text(rows.read_text().replace(first.run.settings_hash(), "00000000"))
+    toy = {"arms": ["grpo"], "seeds": [100], "timesteps": {"CartPole-v1": 1000}}
+    assert Suite("toy", tmp_path, {**SMALL, "suites": {"toy": toy}}).runs("grpo", "CartPole-v1") == []
+
+
+@pytest.mark.parametrize(
+    ("judged_by", "passed"),
+    [
+        pytest.param("training", "reach 100 on 2 of 3 | 2 of 3 ", id="training returns"),
+        pytest.param("evaluation", "evaluate to 100 on 2 of 3 | 1 of 3 ", id="evaluation"),
+        pytest.param("failure", "stay below 100 on 2 of 3 | 1 of 3 ", id="not learning"),
+    ],
+)
+def test_a_case_is_judged_by_what_it_names(judged_by: str, passed: str, tmp_path: pathlib.Path) -> None:
+    case = {**SMALL["suites"]["cases"]["cases"]["easy"], "judged_by": judged_by}
+    matrix = {**SMALL, "suites": {"cases": {"cases": {"easy": case}}}}
+    held = {0: ("500", 1.0), 1: ("700", 99.9), 2: ("", 100.0)}
+    for run in expand(matrix, "cases"):
+        steps, evaluation = held[run.seed] if run.algo != "random" else ("", 9.0)
+        env, seed, settings = run.key()
+        row = {"env": env, "seed": seed, "settings_hash": settings, "auc": 50, "steps_per_second": 1000}
+        append_row(tmp_path / "runs.csv", {**row, "steps_to_threshold": steps, "eval_mean": evaluation}, FIELDS)
+    assert passed in tables.learning_table(Suite("cases", tmp_path, matrix))
+
+
+def test_figures_are_drawn(tmp_path: pathlib.Path) -> None:
+    suite = toy_suite(tmp_path, {"grpo": BETTER, "ppo": WORSE}, speeds={"grpo": 0.001, "ppo": 0.003})
+    draw_curves(suite, tmp_path / "steps.png", by_seconds=False)
+    draw_curves(suite, tmp_path / "seconds.png", by_seconds=True)
+    draw_profile(suite, tmp_path / "profile.png")
+    for name in ("steps", "seconds", "profile"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_rows_every_table_says_so(tmp_path: pathlib.Path) -> None:
+    contents = report.sections(tmp_path)
+    del contents["provenance"]
+    assert {text() for text in contents.values()} == {tables.NO_ROWS}
+
+
+def test_places_of_a_page_are_filled() -> None:
+    page = "a\n<!-- report: one -->\nold\n<!-- end -->\nb\n<!-- report: two -->\n<!-- end -->\n"
+    contents = {"one": lambda: "1", "two": lambda: "2"}
+    filled = "a\n<!-- report: one -->\n1\n<!-- end -->\nb\n<!-- report: two -->\n2\n<!-- end -->\n"
+    assert report.fill(page, contents) == report.fill(filled, contents) == filled
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.stem)
+def test_a_page_is_what_the_rows_say(page: pathlib.Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "<!-- report: " in text
+    assert report.fill(text, report.sections(RESULTS)) == text, "the page is old, run: python -m benchmarks.report"

@@ -1,0 +1,173 @@
+"""The runner: it runs what it says, counts what it ran, and loses nothing."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+
+from benchmarks import run
+from benchmarks.curves import CurveStore, LearningCurve, TrainingCurve
+from benchmarks.matrix import expand
+from benchmarks.results import FIELDS, append_row, read_rows
+from benchmarks.tests.toys import SMALL
+
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def command(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """``python -m benchmarks.run`` on the small matrix, with results in ``tmp_path``."""
+
+    def call(*arguments: str, matrix: dict[str, Any] = SMALL) -> int:
+        (tmp_path / "matrix.yml").write_text(yaml.safe_dump(matrix))
+        where = ["--matrix", str(tmp_path / "matrix.yml"), "--results", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["run.py", *where, *arguments])
+        return run.main()
+
+    return call
+
+
+def test_the_runner_leaves_a_row_and_a_curve_per_run_and_resumes(
+    command: Command, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("--dry-run", "--envs", "CartPole-v1") == 0
+    assert "5 of 5 runs to do" in capsys.readouterr().out
+    assert not (tmp_path / "runs.csv").exists()
+
+    assert command("--envs", "CartPole-v1", "--seeds", "100") == 0
+    rows = {row["arm"]: row for row in read_rows(tmp_path / "runs.csv")}
+    assert set(rows) == {"random", "ppo", "grpo"}
+    curves = CurveStore(tmp_path / "runs.csv").load()
+    assert len(curves) == 2
+    for (_, _, settings), curve in curves.items():
+        [row] = [row for row in rows.values() if row["settings_hash"] == settings]
+        assert float(row["auc"]) == pytest.approx(curve.area(2048), abs=1e-4)
+        assert sum(curve.returns) <= 2048  # each episode of CartPole is as long as its return
+
+    capsys.readouterr()
+    assert command("--envs", "CartPole-v1", "--arms", "grpo") == 0
+    assert "1 runs done, 0 failed" in capsys.readouterr().out
+
+
+def test_tuned_ppo_is_the_ppo_of_stable_baselines3() -> None:
+    _, cell = expand(SMALL, "short", ["ppo"], ["CartPole-v1"], [7])
+    _, curve = run.execute(cell)
+    expected = TrainingCurve()
+    model = PPO(
+        "MlpPolicy", make_vec_env("CartPole-v1", 8, seed=7), n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98,
+        n_epochs=20, ent_coef=0.0, seed=7, learning_rate=lambda left: left * 1e-3, clip_range=lambda left: left * 0.2,
+        device="cpu",
+    )  # fmt: skip
+    model.learn(2048, callback=expected)
+    assert curve is not None
+    assert (curve.steps, curve.returns) == (expected.steps, expected.returns)
+
+
+def test_a_failed_run_is_named_and_the_others_are_done(
+    command: Command, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = {**SMALL, "arms": {**SMALL["arms"], "ppo": {"algo": "ppo", "entry": "zoo", "set": {"batch_size": -1}}}}
+    assert command("--envs", "Acrobot-v1", matrix=broken) == 1
+    printed = capsys.readouterr()
+    assert "FAILED: ppo Acrobot-v1" in printed.err
+    assert "2 runs done, 1 failed" in printed.out
+    assert {row["arm"] for row in read_rows(tmp_path / "runs.csv")} == {"random", "grpo"}
+
+
+def test_a_training_cut_short_is_no_finished_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: TrainingCurve) -> None:
+        raise KeyboardInterrupt
+
+    _, cell = expand(SMALL, "short", ["grpo"], ["CartPole-v1"], [0], {"n_steps": 256})
+    monkeypatch.setattr(TrainingCurve, "_on_rollout_end", interrupt)  # rl-zoo3 swallows it
+    with pytest.raises(RuntimeError, match="interrupted after 256 of 2048 steps"):
+        run.execute(cell)
+
+
+def test_kill_leaves_no_process_behind(tmp_path: pathlib.Path) -> None:
+    arguments = ["--envs", "CartPole-v1", "--arms", "ppo", "--results", str(tmp_path)]
+    # In a session of its own, so that one can ask for what is left of it
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.run", *arguments],
+        start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        shown = ""
+        while "| 1/" not in shown:  # the random control is finished, a training is next
+            shown += process.stderr.read(1)
+            assert process.poll() is None, shown
+        time.sleep(1.0)
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == run.INTERRUPTED
+        assert "the same command resumes" in errors
+        end = time.monotonic() + 60.0
+        with pytest.raises(ProcessLookupError):
+            while time.monotonic() < end:
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["--set", "gae_lambda"], "pass KEY=VALUE", id="no value"),
+        pytest.param(["--set", "gamma=0.5", "--results", str(run.RESULTS)], "pass another folder", id="among reported rows"),
+    ],
+)
+def test_a_wrong_trial_is_refused(
+    arguments: list[str], message: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command(*arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_rows_come_back_from_the_file_as_they_went_in(tmp_path: pathlib.Path) -> None:
+    rows = [{field: f"{field} {i}, with a comma" for field in FIELDS} for i in range(2)]
+    for row in rows:
+        append_row(tmp_path / "folder" / "rows.csv", row, FIELDS)
+    assert read_rows(tmp_path / "folder" / "rows.csv") == rows
+
+
+def test_curves_are_the_same_before_and_after_packing(tmp_path: pathlib.Path) -> None:
+    store = CurveStore(tmp_path / "runs.csv")
+    for seed in "12":
+        store.save(("A-v1", seed, "aaaaaaaa"), LearningCurve([3, 9, 20], [1.0, float(seed), 0.1]))
+    assert store.pack() == 2
+    store.save(("A-v1", "3", "aaaaaaaa"), LearningCurve([4], [0.5]))
+    loose = store.load()
+    assert store.pack() == 3
+    assert list(store.loose.iterdir()) == []
+    packed = store.load()
+    assert set(packed) == set(loose) == {("A-v1", seed, "aaaaaaaa") for seed in "123"}
+    for key, curve in packed.items():
+        np.testing.assert_array_equal(curve.steps, loose[key].steps)
+        np.testing.assert_array_equal(curve.returns, loose[key].returns)
+    np.testing.assert_array_equal(packed["A-v1", "2", "aaaaaaaa"].returns, np.array([1.0, 2.0, 0.1], np.float32))
+
+
+def test_a_curve_is_averaged_over_the_last_twenty_episodes() -> None:
+    curve = LearningCurve(np.arange(1, 41) * 10, np.concatenate([np.zeros(20), np.full(20, 100.0)]))
+    assert curve.first_held(0.0) == 19
+    assert curve.first_held(50.0) == 29
+    assert curve.first_held(100.5) is None
+    np.testing.assert_allclose(curve.smoothed(np.array([0, 5, 200, 205, 215, 300, 400])), [0, 0, 0, 0, 5, 50, 100])
+    # 0 until step 200, then a straight line in steps of ten
+    expected = np.maximum(np.linspace(0, 400, 201)[1:] // 10 - 20, 0) * 5
+    assert curve.area(400) == pytest.approx(expected.mean())

@@ -1,0 +1,307 @@
+"""Files: complete at any moment, refused by name if they are of another kind, and enough to continue a run."""
+
+import io
+import json
+import os
+import pathlib
+import random
+import signal
+import time
+import zipfile
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.callbacks import CheckpointCallback
+from stable_baselines3.common.env_util import make_vec_env
+
+from sb3_grpo import GRPO, ReturnToGoRolloutBuffer, __version__, load_actor
+from sb3_grpo.persistence import FORMAT, check_format, random_state, replace_file, set_random_state
+
+
+def make_model(cls: Any = GRPO, **kwargs: Any) -> Any:
+    small: dict[str, Any] = dict(n_steps=32, batch_size=32, n_epochs=2, seed=0, policy_kwargs=dict(net_arch=[8]))
+    return cls("MlpPolicy", "CartPole-v1", device="cpu", **{**small, **kwargs})
+
+
+def weights(model: Any) -> dict[str, th.Tensor]:
+    return {name: value.clone() for name, value in model.policy.state_dict().items()}
+
+
+def same(left: dict[str, th.Tensor], right: dict[str, th.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(th.equal(value, right[name]) for name, value in left.items())
+
+
+# --- replacing a file ---
+
+
+def test_a_file_is_replaced_and_missing_folders_are_made(tmp_path: pathlib.Path):
+    path = tmp_path / "new" / "folder" / "file"
+    for content in (b"old", b"new and longer", b""):
+        replace_file(path, content)
+        assert path.read_bytes() == content
+        assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("function", "error"), [("fsync", OSError("no space left")), ("replace", KeyboardInterrupt())])
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_beside_it(
+    function: str, error: BaseException, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "file"
+    replace_file(path, b"old")
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(type(error)):
+        replace_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_process_killed_while_it_writes_leaves_a_whole_file(tmp_path: pathlib.Path):
+    path, size = tmp_path / "file", 2_000_000
+    for attempt in range(20):
+        replace_file(path, bytes(size))
+        pid = os.fork()
+        if pid == 0:
+            try:
+                while True:
+                    replace_file(path, b"1" * size)
+            finally:
+                os._exit(1)
+        while path.read_bytes()[0] == 0:  # until the first write is complete
+            time.sleep(0.001)
+        time.sleep(0.0005 * attempt)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert path.read_bytes() == b"1" * size
+
+
+def test_links_are_followed_and_permissions_kept(tmp_path: pathlib.Path):
+    target, link = tmp_path / "run3", tmp_path / "latest"
+    replace_file(target, b"old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    replace_file(link, b"new")
+    assert link.is_symlink() and target.read_bytes() == b"new"
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_new_file_has_the_permissions_of_any_other_new_file(tmp_path: pathlib.Path):
+    (tmp_path / "other").write_bytes(b"")
+    replace_file(tmp_path / "file", b"")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+# --- saving a model ---
+
+
+def test_models_are_saved_where_sb3_would_save_them(tmp_path: pathlib.Path):
+    model = make_model()
+    model.save(tmp_path / "new folder" / "model")
+    model.save(str(tmp_path / "model.v1"))
+    stream = io.BytesIO()
+    model.save(stream)
+    stream.seek(0)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == {"new folder/model.zip", "model.v1"}
+    for source in (tmp_path / "new folder" / "model", tmp_path / "model.v1", stream):
+        assert same(weights(GRPO.load(source, device="cpu")), weights(model))
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_the_model_as_it_was(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = make_model().learn(64)
+    model.save(tmp_path / "model.zip")
+    old, attributes = (tmp_path / "model.zip").read_bytes(), dict(vars(model))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(th, "save", fail)
+    with pytest.raises(OSError, match="no space left"):
+        model.save(tmp_path / "model.zip")
+    assert (tmp_path / "model.zip").read_bytes() == old
+    assert vars(model) == attributes
+
+
+def test_checkpoints_are_replaced_as_a_whole(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    written: list[str] = []
+    original = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        written.append(pathlib.Path(target).name)
+        original(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    make_model().learn(64, callback=CheckpointCallback(32, str(tmp_path)))
+    assert written == ["rl_model_32_steps.zip", "rl_model_64_steps.zip"]
+
+
+# --- the format ---
+
+
+def changed_format(path: pathlib.Path, entry: dict[str, Any] | None) -> pathlib.Path:
+    """A copy of a saved model with another format entry, or without one."""
+    copy = path.with_name("copy.zip")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(copy, "w") as target:
+        for name in source.namelist():
+            if name != "_sb3_grpo_format":
+                target.writestr(name, source.read(name))
+        if entry is not None:
+            target.writestr("_sb3_grpo_format", json.dumps(entry))
+    return copy
+
+
+def test_a_file_says_which_version_saved_it_in_which_format(tmp_path: pathlib.Path):
+    make_model().save(tmp_path / "model")
+    with zipfile.ZipFile(tmp_path / "model.zip") as archive:
+        assert json.loads(archive.read("_sb3_grpo_format")) == {"format": FORMAT, "version": __version__}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            dict(format=FORMAT + 1, version="9.0"),
+            rf"saved by sb3-grpo 9\.0 in file format {FORMAT + 1}.*loads format {FORMAT}\.",
+        ),
+        (None, "saved by sb3-grpo in file format 1 or another algorithm"),
+    ],
+    ids=["newer format", "format 1"],
+)
+def test_a_file_of_another_format_is_refused_before_anything_is_unpickled(
+    entry: Any, message: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = make_model().learn(64)
+    model.save(tmp_path / "model.zip")
+    other = changed_format(tmp_path / "model.zip", entry)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("an object was unpickled")
+
+    monkeypatch.setattr("cloudpickle.loads", refuse)
+    with pytest.raises(ValueError, match=message):
+        GRPO.load(other)
+    # The way out that the message names.
+    fresh = make_model()
+    load_actor(fresh, other)
+    assert same(weights(fresh), weights(model))
+
+
+def test_a_file_of_ppo_is_refused_and_its_actor_can_be_copied_as_the_message_says(tmp_path: pathlib.Path):
+    ppo = make_model(PPO)
+    ppo.save(tmp_path / "ppo")
+    with pytest.raises(
+        ValueError, match=r"ppo\.zip' was saved by an algorithm with a critic, such as PPO.*`load_actor\(model, '"
+    ):
+        GRPO.load(tmp_path / "ppo")
+    model = make_model()
+    load_actor(model, tmp_path / "ppo.zip")
+    assert th.equal(model.policy.action_net.weight, ppo.policy.action_net.weight)
+
+
+def test_a_file_of_another_algorithm_is_refused(tmp_path: pathlib.Path):
+    DQN("MlpPolicy", "CartPole-v1", buffer_size=10, device="cpu").save(tmp_path / "dqn.zip")
+    with pytest.raises(ValueError, match=r"dqn\.zip' was saved by .* another algorithm, so GRPO\.load cannot load it"):
+        GRPO.load(tmp_path / "dqn.zip")
+
+
+def test_a_missing_file_and_a_file_that_is_no_archive_give_sb3s_errors(tmp_path: pathlib.Path):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.zip"):
+        GRPO.load(tmp_path / "nothing")
+    (tmp_path / "model.zip").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match="wasn't a zip-file"):
+        GRPO.load(tmp_path / "model")
+
+
+def test_checking_a_stream_leaves_its_position():
+    model, ppo = io.BytesIO(), io.BytesIO()
+    make_model().save(model)
+    make_model(PPO).save(ppo)
+    for stream in (model, ppo):
+        stream.seek(0)
+    check_format(model)
+    with pytest.raises(ValueError, match=r"The file was saved by an algorithm with a critic.*`load_actor\(model, file\)`"):
+        check_format(ppo)
+    assert model.tell() == ppo.tell() == 0
+    load_actor(GRPO.load(model, device="cpu"), ppo)
+
+
+# --- continuing a run ---
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(th.rand(()))]
+
+
+def test_a_random_state_gives_the_same_numbers_again():
+    state = random_state()
+    first = draw()
+    assert draw() != first
+    set_random_state(state)
+    assert draw() == first
+
+
+def continued(path: pathlib.Path, new_run: bool = False, new_seed: int | None = None, **kwargs: Any) -> dict[str, th.Tensor]:
+    """Weights after a model has been loaded and has learned on."""
+    loaded = GRPO.load(path, env=make_vec_env("CartPole-v1", 1), device="cpu", **kwargs)
+    if new_seed is not None:
+        loaded.set_random_seed(new_seed)
+    return weights(loaded.learn(128, reset_num_timesteps=new_run))
+
+
+@pytest.mark.parametrize("buffer", ["kernel", "stepwise"])
+def test_a_continued_run_is_the_same_bit_for_bit_and_a_new_run_is_another(buffer: str, tmp_path: pathlib.Path):
+    model = make_model(rollout_buffer_class=buffer, seed=None).learn(320)
+    model.save(tmp_path / "model")
+    assert same(continued(tmp_path / "model"), continued(tmp_path / "model"))
+    assert not same(continued(tmp_path / "model"), weights(model))
+    assert not same(continued(tmp_path / "model", True), continued(tmp_path / "model", True))
+
+
+def test_a_loaded_model_takes_the_path_of_the_model_that_was_saved(tmp_path: pathlib.Path):
+    model = make_model(seed=None, learning_rate=lambda progress: 1e-3 * progress).learn(320)
+    model.save(tmp_path / "model")
+    model.set_env(model.get_env())  # a loaded model begins with a reset
+    expected = weights(model.learn(128, reset_num_timesteps=False))
+    assert same(continued(tmp_path / "model"), expected)
+
+
+def test_loading_a_model_to_predict_restores_no_random_state(tmp_path: pathlib.Path):
+    make_model(seed=None).save(tmp_path / "model")
+    drawn = []
+    for seed in (1, 2):
+        random.seed(seed), np.random.seed(seed), th.manual_seed(seed)
+        loaded = GRPO.load(tmp_path / "model", device="cpu")
+        loaded.predict(np.zeros(4), deterministic=True)
+        drawn.append(draw())
+    assert all(first != second for first, second in zip(*drawn, strict=True))
+
+
+def test_a_model_that_is_loaded_and_saved_again_continues_as_the_first(tmp_path: pathlib.Path):
+    make_model().learn(64).save(tmp_path / "first")
+    GRPO.load(tmp_path / "first", device="cpu").save(tmp_path / "second")
+    assert same(continued(tmp_path / "first"), continued(tmp_path / "second"))
+
+
+@pytest.mark.parametrize("argument", ["seed", "new_seed"], ids=["while loading", "after loading"])
+def test_a_seed_begins_a_new_run(argument: str, tmp_path: pathlib.Path):
+    make_model().learn(64).save(tmp_path / "model")
+    ends = [continued(tmp_path / "model", **{argument: seed}) for seed in (5, 5, 6)]  # type: ignore[arg-type]
+    assert same(ends[0], ends[1]) and not same(ends[0], ends[2])
+    assert not same(ends[0], continued(tmp_path / "model"))
+
+
+def test_a_file_can_be_loaded_with_another_buffer(tmp_path: pathlib.Path):
+    make_model().learn(64).save(tmp_path / "model")
+    loaded = GRPO.load(
+        tmp_path / "model", rollout_buffer_class="return_to_go", device="cpu", env=make_vec_env("CartPole-v1", 1)
+    )
+    before = weights(loaded)
+    assert not same(weights(loaded.learn(256)), before)
+    assert isinstance(loaded.rollout_buffer, ReturnToGoRolloutBuffer)
