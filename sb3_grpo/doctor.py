@@ -22,7 +22,7 @@ class Checkup(NamedTuple):
     :param entropy_floor: Entropy below which the policy counts as collapsed
     :param max_waiting: Number of transitions that may wait for their group; infinite if the buffer keeps none waiting
     :param risen: Whether the mean return exceeds that of the first episodes by more than their standard deviation. Tied
-        groups, a low entropy and an unexplained return are normal once a task is solved
+        groups and a low entropy are normal once a task is solved
     """
 
     metrics: dict[str, float]
@@ -39,14 +39,12 @@ class Symptom(NamedTuple):
     :param shows: Function that tells whether the pattern shows
     :param needs: Metric without which nothing can be told
     :param sentence: Description of the problem and of the settings that usually help
-    :param patience: Number of consecutive updates with the symptom before it is reported
     """
 
     name: str
     shows: Callable[[Checkup], bool]
     needs: str
     sentence: str
-    patience: int = PATIENCE
 
 
 SYMPTOMS = (
@@ -88,15 +86,6 @@ SYMPTOMS = (
         "rollout/transitions_waiting",
         "No group has been completed for many rollouts, so nothing is learned: this buffer needs episodes that end. Use "
         "`rollout_buffer_class='kernel'`, give the environment a time limit, or lower `group_size`.",
-    ),
-    Symptom(
-        "explained variance",
-        lambda it: it.metrics["train/explained_variance"] < 0 and not it.risen,
-        "train/explained_variance",
-        "The kernel baseline predicts returns worse than a constant would (train/explained_variance below 0). Give it more "
-        "transitions (`n_steps`), a stronger penalty (`rollout_buffer_kwargs=dict(ridge=1e-3)`) or a longer memory "
-        "(`forgetting=0.9`), and raise `gae_lambda` to rely on it less.",
-        patience=2 * PATIENCE,
     ),
 )
 
@@ -185,9 +174,9 @@ class Doctor(BaseCallback):
             if symptom.needs not in checkup.metrics or symptom.name in self.reported:
                 continue
             self._streaks[symptom.name] = self._streaks[symptom.name] + 1 if symptom.shows(checkup) else 0
-            if self._streaks[symptom.name] == symptom.patience:
+            if self._streaks[symptom.name] == PATIENCE:
                 self.reported.append(symptom.name)
-                self.report(f"Doctor ({symptom.name}, {symptom.patience} times in a row): {symptom.sentence}")
+                self.report(f"Doctor ({symptom.name}, {PATIENCE} times in a row): {symptom.sentence}")
 
     def _checkup(self) -> Checkup:
         model: Any = self.model
