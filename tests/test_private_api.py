@@ -66,7 +66,7 @@ PRIVATE = {
 #: Attributes of the package's own classes that happen to have the name of an attribute of a module or a tensor.
 OWN = {"_parameters", "_values"}
 #: Names of ``starts.py``, which ``test_starts.py`` tests.
-OF_STARTS = {"_seeds", "_reset_seeds", "_options", "_action_space", "_observation_space", "_metadata", "_cached_spec"}
+OF_STARTS = {"_seeds", "_options", "_action_space", "_observation_space", "_metadata", "_cached_spec"}
 
 
 def names_in_the_package() -> set[str]:
