@@ -1,12 +1,12 @@
 """
 Shared starts: the queue that numbers and seeds the starts of a run, and the innermost ``VecEnv`` that hands them out.
 
-SB3 seeds an environment for one reset only (``VecEnv.seed``), and with a different seed for each environment; the
-automatic reset at the end of an episode passes no seed. The members of a group, however, have to start from the same
-initial state, whichever environment runs them and whenever it does so.
+The members of a group start from the same initial state, in any environment and at any time. SB3 has no means for this:
+``VecEnv.seed`` gives each environment another seed, for one reset only, and the automatic reset at the end of an episode
+passes no seed.
 
-This module relies on the following parts of SB3 that are private or undocumented. ``tests/test_starts.py`` has a test for
-each, which fails when SB3 changes them:
+This module relies on the following private or undocumented parts of SB3. ``tests/test_starts.py`` has a test for each of them,
+which fails when SB3 changes it:
 
 - ``VecEnv._seeds`` holds the seeds of the next ``reset()``, which forgets them.
 - ``DummyVecEnv.envs`` holds the environments; after the last step of an episode their ``reset()`` gets no argument.
@@ -31,8 +31,8 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
-#: Looks at what the environments return, before any wrapper has seen it: observations, and after a step rewards, dones and
-#: infos, else ``None``.
+#: A function that checks what the environments return before a wrapper sees it: observations, and after a step also rewards,
+#: dones and infos, which are ``None`` after a reset.
 Check = Callable[[VecEnvObs, np.ndarray | None, np.ndarray | None, Sequence[dict[str, Any]] | None], None]
 
 #: How long to wait until the operating system reports that a worker has ended.
@@ -46,12 +46,12 @@ TAKE_A_SEED = (
 
 class EnvironmentFault(RuntimeError):
     """
-    An environment has raised, its process has ended, or it has returned an observation of the wrong shape. No update has
-    used the rollout in which it happened; the model can be saved, and can go on learning with another environment.
+    An environment has raised an error, its process has ended, or it has returned an observation of the wrong shape. The
+    rollout was not used for learning. The model can be saved, and it can continue with another environment.
 
     :param env_idx: Index of the environment
-    :param what: What has happened, after the words "Environment 3"
-    :param hint: A sentence on what may help, if there is more to say
+    :param what: Description of the fault, which follows the words "Environment 3"
+    :param hint: A sentence about a remedy
     """
 
     def __init__(self, env_idx: int, what: str, hint: str = ""):
@@ -63,8 +63,8 @@ class EnvironmentFault(RuntimeError):
     def __str__(self) -> str:
         env_idx, what, hint = self.args
         return (
-            f"Environment {env_idx} {what}. No update has used this rollout: the model can be saved, and can go on learning "
-            f"after `set_env` with an environment that works. {hint}".rstrip()
+            f"Environment {env_idx} {what}. This rollout was not used for learning, so the model can be saved, and it can "
+            f"continue after `set_env` with an environment that works. {hint}".rstrip()
         )
 
 
@@ -73,11 +73,11 @@ class EnvironmentFault(RuntimeError):
 
 class Start(NamedTuple):
     """
-    One start: the first state of one trajectory.
+    The start of one trajectory.
 
-    :param index: Position in the run's queue, counted from 0
-    :param group: The group that the trajectory belongs to, ``index // group_size``
-    :param seed: What to reset the environment with; the same for all members of a group
+    :param index: Position in the queue of the run, counted from 0
+    :param group: Group of the trajectory, ``index // group_size``
+    :param seed: Seed of the reset, the same for all members of a group
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on a start
@@ -87,14 +87,13 @@ class Start(NamedTuple):
 
 class StartQueue:
     """
-    Numbers the starts of a run and gives each group its seed.
+    Numbers the starts of a run and gives each group a seed.
 
-    A group's seed is a function of ``(seed, group)`` alone, so that the queue stores no random stream and
-    continues identically after pickling.
+    The seed of a group is a function of ``(seed, group)``, so the queue has no random state and continues identically after
+    pickling.
 
     :param group_size: Number of trajectories that share a start, at least 2
-    :param seed: Seed of the whole queue, not negative; drawn from numpy's global generator if None, as SB3 does for a
-        ``VecEnv`` that was given no seed
+    :param seed: Seed of the queue, not negative; ``None`` for a random number from numpy's global generator, as in SB3
     :raises ValueError: If ``group_size`` is not an integer of at least 2, or ``seed`` is negative
     """
 
@@ -111,9 +110,7 @@ class StartQueue:
 
     def take(self) -> Start:
         """
-        Take the next start.
-
-        :return: The start that the next environment to be reset is to run
+        :return: The next start
         """
         index = self.next_index
         group = index // self.group_size
@@ -122,22 +119,19 @@ class StartQueue:
 
     def begin_group(self) -> None:
         """
-        Skip to the first start of a fresh group.
-
-        To be called when all environments are reset: the members in flight are abandoned, their group stays incomplete.
+        Skip to the first start of a new group. All environments are about to be reset, so unfinished groups stay incomplete.
         """
         self.next_index = -(-self.next_index // self.group_size) * self.group_size
 
     def seed_apart(self) -> int:
         """
-        A seed for resets that are not starts of this queue. Taking a start changes it; asking for it changes nothing.
-
-        :return: A seed that is derived unlike that of any group
+        :return: A seed for resets that are not starts of this queue. It differs from the seeds of all groups, and changes with
+            each start that is taken
         """
         return self._derive_seed(self.next_index, 0)
 
     def _derive_seed(self, *spawn_key: int) -> int:
-        # 31 bits, because some environments hand the seed on to something that takes a signed 32-bit integer
+        # 31 bits, because some environments pass the seed to functions that take signed 32-bit integers.
         return int(np.random.SeedSequence(self.seed, spawn_key=spawn_key).generate_state(1)[0] >> 1)
 
 
@@ -146,16 +140,16 @@ class StartQueue:
 
 class DeferredReset(gym.Wrapper):
     """
-    Ignores the reset that a ``VecEnv`` makes right after the last step of an episode: ``SeededVecEnv`` makes it instead, as
-    soon as it knows the seed. An exception is raised as an ``EnvironmentFault`` with the index of the environment.
+    Ignores the reset that a ``VecEnv`` makes right after the last step of an episode, because ``SeededVecEnv`` makes it later
+    with the seed of the next start. Exceptions become an ``EnvironmentFault`` with the index of the environment.
 
-    Apart from that it is the environment: attributes are read from it and written to it.
+    Attributes are read from and written to the wrapped environment.
 
-    :param env: The environment
-    :param env_idx: Its index in the ``VecEnv``
+    :param env: Environment
+    :param env_idx: Index of the environment in the ``VecEnv``
     """
 
-    #: Attributes of the wrapper itself, then those of ``gym.Wrapper``; all others are the environment's
+    #: Attributes of this wrapper and of ``gym.Wrapper``. All others belong to the environment.
     _OWN = ("env", "_env_idx", "_shape", "_final", "_action_space", "_observation_space", "_metadata", "_cached_spec")
 
     def __init__(self, env: gym.Env, env_idx: int):
@@ -165,7 +159,7 @@ class DeferredReset(gym.Wrapper):
         self._final: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what this class does not have. While a copy is built `env` itself may be missing
+        # Called only for attributes that this class does not have. While a copy is built, `env` itself may be missing.
         if name in self._OWN or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         return getattr(self.env, name)
@@ -192,7 +186,7 @@ class DeferredReset(gym.Wrapper):
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         final, self._final = self._final, None
         if final is not None and not kwargs:
-            return final, {}  # in the place of the first observation, until that is known
+            return final, {}  # replaced by the first observation of the next episode
         try:
             observation, info = self.env.reset(**kwargs)
         except Exception as error:
@@ -204,7 +198,7 @@ class DeferredReset(gym.Wrapper):
         return EnvironmentFault(self._env_idx, f"raised {type(error).__name__} in `{method}`: {error}")
 
     def _check_shape(self, observation: Any) -> None:
-        # DummyVecEnv would broadcast it
+        # DummyVecEnv would broadcast it.
         if self._shape is not None and np.shape(observation) != self._shape:
             what = f"returned an observation of shape {np.shape(observation)}, but its space has shape {self._shape}"
             raise EnvironmentFault(self._env_idx, what)
@@ -216,18 +210,18 @@ def _make_deferred(env_fn: Callable[[], gym.Env], env_idx: int) -> gym.Env:
 
 class SeededSubprocVecEnv(SubprocVecEnv):
     """
-    A ``SubprocVecEnv`` for GRPO: it resets an environment once per episode, with the seed of its start. The workers of a
-    ready-made ``SubprocVecEnv`` have reset their environments before the seed can reach them, so that GRPO has to reset them
-    a second time. For every other algorithm it is a ``SubprocVecEnv``::
+    A ``SubprocVecEnv`` for GRPO that resets an environment once per episode, with the seed of its start. The workers of SB3's
+    ``SubprocVecEnv`` reset their environments before the seed can reach them, so GRPO has to reset them a second time. For all
+    other algorithms, this class is a ``SubprocVecEnv``::
 
         make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SeededSubprocVecEnv)
 
-    :param env_fns: Functions that build the environments, each in a process of its own
-    :param start_method: How the processes are started, as for ``SubprocVecEnv``
+    :param env_fns: Functions that construct the environments, each in a process of its own
+    :param start_method: Start method of the processes, as for ``SubprocVecEnv``
     """
 
     def __init__(self, env_fns: list[Callable[[], gym.Env]], start_method: str | None = None):
-        #: Whether somebody else resets the environments that are done
+        #: Whether another object resets the environments that are done.
         self.defers_resets = False
         super().__init__([partial(_make_deferred, env_fn, i) for i, env_fn in enumerate(env_fns)], start_method)
 
@@ -244,8 +238,8 @@ class SeededSubprocVecEnv(SubprocVecEnv):
 
 class WatchedPipe:
     """
-    The pipe to a worker of a ``SubprocVecEnv``: raises an ``EnvironmentFault`` if the worker has ended, where SB3 gets an
-    ``EOFError`` without an index, or waits for ever because forked workers hold each other's pipes open.
+    The pipe to a worker of a ``SubprocVecEnv``. It raises an ``EnvironmentFault`` if the worker has ended. SB3 would raise an
+    ``EOFError`` without an index, or wait for ever, because forked workers keep each other's pipes open.
 
     :param pipe: The pipe
     :param process: The worker
@@ -314,20 +308,20 @@ def _insert(venv: VecEnv, env_indices: list[int], resets: list[tuple[Any, dict]]
 
 
 def _delegated(name: str) -> Any:
-    """A method or an attribute that is the base ``VecEnv``'s own; typed as ``Any`` so that the class can annotate it."""
+    """A method or an attribute of the base ``VecEnv``."""
     return property(lambda self: getattr(self.venv, name), lambda self, value: setattr(self.venv, name, value))
 
 
 class SeededVecEnv(VecEnv):
     """
-    The innermost ``VecEnv``: resets each environment with the seed of the start that it takes from a ``StartQueue``.
+    The innermost ``VecEnv``, which resets each environment with the seed of the next start of a ``StartQueue``.
 
-    Detached, which it is until ``attach()``, it is the base ``VecEnv`` and nothing else. That matters because
-    ``evaluate_policy(model, model.get_env())`` must not evaluate on repeated starts.
+    Until ``attach()`` it behaves like the base ``VecEnv``, so ``evaluate_policy(model, model.get_env())`` does not evaluate on
+    repeated starts.
 
-    It is not a ``VecEnvWrapper``: ``sync_envs_normalization`` walks the wrappers of the training and of the evaluation
-    environment in step, and only the former has this one. For the same reason ``isinstance()`` sees the base's class
-    too: ``EvalCallback`` warns if the training environment is no instance of the evaluation environment's class.
+    It is not a ``VecEnvWrapper``, because ``sync_envs_normalization`` walks the wrappers of the training and the evaluation
+    environment in parallel, and only the former has this one. ``isinstance()`` sees the class of the base too, because
+    ``EvalCallback`` warns if the two environments have different classes.
 
     :param venv: The base ``VecEnv``
     :raises ValueError: If ``venv`` is a ``VecEnvWrapper`` or is already seeded, or if the ``reset`` of an environment in this
@@ -355,7 +349,7 @@ class SeededVecEnv(VecEnv):
     env_is_wrapped: Any = _delegated("env_is_wrapped")
 
     def __init__(self, venv: VecEnv):
-        # VecEnv.__init__ is not called: it would create a second copy of what belongs to the base
+        # VecEnv.__init__ is not called, because the attributes that it sets belong to the base.
         if isinstance(venv, (VecEnvWrapper, SeededVecEnv)):
             raise ValueError(f"SeededVecEnv goes around a base VecEnv, got {venv!r}: use `insert_seeded_vec_env(env)`")
         if isinstance(venv, DummyVecEnv):
@@ -365,15 +359,16 @@ class SeededVecEnv(VecEnv):
             venv.remotes = tuple(map(WatchedPipe, venv.remotes, venv.processes, range(venv.num_envs)))
         self.venv = venv
         self.start_queue: StartQueue | None = None
-        #: Start that each environment is running, shape (n_envs,), -1 where it is none of the queue's.
-        #: Replaced, never written to, so that a caller may keep the array of an earlier step.
+        #: Index of the start of each environment's trajectory, -1 if it is not from the queue, shape (n_envs,). The array is
+        #: replaced and never modified, so callers may keep it.
         self.start_indices: np.ndarray = np.full(venv.num_envs, -1, dtype=np.int64)
-        #: Starts so far whose first observation differed from that of their group's first member
+        #: Number of starts whose first observation differed from that of their group's first member.
         self.mismatches = 0
-        #: Whether somebody has stepped or reset the environments while no queue was attached, since the last ``reset()``
-        #: with one: the observation and the starts known to the algorithm are then no longer those of the environments
+        #: Whether the environments were stepped or reset without a queue since the last ``reset()`` with one. The observation
+        #: and the starts that the algorithm knows are then outdated.
         self.stepped_while_detached = False
         self._share_starts = False
+        self._resets_single_envs = True
         self._check: Check | None = None
         self._last_queue: StartQueue | None = None
         self._streams_coincide = False
@@ -385,28 +380,26 @@ class SeededVecEnv(VecEnv):
         return self.venv.__class__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # pickle refuses to rebuild an object whose `__class__` is not its type
+        # pickle refuses to restore an object whose `__class__` is not its type.
         return SeededVecEnv, (self.venv,), self.__dict__.copy()
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what this class does not have. While a copy is built `venv` itself may be missing, and the
-        # protocol methods of copy and pickle must not be the base's
+        # Called only for attributes that this class does not have. While a copy is built, `venv` itself may be missing, and
+        # the methods of the copy and pickle protocols must not be those of the base.
         if name == "venv" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         return getattr(self.venv, name)
 
     def attach(self, queue: StartQueue, share_starts: bool = True, check: Check | None = None) -> None:
         """
-        Take the starts of all resets from a queue, until ``detach()``.
+        Take the starts of all resets from a queue until ``detach()``. Episodes in progress continue.
 
-        Episodes that are under way are not touched; attaching the same queue again continues where it was left.
-
-        :param queue: The run's queue
-        :param share_starts: If False, starts are numbered but resets are SB3's own: no seed is passed, nothing verified
-        :param check: Called with what the environments return; raises if something is wrong
+        :param queue: Queue of the run
+        :param share_starts: Whether resets get the seed of their start. If not, starts are only numbered
+        :param check: Function that is called with what the environments return, and raises an error if it is invalid
         """
         if queue is not self._last_queue:
-            # Neither the numbers nor the first observation of another queue's starts mean anything in this one
+            # Numbers and first observations of another queue do not apply to this one.
             self._last_queue = queue
             self._group_in_view = -1
             self.start_indices = np.full(self.num_envs, -1, dtype=np.int64)
@@ -416,7 +409,7 @@ class SeededVecEnv(VecEnv):
             elif isinstance(self.venv, SeededSubprocVecEnv):
                 self.venv.defers_resets = True
         self.start_queue = queue
-        self._share_starts = share_starts
+        self._share_starts = share_starts and self._resets_single_envs
         self._check = check
 
     def detach(self) -> None:
@@ -431,10 +424,10 @@ class SeededVecEnv(VecEnv):
 
     def reset(self) -> VecEnvObs:
         """
-        Reset all environments; while attached, each with the seed of the next start, from a fresh group on.
+        Reset all environments. While a queue is attached, each gets the seed of the next start, beginning with a new group.
 
-        :return: The first observations, shape (n_envs, ...) per part
-        :raises EnvironmentFault: If an environment raises or its process ends
+        :return: First observations
+        :raises EnvironmentFault: If an environment raises an error, or its process ends
         """
         if self.start_queue is None:
             self._forget_starts()
@@ -459,16 +452,15 @@ class SeededVecEnv(VecEnv):
 
     def step_wait(self) -> VecEnvStepReturn:
         """
-        Wait for the step; while attached, reset each environment that is done with the seed of the next start.
+        Wait for the step. While a queue is attached, reset each environment that is done with the seed of the next start.
 
-        :return: observations, rewards, dones, infos, as the base returns them except for the observations of
-            environments that are done, which are those of the seeded reset
-        :raises EnvironmentFault: If an environment raises, its process ends, or it returns an observation of another shape
+        :return: Observations, rewards, dones and infos. The observations of environments that are done are those of the reset
+        :raises EnvironmentFault: If an environment raises an error, its process ends, or its observation has another shape
         """
         with self._all_or_no_answers():
             observations, rewards, dones, infos = self.venv.step_wait()
             if self.start_queue is not None and np.any(dones):
-                # The base may own these arrays
+                # A copy, because the base may own these arrays.
                 observations = deepcopy(observations)
                 self._begin_episodes(np.flatnonzero(dones).tolist(), observations, self.start_queue)
         if self._check is not None:
@@ -478,15 +470,15 @@ class SeededVecEnv(VecEnv):
     @contextmanager
     def _all_or_no_answers(self) -> Iterator[None]:
         """
-        Stop the workers if an error or an interrupt leaves some of their answers unread: later ones would be taken for them.
+        Stop the workers if an error or an interrupt leaves some answers unread, which would be mistaken for later ones.
 
-        :raises EnvironmentFault: If the workers have been stopped before
+        :raises EnvironmentFault: If the workers were stopped before
         """
         if not isinstance(self.venv, SubprocVecEnv):
             yield
             return
         if self.venv.closed:
-            raise EnvironmentFault(0, "has no process any more: all workers were closed, or stopped after an earlier error")
+            raise EnvironmentFault(0, "has no process: all workers were closed, or were stopped after an earlier error")
         try:
             yield
         except BaseException:
@@ -498,44 +490,63 @@ class SeededVecEnv(VecEnv):
         self.start_indices = np.full(self.num_envs, -1, dtype=np.int64)
 
     def _reset_base(self, seeds: list[int] | None) -> VecEnvObs:
-        """Reset all environments, with these seeds or else with those that somebody has asked for by ``seed()``."""
+        """Reset all environments with these seeds, or with those that were set by ``seed()``."""
         if seeds is not None:
             self.venv._seeds = list(seeds)
         elif self._streams_coincide and self._last_queue is not None and all(seed is None for seed in self.venv._seeds):
-            # Environments that ran members of one group have equal random generators, and would go on to draw equal starts
+            # After members of one group, environments have equal random generators, and would draw equal starts from now on.
             self.venv.seed(self._last_queue.seed_apart())
         self._streams_coincide = seeds is not None
         with self._all_or_no_answers():
             if isinstance(self.venv, SubprocVecEnv) and self.venv.waiting:
-                SubprocVecEnv.step_wait(self.venv)  # of a step that was broken off before anybody waited for it
+                SubprocVecEnv.step_wait(self.venv)  # discards a step that was interrupted
             return self.venv.reset()
 
     def _begin_episodes(self, env_indices: list[int], observations: VecEnvObs, queue: StartQueue) -> None:
-        """Start the next episode of the environments that are done; overwrites their observations."""
+        """Start the next episode of the environments that are done, and overwrite their observations."""
         starts = [queue.take() for _ in env_indices]
         start_indices = self.start_indices.copy()
         start_indices[env_indices] = [start.index for start in starts]
         self.start_indices = start_indices
         if self._share_starts or isinstance(self.venv, (DummyVecEnv, SeededSubprocVecEnv)):
             seeds = [start.seed if self._share_starts else None for start in starts]
-            _insert(self.venv, env_indices, self._reset_some(env_indices, seeds), observations)
+            resets = self._reset_some(env_indices, seeds)
+            if resets is None:
+                return
+            _insert(self.venv, env_indices, resets, observations)
         if self._share_starts:
             self._streams_coincide = True
             for env_idx, start in zip(env_indices, starts, strict=True):
                 self._verify(start, env_idx, observations)
 
-    def _reset_some(self, env_indices: list[int], seeds: Sequence[int | None]) -> list[tuple[Any, dict]]:
+    def _reset_some(self, env_indices: list[int], seeds: Sequence[int | None]) -> list[tuple[Any, dict]] | None:
+        """
+        :param env_indices: Indices of the environments
+        :param seeds: Seed of each reset; ``None`` for none
+        :return: First observation and info of each; ``None`` if a ``VecEnv`` of another class cannot reset single environments
+        """
         if isinstance(self.venv, SubprocVecEnv):
             return _reset_workers(self.venv, env_indices, seeds)
         envs_and_seeds = zip(env_indices, seeds, strict=True)
         if isinstance(self.venv, DummyVecEnv):
             return [self.venv.envs[env_idx].reset(seed=seed) for env_idx, seed in envs_and_seeds]
-        return [self.venv.env_method("reset", seed=seed, indices=[env_idx])[0] for env_idx, seed in envs_and_seeds]
+        try:
+            return [self.venv.env_method("reset", seed=seed, indices=[env_idx])[0] for env_idx, seed in envs_and_seeds]
+        except (AttributeError, NotImplementedError, TypeError) as error:
+            self._share_starts = self._resets_single_envs = False
+            warnings.warn(
+                f"{type(self.venv).__name__}.env_method cannot reset a single environment with a seed "
+                f"({type(error).__name__}: {error}), so the members of a group do not share their starts. Use `DummyVecEnv` "
+                "or `SeededSubprocVecEnv`, or pass share_starts=False to GRPO.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return None
 
     def _verify(self, start: Start, env_idx: int, observations: VecEnvObs) -> None:
         """
         Compare the first observation of an environment with that of the group's first member. Starts are taken in order, so
-        that only the current group's has to be kept; the rows of all environments have been cast to the same dtype.
+        only the observation of the current group has to be kept.
         """
         observation = {key: np.array(batch[env_idx]) for key, batch in _parts(observations).items()}
         if start.group != self._group_in_view:
@@ -546,19 +557,19 @@ class SeededVecEnv(VecEnv):
         self.mismatches += 1
         if self.mismatches == 1:
             warnings.warn(
-                f"The environment {self._env_name(env_idx)!r} does not reproduce its initial state: two calls of its "
+                f"The environment {self._env_name(env_idx)!r} does not reproduce its initial state: two calls of "
                 f"`reset(seed=...)` with the same seed returned different observations (environment {env_idx}, start "
-                f"{start.index}, group {start.group}). The members of a group do not share their start. In the "
-                "environment, and in each of its wrappers, call `super().reset(seed=seed)` first and draw only from "
-                "`self.np_random`; or pass `share_starts=False` to GRPO to go without shared starts, as with a wrapper that "
-                "does not reset at every end of an episode (Atari's `EpisodicLifeEnv`).",
+                f"{start.index}, group {start.group}), so the members of a group do not share their start. In the environment "
+                "and in each of its wrappers, call `super().reset(seed=seed)` first and draw random numbers only "
+                "from `self.np_random`. Or pass share_starts=False to GRPO, for example with a wrapper that does not reset "
+                "at every end of an episode (Atari's `EpisodicLifeEnv`).",
                 UserWarning,
                 stacklevel=2,
             )
 
     def _env_name(self, env_idx: int) -> str:
-        """The id that the environment was registered under, else the name of its class."""
-        # Not `get_attr("spec")`: a spec that cannot be pickled would kill the worker
+        """The id of the environment, or the name of its class."""
+        # Not `get_attr("spec")`, because a spec that cannot be pickled would end the worker.
         description = str(self.venv.env_method("__str__", indices=[env_idx])[0])
         # "<Wrapper<Class<id>>>" or "<Wrapper<Class instance>>"
         innermost = re.search(r"<([^<>]+?)(?: instance)?>+$", description)
@@ -578,7 +589,7 @@ def _require_seed_argument(env_idx: int, env: gym.Env) -> None:
 
 
 def _parts(observations: VecEnvObs) -> dict[Any, np.ndarray]:
-    """The arrays of a batch of observations, without a copy, by their key or position; a single array under None."""
+    """The arrays of a batch of observations by their key or position; a single array has the key None."""
     if isinstance(observations, dict):
         return dict(observations)
     if isinstance(observations, tuple):
@@ -587,19 +598,17 @@ def _parts(observations: VecEnvObs) -> dict[Any, np.ndarray]:
 
 
 def _same(left: np.ndarray, right: np.ndarray) -> bool:
-    # Only floats (and complex numbers) can be NaN, and `equal_nan` fails for some of the other types
+    # Only floats and complex numbers can be NaN, and `equal_nan` fails for some of the other types.
     return np.array_equal(left, right, equal_nan=np.issubdtype(left.dtype, np.inexact))
 
 
 def insert_seeded_vec_env(env: VecEnv) -> VecEnv:
     """
-    Place a ``SeededVecEnv`` innermost, right around the base ``VecEnv`` and under all wrappers, in place.
+    Place a ``SeededVecEnv`` right around the base ``VecEnv``, under all wrappers, unless there is one already.
 
-    Does nothing if there is one already.
-
-    :param env: The environment, wrapped or not
+    :param env: The environment, with or without wrappers
     :return: The outermost environment: ``env``, or the new ``SeededVecEnv`` if ``env`` is a base ``VecEnv``
-    :raises ValueError: If what is wrapped is no ``VecEnv``
+    :raises ValueError: If the innermost environment is not a ``VecEnv``, or if the ``reset`` of an environment takes no seed
     """
     if isinstance(env, SeededVecEnv):
         return env
@@ -620,11 +629,9 @@ def insert_seeded_vec_env(env: VecEnv) -> VecEnv:
 
 def find_seeded_vec_env(env: VecEnv) -> SeededVecEnv:
     """
-    Find the ``SeededVecEnv`` under the wrappers of an environment.
-
-    :param env: The environment
-    :return: Its ``SeededVecEnv``
-    :raises ValueError: If it has none
+    :param env: The environment, with or without wrappers
+    :return: The ``SeededVecEnv`` under the wrappers
+    :raises ValueError: If there is none
     """
     innermost = env
     while isinstance(innermost, VecEnvWrapper):

@@ -965,7 +965,7 @@ def test_a_worker_that_ends_is_named_at_once_and_the_others_end_with_it(fault, e
     assert not any(process.is_alive() for process in base.processes)
     env.close()
     for use_again in (env.reset, lambda: env.step(np.zeros(3, dtype=int))):
-        with pytest.raises(EnvironmentFault, match="has no process any more"):
+        with pytest.raises(EnvironmentFault, match="has no process: all workers"):
             use_again()
 
 
@@ -993,7 +993,7 @@ def test_an_interrupt_while_workers_are_asked_stops_them(method, workers_class, 
     with pytest.raises(KeyboardInterrupt):
         getattr(env, method)()
     assert not any(process.is_alive() for process in env.processes)
-    with pytest.raises(EnvironmentFault, match="has no process any more"):
+    with pytest.raises(EnvironmentFault, match="has no process: all workers"):
         env.reset()
 
 
@@ -1067,3 +1067,19 @@ def test_sb3_waits_after_a_step_was_sent_and_leaves_alone_what_is_closed(build):
     venv.closed = True
     venv.close()
     assert all(process.is_alive() for process in venv.processes)
+
+
+class CannotResetOne(OtherVecEnv):
+    """A ``VecEnv`` of another class whose ``env_method`` takes no keyword arguments."""
+
+    def env_method(self, method_name, *method_args, indices=None):
+        return super().env_method(method_name, *method_args, indices=indices)
+
+
+def test_a_vec_env_that_cannot_reset_one_environment_trains_without_shared_starts_after_one_warning():
+    with pytest.warns(UserWarning, match="CannotResetOne.env_method cannot reset a single environment") as caught:
+        model = GRPO(
+            "MlpPolicy", CannotResetOne([lambda: gym.make("CartPole-v1")] * 2), n_steps=32, batch_size=64, n_epochs=1
+        ).learn(256)
+    assert model.num_timesteps == 256
+    assert len([each for each in caught if "cannot reset a single environment" in str(each.message)]) == 1
