@@ -338,7 +338,7 @@ def test_an_interrupt_of_the_first_observation_leaves_a_baseline_that_can_begin(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("stable_baselines3.common.running_mean_std.RunningMeanStd.update", interrupted)
+        patch.setattr(FitStatistics, "expand", interrupted)
         with pytest.raises(KeyboardInterrupt):
             baseline.observe(inputs)
     baseline.observe(inputs)

@@ -389,8 +389,7 @@ def test_what_an_action_earns_shows_in_episodes_shorter_than_the_discount_looks_
     assert np.corrcoef(advantages.ravel(), earned.T.ravel())[0, 1] > least
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("gamma", [0.99, 0.9999, 1.0])
+@pytest.mark.parametrize("gamma", [0.99, 1.0])
 @pytest.mark.parametrize(("time_limit", "level", "least"), [(10, 10.0, 0.42), (200, 10.0, 0.18), (None, 0.0, 0.15)])
 def test_advantages_are_close_to_the_true_ones_for_every_gamma_and_time_limit(
     gamma: float, time_limit: int | None, level: float, least: float
@@ -476,12 +475,12 @@ def test_lstd_does_not_lag_behind_a_value_that_jumps_as_a_regression_does(
 
 def test_a_restored_fit_goes_on_as_the_original_does():
     states = np.random.default_rng(0).uniform(-1, 1, (21, 2, 3)).astype(np.float32)
-    buffer, restored, fresh = (KernelRolloutBuffer(20, VECTOR, DISCRETE, "cpu", n_envs=2) for _ in range(3))
+    # The fit keeps its unit of time in an environment with another time limit
+    buffer, restored, fresh = (KernelRolloutBuffer(20, VECTOR, DISCRETE, "cpu", n_envs=2, horizon=h) for h in (20, 1000, 20))
     collect(buffer, states, np.ones((20, 2)), terminated=np.arange(20)[:, None] == 19)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         restored.set_state(deepcopy(buffer.get_state()))
-    restored.horizon = 1000  # of an environment with another time limit, in which the fit keeps its unit of time
     advantages = [
         collect(each, states, np.ones((20, 2)), terminated=states[1:, :, 0] > 0) for each in (buffer, restored, fresh)
     ]
