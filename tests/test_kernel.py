@@ -1,0 +1,346 @@
+"""The kernel baseline, compared with numbers worked out by hand, with fits from scratch and with slow loops."""
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch as th
+
+from sb3_grpo.advantages import explained_variance
+from sb3_grpo.kernel import (
+    LEVEL_RIDGE,
+    FitStatistics,
+    KernelBaseline,
+    calibration_slope,
+    eligibility_traces,
+    fourier_features,
+    lstd_weights,
+    metric_factor,
+    predict_by_fold,
+    ridge_weights,
+)
+
+RIDGE = 0.01
+TIME_OR_NOT = pytest.mark.parametrize("time_feature", [pytest.param(True, id="time"), pytest.param(False, id="no time")])
+
+
+def tensor(values: object) -> th.Tensor:
+    return th.as_tensor(values, dtype=th.float64)
+
+
+# --- features ---------------------------------------------------------------------------------------------------------
+
+
+def test_features_with_time_are_as_worked_out_by_hand():
+    # z = 2, tau = 0.5, so that the arguments of the cosines are W [2, 1] + c, and sqrt(2 / D) = sqrt(2 / 2) = 1:
+    # cos(2 * pi / 2 + 1 * 0 + 0) = -1; cos(2 * 0 + 1 * pi / 6 + pi / 6) = cos(pi / 3) = 0.5
+    frequencies = tensor([[math.pi / 2, 0.0], [0.0, math.pi / 6]])
+    features = fourier_features(tensor([[2.0]]), tensor([0.5]), frequencies, tensor([0.0, math.pi / 6]))
+    th.testing.assert_close(features, tensor([[1.0, 2.0, 0.5, -1.0, 0.5]]))
+
+
+def test_features_without_time_are_as_worked_out_by_hand_and_ignore_it():
+    # sqrt(2 / 8) = 0.5; arguments 3 * 0 + c with c = 0 four times and pi four times
+    frequencies, phases = th.zeros(1, 8, dtype=th.float64), tensor([0.0, math.pi]).repeat(4)
+    features = fourier_features(tensor([[3.0], [3.0]]), tensor([0.1, 0.9]), frequencies, phases, time_feature=False)
+    th.testing.assert_close(features, tensor([[1.0, 3.0] + [0.5, -0.5] * 4] * 2))
+
+
+@TIME_OR_NOT
+@pytest.mark.parametrize("bandwidth", [0.5, 1.5])
+def test_inner_products_of_many_cosines_approximate_the_gaussian_kernel_of_standardised_inputs(
+    time_feature: bool, bandwidth: float
+):
+    baseline = KernelBaseline(n_features=2000, bandwidth=bandwidth, time_feature=time_feature, clip=np.inf)
+    rng = np.random.default_rng(0)
+    baseline.observe(1000.0 + 5.0 * rng.normal(size=(2000, 2)))
+    standardised, times = rng.normal(size=(6, 2)), rng.uniform(size=6)
+    cosines = baseline.features(1000.0 + 5.0 * standardised, times)[:, 3 + time_feature :]
+    for i in range(6):
+        for j in range(6):
+            # Time enters doubled
+            squared_distance = ((standardised[i] - standardised[j]) ** 2).sum() + time_feature * 4 * (times[i] - times[j]) ** 2
+            expected = math.exp(-(bandwidth**2) * squared_distance / 2)
+            assert (cosines[i] @ cosines[j]).item() == pytest.approx(expected, abs=0.07)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_ridge_weights_are_as_worked_out_by_hand():
+    # One feature, A = 2, B = 6, ridge = 1 and four samples: 6 / (2 + 1 * 4) = 1
+    assert ridge_weights(tensor([[2.0]]), tensor([6.0]), tensor(4.0), ridge=1.0).item() == pytest.approx(1.0)
+    # Less than one sample counts as one: 6 / (2 + 1 * 1) = 2
+    assert ridge_weights(tensor([[2.0]]), tensor([6.0]), tensor(0.25), ridge=1.0).item() == pytest.approx(2.0)
+
+
+def test_predictions_by_fold_are_as_worked_out_by_hand():
+    # [1, 2] . [3, 4] = 11; [1, 2] . [5, 6] = 17; [7, 8] . [3, 4] = 53
+    features, weights = tensor([[1.0, 2.0], [1.0, 2.0], [7.0, 8.0]]), tensor([[3.0, 4.0], [5.0, 6.0]])
+    th.testing.assert_close(predict_by_fold(features, weights, th.tensor([0, 1, 0])), tensor([11.0, 17.0, 53.0]))
+
+
+def test_traces_are_as_worked_out_by_hand_and_end_with_the_trajectory():
+    # Decay 0.5: 1; 2 + 0.5 * 1; 4 + 0.5 * 2.5; the trajectory ended: 8. The other environment goes on throughout
+    features = tensor([[[1.0], [2.0], [4.0], [8.0]], [[1.0], [0.0], [0.0], [0.0]]])
+    continues = tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    traces = eligibility_traces(features, continues, decay=0.5)
+    th.testing.assert_close(traces[..., 0], tensor([[1.0, 2.5, 5.25, 8.0], [1.0, 0.5, 0.25, 0.125]]))
+    assert features[0, 1] == 2.0
+
+
+def test_lstd_weights_are_as_worked_out_by_hand():
+    # N = 2, A = diag(1, 2), b = (3, 4), C + ridge I = diag(1, 2) with ridge = 0.5.
+    # The constant has no penalty: 3. The other minimises (4 - 2 w)^2 / 2 + 0.5 w^2: -2 (4 - 2 w) + w = 0, w = 1.6
+    count = tensor(2.0)
+    factor = metric_factor(tensor([[1.0, 0.0], [0.0, 3.0]]), count, 0.5)
+    weights = lstd_weights(tensor([[2.0, 0.0], [0.0, 4.0]]), tensor([6.0, 8.0]), count, factor, 0.5)
+    th.testing.assert_close(weights, tensor([3.0, 1.6]))
+
+
+@pytest.mark.parametrize("lambda_", [0.0, 0.5, 1.0])
+def test_lstd_finds_the_value_of_a_chain(lambda_: float):
+    # States 0 -> 1 -> 2 -> end, rewards 1, 2, 3, gamma 0.5: V(2) = 3, V(1) = 2 + 0.5 * 3 = 3.5, V(0) = 1 + 0.5 * 3.5 = 2.75
+    features = th.eye(3, dtype=th.float64)
+    following = tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    traces = eligibility_traces(features[None], tensor([[1.0, 1.0, 0.0]]), 0.5 * lambda_)[0]
+    statistics = FitStatistics(3, lstd=True)
+    rewards, fold = tensor([1.0, 2.0, 3.0]), th.zeros(3, dtype=th.int64)
+    statistics.leave_fold_out(features, rewards, fold, 1e-3, traces, features - 0.5 * following)
+    th.testing.assert_close(statistics.weights(1e-12), tensor([2.75, 3.5, 3.0]))
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        # With a multiple of the identity added to A, as LSTD is often solved, there would be no solution
+        pytest.param(-RIDGE * np.eye(3), id="the negative of the penalty"),
+        pytest.param(np.array([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [0.0, 2.0, 4.0]]), id="singular"),
+        pytest.param(np.array([[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, -1.0, 0.0]]), id="skew"),
+        pytest.param(np.zeros((3, 3)), id="zero"),
+    ],
+)
+def test_lstd_has_small_weights_however_singular_its_system_is(system: np.ndarray):
+    moment = tensor([5.0, 6.0, 7.0])
+    factor = metric_factor(th.zeros(3, 3, dtype=th.float64), tensor(1.0), RIDGE)
+    weights = lstd_weights(tensor(system), moment, tensor(1.0), factor, RIDGE)
+    # sqrt(ridge) |w| <= |L^-1 b| / 2, since x / (x^2 + ridge) <= 1 / (2 sqrt(ridge)); the constant may be larger
+    assert weights.isfinite().all()
+    # Where nothing tells the level, as with gamma = 1 and no terminations, it is zero
+    assert weights[0] == 0.0 or system[0, 0] != 0.0
+    assert weights[1:].norm() <= moment.norm() / (2 * RIDGE) * (1 + 1e-9)
+
+
+# --- leave-fold-out and forgetting ------------------------------------------------------------------------------------
+
+
+def fit_from_scratch(samples: list[np.ndarray], kept: np.ndarray, lstd: bool) -> np.ndarray:
+    """:return: The minimum of ``(b - A w)' (C + ridge I)^-1 (b - A w) + ridge |w|^2``, or a ridge regression"""
+    _, weights, features, traces, differences, targets = samples
+    penalty = math.sqrt(RIDGE) * np.eye(4)
+    left, right, count = np.zeros((4, 4)), np.zeros(4), max(weights[kept].sum(), 1.0)
+    for i in np.flatnonzero(kept):
+        left += weights[i] * np.outer(traces[i], differences[i]) / count
+        right += weights[i] * traces[i] * targets[i] / count
+    if not lstd:
+        return np.linalg.solve(left + RIDGE * np.eye(4), right)
+    metric = sum(w * np.outer(phi, phi) for w, phi in zip(weights, features, strict=True)) / max(weights.sum(), 1.0)
+    root = np.linalg.inv(np.linalg.cholesky(metric + RIDGE * np.eye(4)))
+    penalty[0, 0] = math.sqrt(LEVEL_RIDGE)
+    return np.linalg.lstsq(np.vstack([root @ left, penalty]), np.append(root @ right, np.zeros(4)), rcond=None)[0]
+
+
+@pytest.mark.parametrize("forgetting", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("lstd", [False, True], ids=["regression", "lstd"])
+@pytest.mark.parametrize(
+    "folds",
+    [
+        pytest.param([0, 1, 2, 0, 1, 2, 2, 2, 0, 1, 0, 1], id="interleaved"),
+        pytest.param([0] * 6 + [1] * 5 + [2], id="a fold of one sample"),
+        pytest.param([0] * 12, id="a single fold"),
+        pytest.param([0, 3] * 6, id="folds without samples"),
+    ],
+)
+def test_leaving_a_fold_out_equals_a_weighted_fit_from_scratch_without_it(folds: list[int], lstd: bool, forgetting: float):
+    rng = np.random.default_rng(0)
+    statistics, samples = FitStatistics(4, lstd), [np.zeros(0), np.zeros(0), *np.zeros((3, 0, 4)), np.zeros(0)]
+    for labels in (np.arange(20) % 3, np.arange(7) % 2, np.array(folds)):
+        n = len(labels)
+        features, targets = rng.normal(size=(n, 4)), rng.normal(size=n)
+        traces, differences = features + lstd * rng.normal(size=(2, n, 4))
+        of_lstd = (tensor(traces), tensor(differences)) if lstd else ()
+        statistics.decay(forgetting)
+        weights = statistics.leave_fold_out(tensor(features), tensor(targets), th.as_tensor(labels), RIDGE, *of_lstd)
+        samples[0][:], samples[1] = -1, forgetting * samples[1]
+        samples = [
+            np.concatenate(p) for p in zip(samples, [labels, np.ones(n), features, traces, differences, targets], strict=True)
+        ]
+    for fold in range(max(folds) + 1):
+        expected = fit_from_scratch(samples, samples[0] != fold, lstd)
+        np.testing.assert_allclose(weights[fold].numpy(), expected, rtol=1e-7, atol=1e-9, err_msg=f"fold {fold}")
+    expected = fit_from_scratch(samples, samples[0] != 9, lstd)
+    np.testing.assert_allclose(statistics.weights(RIDGE).numpy(), expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(("lstd", "given"), [(True, (1, 0)), (True, (0, 1)), (True, (0, 0)), (False, (1, 1)), (False, (1, 0))])
+def test_traces_and_differences_are_refused_by_a_regression_and_needed_by_lstd(lstd: bool, given: tuple[int, int]):
+    baseline = KernelBaseline(lstd=lstd)
+    baseline.observe(np.random.default_rng(0).normal(size=(5, 2)))
+    features = baseline.features(np.zeros((5, 2)), np.zeros(5))
+    traces, differences = (features if present else None for present in given)
+    with pytest.raises(ValueError, match=f"lstd={lstd}: pass `traces` and `differences` if and only if it is True"):
+        baseline.fit(features, th.zeros(5, dtype=th.float64), th.zeros(5, dtype=th.int64), traces, differences)
+
+
+# --- shrinkage --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("predictions", "targets", "slope"),
+    [
+        # Centred predictions -1, 0, 1 of variance 2 / 3; Cov = (-1 * 1 + 1 * 2) / 3 = 1 / 3
+        pytest.param([3.0, 4.0, 5.0], [1.0, 7.0, 2.0], 0.5, id="half"),
+        pytest.param([3.0, 4.0, 5.0], [13.0, 14.0, 15.0], 1.0, id="right but for the mean"),
+        pytest.param([3.0, 4.0, 5.0], [0.0, 5.0, 10.0], 1.0, id="never more than the prediction"),
+        pytest.param([3.0, 4.0, 5.0], [2.0, 0.0, 1.0], 0.0, id="never its opposite"),
+        pytest.param([4.0, 4.0, 4.0], [1.0, 2.0, 3.0], 0.0, id="predictions that do not vary"),
+    ],
+)
+def test_the_calibration_slope_is_as_worked_out_by_hand(predictions: list[float], targets: list[float], slope: float):
+    assert calibration_slope(np.array(predictions), np.array(targets)) == pytest.approx(slope)
+
+
+# --- the baseline as a whole ------------------------------------------------------------------------------------------
+
+
+def fitted(inputs: np.ndarray, times: np.ndarray, targets: np.ndarray, **kwargs: object) -> KernelBaseline:
+    baseline = KernelBaseline(**kwargs)  # type: ignore[arg-type]
+    baseline.observe(inputs)
+    baseline.fit(baseline.features(inputs, times), tensor(targets), th.arange(len(targets)) % 5)
+    return baseline
+
+
+def predict(baseline: KernelBaseline, inputs: np.ndarray, times: np.ndarray) -> np.ndarray:
+    return (baseline.features(inputs, times) @ baseline.weights).numpy()
+
+
+def draw_regression(n: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A target that neither its inputs nor the time explain linearly; the inputs have odd units."""
+    rng = np.random.default_rng(seed)
+    standard, times = rng.normal(size=(n, 2)), rng.uniform(size=n)
+    targets = np.cos(1.5 * standard[:, 0]) + standard[:, 1] ** 2 + 4 * (times - 0.5) ** 2 * standard[:, 1]
+    return 100.0 + np.array([1000.0, 0.01]) * standard, times, targets
+
+
+def test_inputs_are_standardised_by_what_was_observed_and_clipped():
+    rng = np.random.default_rng(0)
+    first, second = 50.0 + 3.0 * rng.normal(size=(300, 2)), 60.0 + 7.0 * rng.normal(size=(200, 2))
+    baseline = KernelBaseline()
+    baseline.observe(first)
+    baseline.observe(second)
+    both = np.vstack([first, second])
+    features = baseline.features(np.vstack([both, [[-1e6, 1e6]]]), np.zeros(501)).numpy()
+    np.testing.assert_allclose(features[:-1, 1:3], (both - both.mean(axis=0)) / both.std(axis=0), atol=1e-3)
+    np.testing.assert_array_equal(features[-1, 1:3], [-5.0, 5.0])
+    assert features.shape == (501, 1 + 2 + 1 + 128)
+
+
+def test_a_nonlinear_return_is_foreseen_while_a_linear_baseline_does_not():
+    inputs, times, targets = draw_regression(3000, seed=0)
+    unseen_inputs, unseen_times, unseen_targets = draw_regression(1000, seed=1)
+    weights = np.linalg.lstsq(np.column_stack([np.ones(3000), inputs, times]), targets, rcond=None)[0]
+    linear_predictions = np.column_stack([np.ones(1000), unseen_inputs, unseen_times]) @ weights
+    assert explained_variance(predict(fitted(inputs, times, targets), unseen_inputs, unseen_times), unseen_targets) > 0.9
+    assert explained_variance(linear_predictions, unseen_targets) < 0.3
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param(np.full((40, 3), 1e8), id="constant"),
+        pytest.param(np.repeat(np.random.default_rng(0).normal(size=(20, 1)), 6).reshape(40, 3), id="repeated columns"),
+        pytest.param(1e-20 * np.random.default_rng(0).normal(size=(40, 3)), id="tiny"),
+    ],
+)
+def test_inputs_that_tell_nothing_leave_the_mean_as_a_finite_prediction(inputs: np.ndarray):
+    times, targets = np.zeros(40), np.random.default_rng(1).normal(5.0, 1.0, size=40)
+    baseline = KernelBaseline()
+    for _ in range(5):
+        baseline.observe(inputs)
+        features = baseline.features(inputs, times)
+        weights = baseline.fit(features, tensor(targets), th.arange(40) % 4)
+        assert features.isfinite().all() and weights.isfinite().all()
+    np.testing.assert_allclose(predict(baseline, inputs, times).mean(), targets.mean(), rtol=0.02)
+    assert np.abs(predict(baseline, inputs, times)).max() < 10.0
+
+
+# --- inputs that do not vary ------------------------------------------------------------------------------------------
+
+
+@TIME_OR_NOT
+def test_inputs_that_never_vary_do_not_change_the_fit(time_feature: bool):
+    inputs, times, _ = draw_regression(300, seed=0)
+    wide_inputs = np.tile([3.0, 0.0, -1e6, 0.1, 0.0, 255.0], (300, 1))
+    wide_inputs[:, [1, 4]] = inputs
+    wide, narrow = KernelBaseline(time_feature=time_feature), KernelBaseline(time_feature=time_feature)
+    wide.observe(wide_inputs)
+    narrow.observe(inputs)
+    # The same random features for the inputs that vary
+    frequencies = wide.get_state()["frequencies"][[1, 4, 6][: 2 + time_feature]]
+    narrow.set_state({"frequencies": frequencies, "phases": wide.get_state()["phases"]})
+    features = wide.features(wide_inputs, times), narrow.features(inputs, times)
+    assert features[0].shape == (300, 1 + 2 + time_feature + 128)
+    th.testing.assert_close(*features, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("lstd", [False, True])
+def test_an_input_that_begins_to_vary_joins_a_fit_that_keeps_what_it_knew(lstd: bool):
+    inputs = np.random.default_rng(0).normal(size=(40, 2))
+    inputs[:20, 1] = 1.0
+    baseline = KernelBaseline(n_features=4, ridge=1e-2, lstd=lstd)
+    baseline.observe(inputs[:20])
+    features = baseline.features(inputs[:20], np.zeros(20))
+    of_lstd = (features + 0.1, 0.5 * features) if lstd else ()
+    baseline.fit(features, th.randn(20, dtype=th.float64), th.zeros(20, dtype=th.int64), *of_lstd)
+    narrow = baseline.weights
+    baseline.observe(inputs[20:])
+    wide = baseline.weights
+    # [1, z0, tau, cosines] becomes [1, z0, z1, tau, cosines]
+    th.testing.assert_close(th.cat([wide[:2], wide[3:]]), narrow)
+    assert wide[2] == 0.0
+
+
+# --- the state --------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_went_through_pickle_predicts_and_goes_on_identically():
+    inputs, times, targets = draw_regression(200, seed=0)
+    inputs = np.column_stack([inputs, np.ones(200)])
+    baseline = fitted(inputs, times, targets, seed=3)
+    restored, other = KernelBaseline(seed=4), fitted(inputs, times, targets, seed=4)
+    # The seed of the restored one differs: the random features are part of the state
+    restored.set_state(pickle.loads(pickle.dumps(baseline.get_state())))
+    np.testing.assert_array_equal(predict(restored, inputs, times), predict(baseline, inputs, times))
+    assert not np.array_equal(predict(other, inputs, times), predict(baseline, inputs, times))
+    inputs[:100, 2] = 2.0
+    for one in (baseline, restored):
+        one.observe(inputs)
+        one.fit(one.features(inputs, times), tensor(targets), th.arange(200) % 3)
+    np.testing.assert_array_equal(predict(restored, inputs, times), predict(baseline, inputs, times))
+
+
+def test_an_interrupt_of_the_first_observation_leaves_a_baseline_that_can_begin(monkeypatch: pytest.MonkeyPatch):
+    inputs, times, targets = draw_regression(50, seed=0)
+    baseline = KernelBaseline()
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FitStatistics, "expand", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            baseline.observe(inputs)
+    baseline.observe(inputs)
+    baseline.fit(baseline.features(inputs, times), tensor(targets), th.arange(50) % 5)
+    np.testing.assert_array_equal(predict(baseline, inputs, times), predict(fitted(inputs, times, targets), inputs, times))

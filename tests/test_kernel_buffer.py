@@ -1,0 +1,499 @@
+"""The numbers of the kernel buffer, compared with a slow computation from scratch and with problems whose answer is known."""
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+
+from sb3_grpo.advantages import generalized_advantages
+from sb3_grpo.buffers import KernelRolloutBuffer
+from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MlpPolicy, MultiInputActorPolicy
+
+VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
+IMAGE = spaces.Box(0, 255, (3, 36, 36), np.uint8)
+DISCRETE = spaces.Discrete(2)
+POLICY = MlpPolicy(VECTOR, DISCRETE, lambda _: 1e-3)
+
+
+def collect(
+    buffer: KernelRolloutBuffer,
+    observations: Any,
+    rewards: np.ndarray,
+    terminated: Any = False,
+    truncated: Any = False,
+    final: Any = None,
+    policy: ActorPolicy = POLICY,
+    keep_features: bool = False,
+) -> np.ndarray:
+    """
+    Collect one rollout of ``n_steps`` steps.
+
+    :param observations: Batches of observations, one more than there are steps
+    :param terminated: Whether the episode terminated with the step, of a shape that fits to ``(n_steps, n_envs)``
+    :param truncated: Whether a time limit ended it, in the same way
+    :param final: Observations after each step, before environments are reset; needed if a time limit ends episodes
+    :param keep_features: Whether the features of observations are passed on while collecting
+    :return: Advantages, shape ``(n_envs, n_steps)``
+    """
+    terminated, truncated = (np.broadcast_to(each, rewards.shape) for each in (terminated, truncated))
+    buffer.reset()
+    zeros = np.zeros(buffer.n_envs, dtype=np.int64)
+    for t in range(buffer.buffer_size):
+        # Log-probabilities number the transitions, so that the shuffled update can be sorted
+        numbers = th.arange(buffer.n_envs) * buffer.buffer_size + t
+        infos = [
+            {"TimeLimit.truncated": True, "terminal_observation": final[t][env]} if is_truncated else {}
+            for env, is_truncated in enumerate(truncated[t])
+        ]
+        features = th.as_tensor(policy.encode(observations[t])) if keep_features else None
+        buffer.add(
+            observations[t], zeros[:, None], rewards[t], terminated[t] | truncated[t], numbers.float(), zeros, infos, features
+        )
+    buffer.finish_rollout(observations[-1], policy)
+    (update,) = buffer.get()
+    return update.advantages[update.old_log_prob.argsort()].numpy().reshape(buffer.n_envs, -1)
+
+
+# --- rollouts of several trajectories ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Segment:
+    """The part of a trajectory that lies in one rollout."""
+
+    first_step: int
+    end: str = "unfinished"  # or "terminated" or "truncated"
+    observations: list[Any] = field(default_factory=list)  # with the one after the last step
+    rewards: list[float] = field(default_factory=list)
+
+
+class Rollout(NamedTuple):
+    """What was given to the buffer, the state of the baseline, and what the buffer made of it."""
+
+    segments: list[Segment]
+    state: dict[str, Any]
+    advantages: np.ndarray
+    metrics: dict[str, float]
+
+
+def batch(observations: list[Any]) -> Any:
+    first = observations[0]
+    return {k: np.stack([o[k] for o in observations]) for k in first} if isinstance(first, dict) else np.stack(observations)
+
+
+def run(
+    space: spaces.Space = VECTOR,
+    n_envs: int = 2,
+    time_limit: int | None = 7,
+    termination: float = 0.15,
+    policy: ActorPolicy = POLICY,
+    n_rollouts: int = 4,
+    n_steps: int = 10,
+    keep_features: bool = False,
+    **options: Any,
+) -> list[Rollout]:
+    """:return: Rollouts of random observations and rewards, whose episodes terminate by chance"""
+    np.random.seed(0)
+    space.seed(0)
+    rng = np.random.default_rng(0)
+    options = dict(n_features=12, horizon=7, gamma=0.9) | options
+    buffer = KernelRolloutBuffer(n_steps, space, DISCRETE, "cpu", n_envs=n_envs, **options)
+    elapsed, following, rollouts = np.zeros(n_envs, dtype=int), [space.sample() for _ in range(n_envs)], []
+    for _ in range(n_rollouts):
+        by_env = [[Segment(int(first))] for first in elapsed]
+        observations, final = [batch(following)], []
+        rewards = rng.normal(1.0, 1.0, (n_steps, n_envs))
+        terminated = rng.random((n_steps, n_envs)) < termination
+        truncated = np.zeros_like(terminated)
+        for t in range(n_steps):
+            present, after = following, [space.sample() for _ in range(n_envs)]
+            elapsed += 1
+            truncated[t] = ~terminated[t] & (elapsed == (time_limit or 0))
+            done = terminated[t] | truncated[t]
+            elapsed[done] = 0
+            following = [space.sample() if done[env] else after[env] for env in range(n_envs)]
+            for env, segments in enumerate(by_env):
+                segments[-1].observations.append(present[env])
+                segments[-1].rewards.append(rewards[t, env])
+                if done[env] or t == n_steps - 1:
+                    segments[-1].observations.append(after[env])
+                if done[env]:
+                    segments[-1].end = "terminated" if terminated[t, env] else "truncated"
+                    segments.append(Segment(0))
+            observations.append(batch(following))
+            final.append(after)
+        advantages = collect(buffer, observations, rewards, terminated, truncated, final, policy, keep_features)
+        given = [segment for segments in by_env for segment in segments if segment.rewards]
+        state = deepcopy(buffer.baseline.get_state())
+        rollouts.append(Rollout(given, state, advantages.ravel(), dict(buffer.metrics)))
+    return rollouts
+
+
+# --- the same from scratch --------------------------------------------------------------------------------------------
+
+
+class Rules(NamedTuple):
+    """Options of the buffer, and, with a leading ``oracle_``, what only the slow computation can do otherwise."""
+
+    horizon: int | None = 7
+    gamma: float = 0.9
+    gae_lambda: float = 0.98
+    target_lambda: float | None = None
+    fit: str = "lstd"
+    ridge: float = 1e-5
+    forgetting: float = 0.8
+    n_folds: int = 4
+    time_feature: bool = True
+    oracle_bootstraps: tuple[str, ...] = ("truncated", "unfinished")
+    oracle_final_time: float = 1.0
+    oracle_clock_goes_on: bool = True
+    oracle_leaves_fold_out: bool = True
+    oracle_shrinks: bool = True
+
+
+class Samples(NamedTuple):
+    """Steps whose advantages against the baseline of weights ``w`` are ``constants + slopes @ w``."""
+
+    weights: np.ndarray
+    folds: np.ndarray
+    features: np.ndarray
+    constants: np.ndarray
+    slopes: np.ndarray
+    targets: np.ndarray
+
+
+def slow_features(state: dict[str, Any], inputs: np.ndarray, time: float, time_feature: bool) -> np.ndarray:
+    statistics, phases = state["input_statistics"], state["phases"].numpy()
+    z = np.clip((inputs - statistics.mean) / np.sqrt(statistics.var + 1e-8), -5.0, 5.0)
+    linear, argument = ([1.0, *z, time], [*z, 2.0 * time]) if time_feature else ([1.0, *z], z)
+    cosines = [np.cos(np.dot(f, argument) + c) for f, c in zip(state["frequencies"].numpy().T, phases, strict=True)]
+    return np.array([*linear, *(np.sqrt(2.0 / len(phases)) * np.array(cosines))])
+
+
+def slow_gae(rewards: Any, values: np.ndarray, gamma: float, lambda_: float) -> np.ndarray:
+    """:return: Sums of discounted temporal differences; values may have columns, and a last row for the step after the end"""
+    deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
+    return np.array([sum((gamma * lambda_) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))])
+
+
+def slow_fit(samples: Samples, kept: Any, rules: Rules) -> np.ndarray:
+    """
+    LSTD(lambda) in its forward view, without traces: the weights make the mean product of features and advantages small. Both
+    fits are ordinary least-squares problems, with one more row per feature for the penalty.
+    """
+    _, _, phi, constants, slopes, targets = samples
+    weights = samples.weights * kept
+    count, penalty = max(weights.sum(), 1.0), np.sqrt(rules.ridge) * np.eye(phi.shape[1])
+    if rules.fit == "regression":
+        root = np.sqrt(weights / count)
+        rows, right = root[:, None] * phi, root * targets
+    else:
+        metric = phi.T @ (samples.weights[:, None] * phi) / max(samples.weights.sum(), 1.0) + rules.ridge * np.eye(
+            phi.shape[1]
+        )
+        root = np.linalg.inv(np.linalg.cholesky(metric)) @ (weights[:, None] / count * phi).T
+        rows, right = root @ slopes, -root @ constants
+        penalty[0, 0] = 1e-6
+    return np.linalg.lstsq(np.vstack([rows, penalty]), np.append(right, np.zeros(len(penalty))), rcond=None)[0]
+
+
+class Expected(NamedTuple):
+    advantages: np.ndarray
+    shrinkage: float
+    explained_variance: float
+    variance_reduction: float
+
+
+def from_scratch(rollouts: list[Rollout], rules: Rules, encode: Callable[[Any], Any] = np.asarray) -> list[Expected]:
+    """:return: Advantages and metrics of each rollout as the documentation promises them"""
+    lambda_ = rules.gae_lambda if rules.target_lambda is None else rules.target_lambda
+    samples: Samples | None = None
+    result: list[Expected] = []
+    longest, earlier = 1, np.zeros(0)
+    for segments, state, _, _ in rollouts:
+        own = [] if samples is None else [samples._replace(weights=rules.forgetting * samples.weights)]
+        firsts = [segment.first_step if rules.oracle_clock_goes_on else 0 for segment in segments]
+        longest = max(longest, *(first + len(s.rewards) for first, s in zip(firsts, segments, strict=True)))
+        unit = rules.horizon or next(2**k for k in range(30) if 2**k >= longest)
+        known = []
+        for i, (first, segment) in enumerate(zip(firsts, segments, strict=True)):
+            n = len(segment.rewards)
+            times = [*(first + np.arange(n)), first + n - 1 + rules.oracle_final_time]
+            inputs = [encode(each) for each in segment.observations]
+            phi = np.array([slow_features(state, x, t / unit, rules.time_feature) for x, t in zip(inputs, times, strict=True)])
+            phi[-1] *= segment.end in rules.oracle_bootstraps
+            constants = slow_gae(segment.rewards, np.zeros(n + 1), rules.gamma, lambda_)
+            slopes = slow_gae(np.zeros(n), phi, rules.gamma, lambda_)
+            earlier = earlier if len(earlier) else np.zeros(phi.shape[1])
+            targets = phi[:-1] @ earlier + constants + slopes @ earlier
+            known.append(phi)
+            own.append(Samples(np.ones(n), np.full(n, i % rules.n_folds), phi[:-1], constants, slopes, targets))
+        samples = Samples(*map(np.concatenate, zip(*own, strict=True)))
+        left_out = [i % rules.n_folds if rules.oracle_leaves_fold_out else None for i in range(len(known))]
+        predictions = [
+            phi @ slow_fit(samples, samples.folds != fold, rules) for phi, fold in zip(known, left_out, strict=True)
+        ]
+        samples = samples._replace(folds=np.full(len(samples.folds), -1))
+        earlier = slow_fit(samples, True, rules)
+        result.append(shrunk(segments, predictions, rules))
+    return result
+
+
+def shrunk(segments: list[Segment], predictions: list[np.ndarray], rules: Rules) -> Expected:
+    """:return: Advantages and metrics against the shrunk predictions, of which the last of each segment is beyond it"""
+    rewards = [segment.rewards for segment in segments]
+    goes_on = [np.append(np.ones(len(s.rewards)), s.end in rules.oracle_bootstraps) for s in segments]
+
+    def advantages(lambda_: float, values: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([slow_gae(r, v, rules.gamma, lambda_) for r, v in zip(rewards, values, strict=True)])
+
+    def joined(values: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([each[:-1] for each in values])
+
+    baseline = joined(predictions)
+    slope = np.polyfit(baseline, baseline + advantages(1.0, predictions), 1)[0] if np.ptp(baseline) > 0 else 0.0
+    kappa = min(max(slope, 0.0), 1.0) if rules.oracle_shrinks else 1.0
+    shrunk = [(baseline.mean() + kappa * (v - baseline.mean())) * c for v, c in zip(predictions, goes_on, strict=True)]
+    baseline, full, final = joined(shrunk), advantages(1.0, shrunk), advantages(rules.gae_lambda, shrunk)
+    return Expected(final, kappa, 1 - full.var() / (baseline + full).var(), 1 - final.var() / (baseline + final).var())
+
+
+def assert_as_from_scratch(rollouts: list[Rollout], rules: Rules, **kwargs: Any) -> None:
+    for rollout, expected in zip(rollouts, from_scratch(rollouts, rules, **kwargs), strict=True):
+        np.testing.assert_allclose(rollout.advantages, expected.advantages, rtol=1e-4, atol=1e-5)
+        assert rollout.metrics["train/baseline_shrinkage"] == pytest.approx(expected.shrinkage, abs=1e-5)
+        assert rollout.metrics["train/explained_variance"] == pytest.approx(expected.explained_variance, abs=1e-5)
+        assert rollout.metrics["train/baseline_variance_reduction"] == pytest.approx(expected.variance_reduction, abs=1e-5)
+
+
+def assert_advantages_differ(rollouts: list[Rollout], others: Any) -> None:
+    pairs = zip(rollouts, others, strict=True)
+    assert max(np.abs(rollout.advantages - other.advantages).max() for rollout, other in pairs) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        VECTOR,
+        spaces.Box(-1.0, 1.0, (2, 2), np.float64),
+        spaces.Discrete(4),
+        spaces.MultiDiscrete([2, 3]),
+        spaces.MultiBinary(3),
+        spaces.Dict({"b": VECTOR, "a": spaces.Discrete(3), "c": spaces.MultiBinary(2)}),
+    ],
+    ids=lambda space: f"{type(space).__name__}{space.shape or ''}",
+)
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_advantages_and_metrics_equal_a_slow_computation_from_scratch(space: spaces.Space, n_envs: int):
+    rollouts = run(space, n_envs)
+    assert {s.end for rollout in rollouts for s in rollout.segments} == {"terminated", "truncated", "unfinished"}
+    assert_as_from_scratch(rollouts, Rules(), encode=lambda observation: np.asarray(spaces.flatten(space, observation)))
+
+
+@pytest.mark.parametrize(
+    "departure",
+    [
+        pytest.param(dict(oracle_bootstraps=("unfinished",)), id="nothing follows a time limit"),
+        pytest.param(dict(oracle_bootstraps=("truncated",)), id="nothing follows the rollout"),
+        pytest.param(dict(oracle_bootstraps=("truncated", "unfinished", "terminated")), id="something follows a termination"),
+        pytest.param(dict(oracle_final_time=0.0), id="the clock stops before the last observation"),
+        pytest.param(dict(oracle_clock_goes_on=False), id="each rollout counts steps from zero"),
+        pytest.param(dict(oracle_leaves_fold_out=False), id="a trajectory is judged by a fit to itself"),
+        pytest.param(dict(oracle_shrinks=False), id="predictions are not shrunk"),
+    ],
+)
+@pytest.mark.parametrize("fit", ["regression", "lstd"])
+def test_any_other_way_leads_to_other_advantages(fit: str, departure: dict[str, Any]):
+    rollouts = run(fit=fit)
+    assert_advantages_differ(rollouts, from_scratch(rollouts, Rules(fit=fit, **departure)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"gamma": gamma} for gamma in (0.8, 0.95, 0.9999, 1.0)),
+        *({"target_lambda": lambda_} for lambda_ in (0.0, 0.5, 1.0)),
+        *({"fit": "regression", "target_lambda": lambda_} for lambda_ in (None, 0.0, 1.0)),
+        {"gae_lambda": 0.5},
+        {"gae_lambda": 0.5, "target_lambda": 0.98},
+        {"ridge": 1e-3},
+        {"forgetting": 0.5},
+        {"forgetting": 0.0},
+        {"n_folds": 2},
+        {"n_folds": 1},
+        {"horizon": 20},
+        {"time_feature": False},
+    ],
+    ids=str,
+)
+def test_each_option_means_what_the_slow_computation_says(options: dict[str, Any]):
+    rollouts = run(**options)
+    assert_as_from_scratch(rollouts, Rules(**options))
+    assert_advantages_differ(rollouts, run())
+
+
+def test_a_single_trajectory_is_judged_by_the_rollouts_before():
+    rollouts = run(n_envs=1, time_limit=None, termination=0.0, horizon=None)
+    assert [[segment.first_step for segment in rollout.segments] for rollout in rollouts] == [[0], [10], [20], [30]]
+    assert_as_from_scratch(rollouts, Rules(horizon=None))
+
+
+def test_without_a_time_limit_time_is_measured_in_longest_trajectories_so_far():
+    rollouts = run(time_limit=None, horizon=None)
+    assert_as_from_scratch(rollouts, Rules(horizon=None))
+    assert_advantages_differ(rollouts, run(time_limit=None, horizon=32))
+
+
+def extracted(policy: ActorPolicy, observation: Any) -> np.ndarray:
+    with th.no_grad():
+        tensors = policy.obs_to_tensor(observation)[0]
+        return policy.extract_features(tensors, policy.features_extractor)[0].double().numpy()
+
+
+@pytest.mark.parametrize("keep_features", [False, True])
+@pytest.mark.parametrize("space", [IMAGE, spaces.Dict(camera=IMAGE, speed=VECTOR)], ids=["image", "Dict with an image"])
+def test_for_images_the_inputs_are_the_actors_features(space: spaces.Space, keep_features: bool):
+    policy: ActorPolicy
+    if space is IMAGE:
+        policy = ActorCnnPolicy(space, DISCRETE, lambda _: 1e-3, features_extractor_kwargs=dict(features_dim=8))
+    else:
+        policy = MultiInputActorPolicy(space, DISCRETE, lambda _: 1e-3, features_extractor_kwargs=dict(cnn_output_dim=8))
+    # A network rounds differently for one observation and for many, which a fit with a smaller ridge amplifies
+    rollouts = run(space, policy=policy, n_rollouts=3, ridge=0.1, keep_features=keep_features)
+    assert_as_from_scratch(rollouts, Rules(ridge=0.1), encode=lambda observation: extracted(policy, observation))
+
+
+# --- problems whose answer is known -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [0.99, 1.0])
+@pytest.mark.parametrize("truncated", [False, True], ids=["terminated", "truncated"])
+@pytest.mark.parametrize(("length", "least"), [(10, 0.3), (50, 0.15)])
+def test_what_an_action_earns_shows_in_episodes_shorter_than_the_discount_looks_ahead(
+    length: int, least: float, truncated: bool, gamma: float
+):
+    # One action earns 0.3 more than the other, in states that say nothing
+    rng = np.random.default_rng(0)
+    buffer = KernelRolloutBuffer(500, VECTOR, DISCRETE, "cpu", n_envs=4, gamma=gamma, horizon=length)
+    done = (np.arange(500) + 1)[:, None] % length == 0
+    for _ in range(3):
+        observations, final = rng.uniform(-1, 1, (2, 501, 4, 3)).astype(np.float32)
+        earned = 0.3 * rng.integers(2, size=(500, 4))
+        advantages = collect(buffer, observations, 1.0 + earned, done & (not truncated), done & truncated, final)
+    assert np.corrcoef(advantages.ravel(), earned.T.ravel())[0, 1] > least
+
+
+@pytest.mark.parametrize("gamma", [0.99, 1.0])
+@pytest.mark.parametrize(("time_limit", "level", "least"), [(10, 10.0, 0.42), (200, 10.0, 0.18), (None, 0.0, 0.15)])
+def test_advantages_are_close_to_the_true_ones_for_every_gamma_and_time_limit(
+    gamma: float, time_limit: int | None, level: float, least: float
+):
+    # x' = 0.9 x + 0.3 a + noise pays level + x, and time limits truncate episodes. The value is linear in x, and the advantage
+    # of a is 0.3 a gamma / (1 - 0.9 gamma). Lambda-returns are noisy: the correlation is 0.45 at best
+    rng = np.random.default_rng(0)
+    space = spaces.Box(-9.0, 9.0, (2,))
+    buffer = KernelRolloutBuffer(500, space, DISCRETE, "cpu", n_envs=4, gamma=gamma, horizon=time_limit)
+    states, elapsed = 0.7 * rng.normal(size=(4, 2)), np.arange(4)
+    for _ in range(5):
+        actions = rng.choice([-1, 1], size=(500, 4))
+        observations, final, truncated = [states], [], []
+        for t in range(500):
+            after = 0.9 * states + 0.1 * rng.normal(size=states.shape)
+            after[:, 0] += 0.3 * actions[t]
+            elapsed += 1
+            done = elapsed == (time_limit or -1)
+            elapsed[done] = 0
+            states = np.where(done[:, None], 0.7 * rng.normal(size=states.shape), after)
+            observations.append(states)
+            final.append(after)
+            truncated.append(done)
+        rewards = level + np.array(observations)[:-1, :, 0]
+        advantages = collect(buffer, observations, rewards, truncated=np.array(truncated), final=final)
+    assert np.isfinite(advantages).all()
+    assert np.corrcoef(advantages.ravel(), actions.T.ravel())[0, 1] > least
+
+
+def heavy_tailed(seed: int) -> list[float]:
+    """:return: Least explained variance, mean shrinkage, and mean variance of advantages over that without a baseline"""
+    np.random.seed(seed)
+    rng = np.random.default_rng(seed)
+    buffer = KernelRolloutBuffer(1024, spaces.Box(-np.inf, np.inf, (4,)), DISCRETE, "cpu", n_envs=2)
+    states, figures, zeros, goes_on = rng.normal(size=(8 * 1024 + 1, 2, 4)), [], np.zeros(1024), np.ones(1024)
+    for t in range(8 * 1024):
+        states[t + 1] = 0.95 * states[t] + 0.3 * states[t + 1]
+    for first in range(0, 8 * 1024, 1024):
+        rewards = rng.choice([-0.8, 1.2], size=(1024, 2)) * rng.pareto(1.5, size=(1024, 2))
+        advantages = collect(buffer, states[first : first + 1025], rewards)
+        without = [generalized_advantages(r, zeros, zeros, goes_on, buffer.gamma, buffer.gae_lambda) for r in rewards.T]
+        explained, shrinkage = (buffer.metrics[f"train/{name}"] for name in ("explained_variance", "baseline_shrinkage"))
+        figures.append([explained, shrinkage, advantages.var() / np.var(without)])
+    explained, shrinkage, ratio = np.transpose(figures[1:])
+    return [explained.min(), shrinkage.mean(), ratio.mean()]
+
+
+@pytest.mark.slow
+def test_heavy_tailed_rewards_that_nothing_foretells_leave_advantages_no_worse_than_without_a_baseline(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    explained, shrinkage, ratio = np.transpose([heavy_tailed(seed) for seed in range(3)])
+    assert explained.min() > -0.05 and shrinkage.mean() < 0.2 and ratio.mean() < 1.02
+    monkeypatch.setattr("sb3_grpo.buffers.kernel.calibration_slope", lambda predictions, returns: 1.0)
+    explained, _, ratio = np.transpose([heavy_tailed(seed) for seed in range(3)])
+    assert explained.min() < -0.5 and ratio.mean() > 1.1
+
+
+@pytest.mark.parametrize(
+    ("fit", "target_lambda", "least", "most"),
+    [
+        ("lstd", 0.5, 0.0, 0.1),
+        ("lstd", 1.0, 0.0, 0.1),
+        ("regression", 0.5, 40.0, 100.0),  # the old value stands for what follows after a few steps
+        ("regression", 1.0, 0.0, 15.0),
+    ],
+)
+def test_lstd_does_not_lag_behind_a_value_that_jumps_as_a_regression_does(
+    fit: Any, target_lambda: float, least: float, most: float
+):
+    # Rewards of 1 and then of 10 in episodes that go on, with gamma 0.9: the value is 10 and then 100
+    options: dict[str, Any] = dict(gamma=0.9, n_folds=1, ridge=1e-6, forgetting=0.0, target_lambda=target_lambda, fit=fit)
+    buffer = KernelRolloutBuffer(200, VECTOR, DISCRETE, "cpu", n_envs=2, **options)
+    states = np.random.default_rng(0).uniform(-1, 1, (201, 2, 3)).astype(np.float32)
+    for reward in (1.0, 1.0, 10.0):
+        collect(buffer, states, np.full((200, 2), reward))
+    features = buffer.baseline.features(states[-1], np.full(2, 0.5))
+    assert least <= abs((features @ buffer.baseline.weights).mean().item() - 100.0) < most
+
+
+# --- the state of the fit ---------------------------------------------------------------------------------------------
+
+
+def test_a_restored_fit_goes_on_as_the_original_does():
+    states = np.random.default_rng(0).uniform(-1, 1, (21, 2, 3)).astype(np.float32)
+    # The fit keeps its unit of time in an environment with another time limit
+    buffer, restored, fresh = (KernelRolloutBuffer(20, VECTOR, DISCRETE, "cpu", n_envs=2, horizon=h) for h in (20, 1000, 20))
+    collect(buffer, states, np.ones((20, 2)), terminated=np.arange(20)[:, None] == 19)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored.set_state(deepcopy(buffer.get_state()))
+    advantages = [
+        collect(each, states, np.ones((20, 2)), terminated=states[1:, :, 0] > 0) for each in (buffer, restored, fresh)
+    ]
+    np.testing.assert_array_equal(advantages[0], advantages[1])
+    assert not np.allclose(advantages[0], advantages[2])
+
+
+@pytest.mark.parametrize(
+    ("option", "saved", "present"),
+    [("actor_features", False, True), ("actor_features", True, False), ("fit", "lstd", "regression"), ("n_features", 12, 24)],
+)
+def test_a_fit_with_other_features_is_not_taken_over(option: str, saved: Any, present: Any):
+    state = KernelRolloutBuffer(8, VECTOR, DISCRETE, "cpu", **{option: saved}).get_state()
+    buffer = KernelRolloutBuffer(8, VECTOR, DISCRETE, "cpu", **{option: present})
+    with pytest.warns(UserWarning, match="starts with a new fit"):
+        buffer.set_state(state)
