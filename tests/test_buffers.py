@@ -575,7 +575,7 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
 ):
     # Rollouts of one step, so that each transition is the last. The action that leads to state 1 is worth gamma more than the
     # other, unless the episode has terminated: then there is nothing to encode beyond the rollout
-    n_envs = 64
+    n_envs = 256
     envs = DummyVecEnv([lambda: TwoStates(space, ending)] * n_envs)
     model = make_model(
         envs, "kernel", policy, 1, learning_rate=0.0, batch_size=n_envs, normalize_advantage=False, share_starts=False,

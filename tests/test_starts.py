@@ -913,7 +913,7 @@ def test_an_environment_whose_reset_takes_no_seed_is_refused_before_training(mak
     message = rf"Environment 1 cannot be seeded: {signature} takes no `seed`\. Define it as `def reset\(self, \*, seed=None"
     with pytest.raises(ValueError, match=message):
         GRPO("MlpPolicy", DummyVecEnv([DriftEnv, make]), share_starts=False)
-    model = GRPO("MlpPolicy", DummyVecEnv([DriftEnv] * 2), n_steps=8)
+    model = GRPO("MlpPolicy", DummyVecEnv([DriftEnv] * 2), n_steps=8, batch_size=16)
     with pytest.raises(ValueError, match=message):
         model.set_env(DummyVecEnv([DriftEnv, make]))
     model.set_env(DummyVecEnv([DriftEnv, lambda: Monitor(DriftEnv())]))
@@ -1011,7 +1011,7 @@ def test_a_fault_arrives_from_another_process_as_it_was_sent():
     fault.exit_code = 7
     copy = pickle.loads(pickle.dumps(fault))
     assert type(copy) is EnvironmentFault and str(copy) == str(fault)
-    assert (copy.env_idx, copy.exit_code) == (3, 7) and str(copy).startswith("Environment 3 is gone. No update")
+    assert (copy.env_idx, copy.exit_code) == (3, 7) and str(copy).startswith("Environment 3 is gone. This rollout was not used")
 
 
 # -- the private parts of SB3 that this relies on ---------------------------------------------------------------------
