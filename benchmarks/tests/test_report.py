@@ -1,7 +1,9 @@
 """The report: estimates of toys whose answer is known, and pages that say what the rows say."""
 
+import functools
 import math
 import pathlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -192,8 +194,15 @@ def test_places_of_a_page_are_filled() -> None:
     assert report.fill(page, contents) == report.fill(filled, contents) == filled
 
 
+@pytest.fixture(scope="module")
+def contents() -> dict[str, Callable[[], str]]:
+    """The contents of all places, each made once."""
+    return {name: functools.cache(make) for name, make in report.sections(RESULTS).items()}
+
+
+@pytest.mark.xdist_group("report")  # one process, so that pages share contents
 @pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.stem)
-def test_a_page_is_what_the_rows_say(page: pathlib.Path) -> None:
+def test_a_page_is_what_the_rows_say(page: pathlib.Path, contents: dict[str, Callable[[], str]]) -> None:
     text = page.read_text(encoding="utf-8")
     assert "<!-- report: " in text
-    assert report.fill(text, report.sections(RESULTS)) == text, "the page is old, run: python -m benchmarks.report"
+    assert report.fill(text, contents) == text, "the page is old, run: python -m benchmarks.report"

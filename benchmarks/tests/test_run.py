@@ -95,6 +95,7 @@ def test_a_training_cut_short_is_no_finished_run(monkeypatch: pytest.MonkeyPatch
         run.execute(cell)
 
 
+@pytest.mark.slow
 def test_kill_leaves_no_process_behind(tmp_path: pathlib.Path) -> None:
     arguments = ["--envs", "CartPole-v1", "--arms", "ppo", "--results", str(tmp_path)]
     # In a session of its own, so that one can ask for what is left of it
