@@ -163,7 +163,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.dones[:, self.pos] = done
         self._group_returns.add(reward, done, start)
         self._elapsed += 1
-        for env in np.flatnonzero(done):
+        for env in np.flatnonzero(done) if done.any() else ():
             self._elapsed[env] = 0
             if infos[env].get("TimeLimit.truncated", False) and infos[env].get("terminal_observation") is not None:
                 self._final_observations.append((int(env), self.pos, infos[env]["terminal_observation"]))

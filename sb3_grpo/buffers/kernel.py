@@ -222,11 +222,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         :return: Weights, shape ``(n_folds, p)``
         """
         goes_on = th.as_tensor(continues)
-        following = features.roll(-1, dims=0) * goes_on[:, None]
+        following = features.roll(-1, dims=0).mul_(goes_on[:, None])
         following[cuts] = cut_features
         by_env = features.view(self.n_envs, self.buffer_size, -1)
         traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), self.gamma * self.target_lambda)
-        differences = features - self.gamma * following
+        differences = following.mul_(-self.gamma).add_(features)
         return self.baseline.fit(features, th.as_tensor(rewards), folds, traces.flatten(end_dim=1), differences)
 
     def _time_unit(self, steps: np.ndarray) -> float:

@@ -155,6 +155,8 @@ class GroupReturns:
         :param start: Index of the start of each trajectory, shape ``(n_envs,)``
         """
         self._running += reward
+        if not done.any():
+            return
         for env in np.flatnonzero(done):
             group = int(start[env]) // self.group_size
             members = self._ended.setdefault(group, [])
