@@ -1,9 +1,10 @@
 """
-Gymnasium environments whose seed fixes a stream of inputs that nobody controls and that drives the rewards: jobs, demand,
-prices, bandwidth, wind. Members of a group live through the same inputs, whatever they do.
+Gymnasium environments whose seed fixes a stream of inputs that nobody controls and that drives the rewards: jobs,
+demand, prices, bandwidth, wind. Members of a group live through the same inputs, whatever they do.
 
 Importing ``sb3_grpo`` registers them. Their modules are imported when an environment is made, so that registering costs
-next to nothing; in a process that has not imported the package, write ``gym.make("sb3_grpo.envs:sb3_grpo/LoadBalancing-v0")``.
+next to nothing; in a process that has not imported the package, write
+``gym.make("sb3_grpo.envs:sb3_grpo/LoadBalancing-v0")``.
 """
 
 from gymnasium.envs.registration import register

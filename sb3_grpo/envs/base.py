@@ -12,11 +12,13 @@ class InputDrivenEnv(gym.Env[np.ndarray, int]):
     An environment driven by a stream of inputs that the seed fixes and that actions cannot change (Mao et al. 2018,
     https://arxiv.org/abs/1807.02264).
 
-    ``reset`` draws the whole stream from ``np_random``; a step draws nothing. ``reset(options={"inputs": ...})`` replaces the
-    stream, for instance with a recorded one. Its arrays have to have the names and lengths of those in ``inputs``.
+    ``reset`` draws the whole stream from ``np_random``; a step draws nothing. ``reset(options={"inputs": ...})``
+    replaces the stream, for instance with a recorded one. Its arrays have to have the names and lengths of those in
+    ``inputs``.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}
+    # There is nothing to render. With an empty list, Gymnasium would warn of the mode "rgb_array" that SB3 asks for by default
+    metadata: dict[str, Any] = {}  # noqa: RUF012
 
     #: The stream of the current episode, by name
     inputs: dict[str, np.ndarray]

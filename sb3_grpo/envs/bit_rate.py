@@ -31,24 +31,27 @@ HISTORY = 8
 
 class BitRateEnv(InputDrivenEnv):
     """
-    Choose the bit rate of each chunk of a video: as high as the bandwidth permits, without stalls, and without many changes.
+    Choose the bit rate of each chunk of a video: as high as the bandwidth permits, without stalls, and without many
+    changes.
 
-    **Input**: the bandwidth of each second, and the size of each chunk relative to its bit rate. How fast the seconds pass
-    depends on the actions, so that members of a group are at the same chunk at somewhat different times.
+    **Input**: the bandwidth of each second, and the size of each chunk relative to its bit rate. How fast the seconds
+    pass depends on the actions, so that members of a group are at the same chunk at somewhat different times.
     **Action**: index of the bit rate of the next chunk.
     **Observation**: the last bit rate over the highest; the playback buffer over 10 seconds; the share of chunks to
-    come; the relative size of the next chunk; the throughputs of the last 8 chunks over the highest bit rate, the latest first.
+    come; the relative size of the next chunk; the throughputs of the last 8 chunks over the highest bit rate, the
+    latest first.
     **Reward**: bit rate in Mbit/s, less 4.3 for each second of stalling, less the change of the bit rate. The episode
     terminates with the last chunk.
 
-    Video and reward (``QoE_lin``) are those of Pensieve (Mao et al. 2017, https://doi.org/10.1145/3098822.3098843, section 5.1; Park's
-    ``abr_sim`` has the same): six bit rates, 48 chunks of 4 seconds, a buffer of at most 60 seconds, a round trip of 80 ms, 95% payload.
-    The bandwidth is that of its synthetic traces (section 5.3 and ``sim/synthetic_traces.py`` of https://github.com/hongzimao/pensieve):
-    ten states from 0.2 to 4.3 Mbit/s that last ``T`` seconds on average and change to near states with geometrically decreasing
-    probability, and Gaussian noise redrawn every few seconds; for each trace ``T`` is uniform in 10 to 100, the seconds between two
-    draws of the noise in 1 to 5, and its relative standard deviation in 0.05 to 0.5. A trace of 320 seconds starts anew when it ends.
-    Departures: sizes of chunks vary by 10% around their bit rate, alike for all bit rates (as measured on Pensieve's video), instead of
-    being those of one video; download times are observed as throughputs only.
+    Video and reward (``QoE_lin``) are those of Pensieve (Mao et al. 2017, https://doi.org/10.1145/3098822.3098843,
+    section 5.1; Park's ``abr_sim`` has the same): six bit rates, 48 chunks of 4 seconds, a buffer of at most 60
+    seconds, a round trip of 80 ms, 95% payload. The bandwidth is that of its synthetic traces (section 5.3 and
+    ``sim/synthetic_traces.py`` of https://github.com/hongzimao/pensieve): ten states from 0.2 to 4.3 Mbit/s that last
+    ``T`` seconds on average and change to near states with geometrically decreasing probability, and Gaussian noise
+    redrawn every few seconds; for each trace ``T`` is uniform in 10 to 100, the seconds between two draws of the noise
+    in 1 to 5, and its relative standard deviation in 0.05 to 0.5. A trace of 320 seconds starts anew when it ends.
+    Departures: sizes of chunks vary by 10% around their bit rate, alike for all bit rates (as measured on Pensieve's
+    video), instead of being those of one video; download times are observed as throughputs only.
 
     :param n_chunks: Number of chunks, the steps of an episode
     :param chunk_seconds: Playing time of a chunk
@@ -56,9 +59,7 @@ class BitRateEnv(InputDrivenEnv):
     :param trace_seconds: Length of the bandwidth trace
     """
 
-    def __init__(
-        self, n_chunks: int = 48, chunk_seconds: float = 4.0, max_buffer: float = 60.0, trace_seconds: int = 320
-    ):
+    def __init__(self, n_chunks: int = 48, chunk_seconds: float = 4.0, max_buffer: float = 60.0, trace_seconds: int = 320):
         self.n_chunks = n_chunks
         self.chunk_seconds = chunk_seconds
         self.max_buffer = max_buffer

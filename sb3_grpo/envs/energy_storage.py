@@ -19,20 +19,22 @@ class EnergyStorageEnv(InputDrivenEnv):
     """
     Buy electricity when it is cheap, store it, and sell it when it is dear.
 
-    **Input**: the price of each hour, ``exp(f(hour) + x_t)`` with a daily pattern ``f`` and the mean-reverting process with jumps
-    ``x_t = reversion * x_(t-1) + volatility * z_t + jump_t``.
+    **Input**: the price of each hour, ``exp(f(hour) + x_t)`` with a daily pattern ``f`` and the mean-reverting process
+    with jumps ``x_t = reversion * x_(t-1) + volatility * z_t + jump_t``.
     **Action**: 0 holds, 1 buys, 2 sells, as much as the power of the battery, its capacity and its content allow.
-    **Observation**: content over capacity, the log price over its mean, sine and cosine of the hour, the share of hours to come.
+    **Observation**: content over capacity, the log price over its mean, sine and cosine of the hour, the share of hours
+    to come.
     **Reward**: what the sale earns, or minus what the purchase costs, over the median price (about 30 dollars per MWh).
     The episode terminates after ``n_hours``; what is then left in the battery is lost.
 
-    The form of the price is that of Cartea and Figueroa 2005 ("Pricing in electricity markets: a mean reverting jump diffusion
-    model with seasonality", Applied Mathematical Finance 12). Its parameters were fitted to the 192 hourly real-time prices of PJM (January
-    2005) that come with the energy storage problem of Powell 2022 ("Sequential Decision Analytics and Modeling", chapter 9;
-    https://github.com/wbpowell328/stochastic-optimization, ``EnergyStorage_I``): least squares on log prices, floored at 5 dollars, for
-    the daily pattern and then for the reversion, where residuals beyond three standard deviations count as jumps (3 of 191). The capacity
-    of 1 MWh and the efficiency of 0.9 in each direction are Powell's. Departures: the battery takes four hours to fill instead of
-    one, starts half full instead of full, and an episode is a week.
+    The form of the price is that of Cartea and Figueroa 2005 ("Pricing in electricity markets: a mean reverting jump
+    diffusion model with seasonality", Applied Mathematical Finance 12). Its parameters were fitted to the 192 hourly
+    real-time prices of PJM (January 2005) that come with the energy storage problem of Powell 2022 ("Sequential
+    Decision Analytics and Modeling", chapter 9; https://github.com/wbpowell328/stochastic-optimization,
+    ``EnergyStorage_I``): least squares on log prices, floored at 5 dollars, for the daily pattern and then for the
+    reversion, where residuals beyond three standard deviations count as jumps (3 of 191). The capacity of 1 MWh and the
+    efficiency of 0.9 in each direction are Powell's. Departures: the battery takes four hours to fill instead of one,
+    starts half full instead of full, and an episode is a week.
 
     :param n_hours: Steps of an episode
     :param capacity: Capacity of the battery in MWh

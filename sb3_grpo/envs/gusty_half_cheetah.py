@@ -16,12 +16,12 @@ class GustyHalfCheetahEnv(HalfCheetahEnv):
     """
     Gymnasium's HalfCheetah-v5 with gusts of horizontal force on its torso, fixed by the seed and not observed.
 
-    **Input**: the force in each step, a random walk between -10 and 10 N: it starts uniformly in -1 to 1 and changes by a standard
-    normal number in each step. The cheetah weighs 14 kg.
-    Actions, observations and rewards are those of HalfCheetah-v5. It needs the extra ``mujoco``.
+    **Input**: the force in each step, a random walk between -10 and 10 N: it starts uniformly in -1 to 1 and changes by
+    a standard normal number in each step. The cheetah weighs 14 kg. Actions, observations and rewards are those of
+    HalfCheetah-v5. It needs the extra ``mujoco``.
 
-    The random walk is that of the wind of Mao et al. 2018 (https://arxiv.org/abs/1807.02264, Walker2d with wind). Departures: the
-    body is the HalfCheetah, which never ends an episode, and the wind is not part of the observation.
+    The random walk is that of the wind of Mao et al. 2018 (https://arxiv.org/abs/1807.02264, Walker2d with wind).
+    Departures: the body is the HalfCheetah, which never ends an episode, and the wind is not part of the observation.
 
     No heuristic is known for it; the references are random actions and standing still (no torque).
     """

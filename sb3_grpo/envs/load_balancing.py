@@ -20,15 +20,17 @@ class LoadBalancingEnv(InputDrivenEnv):
 
     **Input**: the sizes of the jobs, Pareto distributed, and the exponential gaps between their arrivals.
     **Action**: index of the server. Servers work through their queues in order of arrival.
-    **Observation**: for each server the logarithm of one plus its remaining work in mean job sizes; for each server the logarithm
-    of one plus its number of jobs; the logarithm of the size of the arriving job over the smallest; the share of jobs to come.
-    **Reward**: minus the number of jobs in the system, integrated over the time until the next arrival, per server and per mean
-    gap. The episode terminates with the last job; its reward includes the time until all servers are idle.
+    **Observation**: for each server the logarithm of one plus its remaining work in mean job sizes; for each server the
+    logarithm of one plus its number of jobs; the logarithm of the size of the arriving job over the smallest; the share
+    of jobs to come.
+    **Reward**: minus the number of jobs in the system, integrated over the time until the next arrival, per server and
+    per mean gap. The episode terminates with the last job; its reward includes the time until all servers are idle.
 
-    The system, with its ten rates, Pareto shape 1.5 and scale 100 and mean gap of 55 (a load of 0.91), is the one of Mao et al.
-    2018 (https://arxiv.org/abs/1807.02264, section 6.2) and of Park (https://github.com/park-project/park, ``load_balance``).
-    Departures: 256 jobs instead of 1,000; sizes and gaps are not rounded down to integers; numbers of jobs and the share of jobs to come
-    are observed too; loads are observed as logarithms; rewards are divided by the mean gap and the number of servers.
+    The system, with its ten rates, Pareto shape 1.5 and scale 100 and mean gap of 55 (a load of 0.91), is the one of
+    Mao et al. 2018 (https://arxiv.org/abs/1807.02264, section 6.2) and of Park (https://github.com/park-project/park,
+    ``load_balance``). Departures: 256 jobs instead of 1,000; sizes and gaps are not rounded down to integers; numbers
+    of jobs and the share of jobs to come are observed too; loads are observed as logarithms; rewards are divided by the
+    mean gap and the number of servers.
 
     :param service_rates: Work that each server does per unit of time
     :param n_jobs: Number of jobs, the steps of an episode

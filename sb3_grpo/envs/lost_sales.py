@@ -11,23 +11,25 @@ from sb3_grpo.envs.base import InputDrivenEnv
 
 class LostSalesEnv(InputDrivenEnv):
     """
-    Order stock that arrives after a lead time, while the level of demand wanders unseen; demand that finds no stock is lost.
+    Order stock that arrives after a lead time, while the level of demand wanders unseen; demand that finds no stock is
+    lost.
 
-    **Input**: the demand of each period, Poisson with mean ``mean_demand * exp(x_t - volatility^2 / 2)``, where ``x_t`` is a
-    first-order autoregression with standard deviation ``volatility``.
+    **Input**: the demand of each period, Poisson with mean ``mean_demand * exp(x_t - volatility^2 / 2)``, where ``x_t``
+    is a first-order autoregression with standard deviation ``volatility``.
     **Action**: number of units to order, which arrive ``lead_time`` periods later.
-    **Observation**: the stock on hand over four times the mean demand; the orders under way, the next to arrive first, the sales of the
-    last period and their exponentially smoothed mean, over twice the mean demand. The level and lost demand stay hidden.
+    **Observation**: the stock on hand over four times the mean demand; the orders under way, the next to arrive first,
+    the sales of the last period and their exponentially smoothed mean, over twice the mean demand. The level and lost
+    demand stay hidden.
     **Reward**: minus the cost of holding what is left and of losing what is lacking, in units of the mean cost of a
     period in which everything is lost. The episode is cut after ``n_periods`` periods.
 
-    Poisson demand with mean 5, a lead time of 4, a holding cost of 1 and a penalty of 4 are an instance of the test bed of Zipkin 2008
-    ("Old and new methods for lost-sales inventory systems", Operations Research 56), which learning methods are compared on
-    (Temizöz et al., https://arxiv.org/abs/2011.15122). There demand is stationary. Departures: the level wanders, in the form of Zeger 1988
-    ("A regression model for time series of counts", Biometrika 75), with a correlation of 0.98 from one period to the next and a
-    standard deviation of 0.5, both chosen here so that it stays about the same over a lead time and changes severalfold over an
-    episode; an order is limited to 20 and the stock on hand and under way to 100, so that random orders do not pile up; costs
-    are divided by ``penalty * mean_demand``.
+    Poisson demand with mean 5, a lead time of 4, a holding cost of 1 and a penalty of 4 are an instance of the test bed
+    of Zipkin 2008 ("Old and new methods for lost-sales inventory systems", Operations Research 56), which learning
+    methods are compared on (Temizöz et al., https://arxiv.org/abs/2011.15122). There demand is stationary. Departures:
+    the level wanders, in the form of Zeger 1988 ("A regression model for time series of counts", Biometrika 75), with a
+    correlation of 0.98 from one period to the next and a standard deviation of 0.5, both chosen here so that it stays
+    about the same over a lead time and changes severalfold over an episode; an order is limited to 20 and the stock on
+    hand and under way to 100, so that random orders do not pile up; costs are divided by ``penalty * mean_demand``.
 
     :param lead_time: Periods until an order arrives, at least 2
     :param n_periods: Steps of an episode

@@ -14,13 +14,14 @@ class TokenArithmeticEnv(InputDrivenEnv):
 
     **Input**: the prompt, two numbers of ``n_digits`` digits each.
     **Action**: the next token of the answer, a digit. The answer has ``n_digits + 1`` digits, the highest first.
-    **Observation**: the digits of the prompt, then those of the answer so far, each as a one-hot vector of length 10; a digit that
-    has not been written yet is a vector of zeros.
+    **Observation**: the digits of the prompt, then those of the answer so far, each as a one-hot vector of length 10; a
+    digit that has not been written yet is a vector of zeros.
     **Reward**: 1 with the last token if the answer is correct, else 0. The episode terminates with the last token.
 
-    It is the setting of DeepSeekMath (Shao et al. 2024, https://arxiv.org/abs/2402.03300) and DeepSeek-R1 (https://arxiv.org/abs/2501.12948)
-    with a verifiable reward: one prompt, a group of answers, an exact check. With one digit there are 100 prompts, and a
-    random answer is correct with probability 0.01. Departures: the policy is no language model and starts without any knowledge.
+    It is the setting of DeepSeekMath (Shao et al. 2024, https://arxiv.org/abs/2402.03300) and DeepSeek-R1
+    (https://arxiv.org/abs/2501.12948) with a verifiable reward: one prompt, a group of answers, an exact check. With
+    one digit there are 100 prompts, and a random answer is correct with probability 0.01. Departures: the policy is no
+    language model and starts without any knowledge.
 
     :param n_digits: Number of digits of each number
     """
