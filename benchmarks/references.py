@@ -43,7 +43,7 @@ def returns(env_id: str, policy: Callable[[Any], Any], seeds: Iterable[int]) -> 
     :param seeds: One for each scenario
     :return: Return of each scenario, shape ``(n_seeds,)``
     """
-    env, totals = gym.make(env_id, disable_env_checker=True), []
+    env, totals = gym.make(env_id, disable_env_checker=True), np.zeros(0)
     env.action_space.seed(0)  # not the scenario's seed, which would make random actions depend on the inputs
     for seed in seeds:
         env.reset(seed=seed)
@@ -51,8 +51,8 @@ def returns(env_id: str, policy: Callable[[Any], Any], seeds: Iterable[int]) -> 
         while not done:
             _, reward, terminated, truncated, _ = env.step(policy(env.unwrapped))
             total, done = total + float(reward), terminated or truncated
-        totals.append(total)
-    return np.array(totals)
+        totals = np.append(totals, total)
+    return totals
 
 
 def main() -> None:
@@ -67,9 +67,9 @@ def main() -> None:
     rows = []
     for env_id, heuristics in h.HEURISTICS.items():
         for name, policy in {"random actions": lambda env: env.action_space.sample(), **heuristics}.items():
-            scores = returns(env_id, policy, REPORTED)
-            mean, half = scores.mean(), 1.984 * scores.std(ddof=1) / len(scores) ** 0.5  # Student's t, 99 degrees
-            rows.append([env_id, name, *np.round([mean, mean - half, mean + half], 3), len(scores), BUDGETS[env_id]])
+            totals = returns(env_id, policy, REPORTED)
+            mean, half = totals.mean(), 1.984 * totals.std(ddof=1) / len(totals) ** 0.5  # Student's t, 99 degrees
+            rows.append([env_id, name, *np.round([mean, mean - half, mean + half], 3), len(totals), BUDGETS[env_id]])
             print(*rows[-1], sep=", ")
     with RESULTS.open("w", newline="", encoding="utf-8") as file:
         header = ["env", "policy", "mean", "low", "high", "n_scenarios", "budget"]

@@ -19,8 +19,8 @@ class SharedInputs:
     """
     What ``check_shared_inputs`` has found.
 
-    :param verdict: "shared" if inputs stay in step as far as can be seen, "lost" if they depend on the actions, "not seeded" if
-        episodes with the same seed and the same actions differ
+    :param verdict: "shared" if inputs stay in step as far as can be seen, "lost" if they depend on the actions, "not
+        seeded" if episodes with the same seed and the same actions differ
     :param message: A sentence on what was seen, and one on how to mend it
     """
 
@@ -43,15 +43,17 @@ class _Step(NamedTuple):
 
 def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, seed: int = 0) -> SharedInputs:
     """
-    Play members of a group, which start from the same seed and act differently, and say whether their inputs stay in step.
+    Play members of a group, which start from the same seed and act differently, and say whether their inputs stay in
+    step.
 
-    A group knows what its seed fixes only if the inputs do not depend on the actions. They do if ``step`` draws random numbers
-    for some actions and not for others. This shows in the random generators of the environment and its wrappers: after the same
-    number of steps their states differ. An environment may expose its inputs as an attribute ``inputs`` (an array, or arrays in a
-    dictionary), either all of them or those so far; then these are compared as well.
+    A group knows what its seed fixes only if the inputs do not depend on the actions. They do if ``step`` draws random
+    numbers for some actions and not for others. This shows in the random generators of the environment and its
+    wrappers: after the same number of steps their states differ. An environment may expose its inputs as an attribute
+    ``inputs`` (an array, or arrays in a dictionary), either all of them or those so far; then these are compared as
+    well.
 
-    It cannot see random numbers that are drawn for actions only that were not played, or by a generator that is no attribute
-    of the environment or a wrapper.
+    It cannot see random numbers that are drawn for actions only that were not played, or by a generator that is no
+    attribute of the environment or a wrapper.
 
     :param env: The environment, wrapped or not; it is reset several times
     :param n_steps: Number of steps to play, if no episode ends before
@@ -64,8 +66,8 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
     if step is not None:
         return SharedInputs(
             "not seeded",
-            f"Two episodes with the same seed and the same actions differ from step {step} on: some random numbers do not come "
-            f"from the seed. {REMEDY}",
+            f"Two episodes with the same seed and the same actions differ from step {step} on: some random numbers do not "
+            f"come from the seed. {REMEDY}",
         )
     for member in range(1, n_members):
         other = _play(env, n_steps, seed, member)

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from sb3_grpo import check_shared_inputs
 
 
-class Walk(gym.Env[np.ndarray, int]):
+class Walk(gym.Env[np.ndarray, Any]):
     """A position that a shock moves in each step; each subclass draws the shocks in another way."""
 
     def __init__(self) -> None:
@@ -86,8 +86,8 @@ class DrawsForAction2(gym.Wrapper[np.ndarray, int, np.ndarray, int]):
         return super().reset(seed=seed, options=options)
 
     def step(self, action: int) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
-        observation, reward, *rest = super().step(action)
-        return observation, float(reward) + (self.rng.normal() if action == 2 else 0.0), *rest
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, float(reward) + (self.rng.normal() if action == 2 else 0.0), terminated, truncated, info
 
 
 @pytest.mark.parametrize(

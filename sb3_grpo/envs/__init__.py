@@ -7,6 +7,9 @@ next to nothing; in a process that has not imported the package, write
 ``gym.make("sb3_grpo.envs:sb3_grpo/LoadBalancing-v0")``.
 """
 
+from importlib import import_module
+from typing import Any
+
 from gymnasium.envs.registration import register
 
 #: Id of each environment, its class, and the number of steps of an episode.
@@ -20,5 +23,21 @@ TASKS = {
     "sb3_grpo/TokenArithmetic-v0": ("token_arithmetic:TokenArithmeticEnv", 2),
 }
 
-for env_id, (entry_point, max_episode_steps) in TASKS.items():
-    register(env_id, entry_point=f"sb3_grpo.envs.{entry_point}", max_episode_steps=max_episode_steps)
+
+def make(task: str, **kwargs: Any) -> Any:
+    """
+    Make an environment; ``gymnasium.make`` calls this.
+
+    It is a function because of Gymnasium's warning about a class that cannot render ``rgb_array``, the mode SB3 asks
+    for first.
+
+    :param task: Module and class of the environment, separated by a colon
+    :param kwargs: Arguments of the class
+    :return: The environment
+    """
+    module, name = task.split(":")
+    return getattr(import_module(f"sb3_grpo.envs.{module}"), name)(**kwargs)
+
+
+for env_id, (task, max_episode_steps) in TASKS.items():
+    register(env_id, entry_point="sb3_grpo.envs:make", max_episode_steps=max_episode_steps, kwargs={"task": task})

@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 
 
-class InputDrivenEnv(gym.Env[np.ndarray, int]):
+class InputDrivenEnv(gym.Env[np.ndarray, Any]):
     """
     An environment driven by a stream of inputs that the seed fixes and that actions cannot change (Mao et al. 2018,
     https://arxiv.org/abs/1807.02264).
@@ -16,9 +16,6 @@ class InputDrivenEnv(gym.Env[np.ndarray, int]):
     replaces the stream, for instance with a recorded one. Its arrays have to have the names and lengths of those in
     ``inputs``.
     """
-
-    # There is nothing to render. With an empty list, Gymnasium would warn of the mode "rgb_array" that SB3 asks for by default
-    metadata: dict[str, Any] = {}  # noqa: RUF012
 
     #: The stream of the current episode, by name
     inputs: dict[str, np.ndarray]

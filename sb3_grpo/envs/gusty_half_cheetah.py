@@ -20,7 +20,7 @@ class GustyHalfCheetahEnv(HalfCheetahEnv):
     a standard normal number in each step. The cheetah weighs 14 kg. Actions, observations and rewards are those of
     HalfCheetah-v5. It needs the extra ``mujoco``.
 
-    The random walk is that of the wind of Mao et al. 2018 (https://arxiv.org/abs/1807.02264, Walker2d with wind).
+    The random walk follows the wind of Mao et al. 2018 (https://arxiv.org/abs/1807.02264, Walker2d with wind).
     Departures: the body is the HalfCheetah, which never ends an episode, and the wind is not part of the observation.
 
     No heuristic is known for it; the references are random actions and standing still (no torque).
@@ -39,7 +39,7 @@ class GustyHalfCheetahEnv(HalfCheetahEnv):
         self._n_steps_taken = 0
         return observation
 
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, Any, bool, bool, Any]:
         # Without a time limit the wind starts anew
         self.data.body("torso").xfrc_applied[0] = self.inputs["force"][self._n_steps_taken % N_STEPS]
         self._n_steps_taken += 1

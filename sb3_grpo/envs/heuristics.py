@@ -63,7 +63,7 @@ def forecast_base_stock(env: LostSalesEnv, periods: float = 5.0, safety: float =
     :return: The order
     """
     level = round(periods * env.smoothed_sales + safety)
-    return min(max(level - env.position, 0), int(env.action_space.n) - 1)
+    return min(max(level - env.position, 0), env.max_order)
 
 
 def price_thresholds(env: EnergyStorageEnv, buy_below: float = 22.0, sell_above: float = 44.0) -> int:
@@ -107,7 +107,7 @@ def c_mu_rule(env: QueueingEnv) -> int:
 
 def threshold_rule(env: QueueingEnv, threshold: int = 3) -> int:
     """
-    Serve class 1 where the second server runs out of work, else class 3 (Harrison and Wein 1990, see the environment).
+    Serve class 1 where the second server runs out of work, else class 3 (Harrison and Wein 1989, see the environment).
 
     :param env: The environment
     :param threshold: Smallest number of jobs of class 2 with which class 3 is served

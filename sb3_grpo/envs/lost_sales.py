@@ -64,6 +64,7 @@ class LostSalesEnv(InputDrivenEnv):
         self.penalty = penalty
         self.correlation = correlation
         self.volatility = volatility
+        self.max_order = max_order
         self.max_position = max_position
         self._cost_unit = penalty * mean_demand
         self._scale = np.array([4 * mean_demand] + [2 * mean_demand] * (lead_time + 1), dtype=np.float32)

@@ -29,7 +29,7 @@ class QueueingEnv(InputDrivenEnv):
     **Observation**: the number of jobs of each class over 10.
     **Reward**: minus the number of jobs in the network after the event, over 10. The episode is cut after ``n_events``.
 
-    The network is that of Harrison and Wein 1990 ("Scheduling networks of queues: heavy traffic analysis of a simple
+    The network is that of Harrison and Wein 1989 ("Scheduling networks of queues: heavy traffic analysis of a simple
     open network", Queueing Systems 5), with the rates of its balanced case in heavy traffic (0.9 for both arrivals, 2
     at server 1, 1 at server 2) and a holding cost of 1 for every class, as in Dai and Gluzman 2022
     (https://arxiv.org/abs/2008.01644) and QGym (https://arxiv.org/abs/2410.06170, ``criss_cross_bh``). Departures:
