@@ -170,12 +170,12 @@ def test_a_core_makes_twenty_thousand_steps_in_a_second_of_its_time(env_id: str)
 def test_load_balancing_counts_the_jobs_in_the_system() -> None:
     # Server 0 works at rate 1, server 1 at rate 2; two servers and a mean gap of 1 make the unit 2
     env = LoadBalancingEnv(service_rates=(1.0, 2.0), n_jobs=3, mean_gap=1.0, size_scale=1.0)
-    inputs = {"gaps": [2.0, 1.0], "sizes": [3.0, 4.0, 2.0]}
+    inputs = {"gaps": [2.0, 0.5], "sizes": [3.0, 4.0, 2.0]}
     rewards, terminated, _ = play(env, [0, 0, 1], inputs)
-    # Job 0 runs from 0 to 3 and job 1 from 3 to 7 on server 0; job 2 arrives at 3 and runs until 4 on server 1.
-    # Until 2: one job. From 2 to 3: two. From 3 on: job 1 for 4, job 2 for 1.
-    assert rewards == pytest.approx([-2 / 2, -2 / 2, -5 / 2])
-    assert terminated
+    # Job 0 runs from 0 to 3 and job 1 from 3 to 7 on server 0; job 2 arrives at 2.5 and runs until 3.5 on server 1.
+    # Until 2: one job. From 2 to 2.5: two. From 2.5 on: job 0 for 0.5, job 1 for 4.5, job 2 for 1.
+    assert rewards == pytest.approx([-2 / 2, -1 / 2, -6 / 2])
+    assert terminated and env.n_queued == [0, 0]
 
 
 def test_load_balancing_shows_work_jobs_and_size() -> None:
@@ -197,11 +197,11 @@ def test_load_balancing_draws_jobs_of_the_published_size_and_rate() -> None:
 
 
 def test_lost_sales_charges_what_is_left_and_what_is_lacking() -> None:
-    # A lead time of 2: the order of a period arrives at the beginning of the one after next
-    env = LostSalesEnv(lead_time=2, n_periods=4)
-    rewards, terminated, truncated = play(env, [4, 0, 0, 0], {"demand": [3, 10, 1, 5]})
-    # On hand 5, with 5 to come: 2 left | 2 + 5, 3 lost | 0 + 4, 3 left | 3 + 0, 2 lost; the unit is 4 * 5
-    assert rewards == pytest.approx([-2 / 20, -12 / 20, -3 / 20, -8 / 20])
+    # A lead time of 3: the order of a period arrives three periods later
+    env = LostSalesEnv(lead_time=3, n_periods=5)
+    rewards, terminated, truncated = play(env, [4, 0, 0, 0, 0], {"demand": [3, 10, 1, 5, 5]})
+    # On hand 5, with 5 and 5 to come: 2 left | 2 + 5, 3 lost | 0 + 5, 4 left | 4 + 4, 3 left | 3 + 0, 2 lost; the unit is 4 * 5
+    assert rewards == pytest.approx([-2 / 20, -12 / 20, -4 / 20, -3 / 20, -8 / 20])
     assert truncated and not terminated
 
 

@@ -46,9 +46,8 @@ class TokenArithmeticEnv(InputDrivenEnv):
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self.tokens.append(int(action))
         self.n_steps_taken += 1
-        ended = self.n_steps_taken == len(self.answer)
-        correct = ended and self.tokens[2 * self.n_digits :] == self.answer
-        return self._observe(), float(correct), ended, False, {}
+        correct = self.tokens[2 * self.n_digits :] == self.answer
+        return self._observe(), float(correct), self.n_steps_taken == len(self.answer), False, {}
 
     def _observe(self) -> np.ndarray:
         observation = np.zeros(10 * self._n_positions, dtype=np.float32)
