@@ -200,7 +200,7 @@ def test_lost_sales_charges_what_is_left_and_what_is_lacking() -> None:
     # A lead time of 3: the order of a period arrives three periods later
     env = LostSalesEnv(lead_time=3, n_periods=5)
     rewards, terminated, truncated = play(env, [4, 0, 0, 0, 0], {"demand": [3, 10, 1, 5, 5]})
-    # On hand 5, with 5 and 5 to come: 2 left | 2 + 5, 3 lost | 0 + 5, 4 left | 4 + 4, 3 left | 3 + 0, 2 lost; the unit is 4 * 5
+    # 5 on hand, 5 and 5 to come: 2 left | 2 + 5, 3 lost | 0 + 5, 4 left | 4 + 4, 3 left | 3 + 0, 2 lost; the unit is 4 * 5
     assert rewards == pytest.approx([-2 / 20, -12 / 20, -4 / 20, -3 / 20, -8 / 20])
     assert truncated and not terminated
 
