@@ -1,5 +1,6 @@
 """Group Relative Policy Optimization for Stable-Baselines3."""
 
+from sb3_grpo import envs  # registers the environments
 from sb3_grpo.buffers import (
     CompleteGroupRolloutBuffer,
     GroupRolloutBuffer,
@@ -13,6 +14,7 @@ from sb3_grpo.doctor import Doctor
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_grpo.shared_inputs import SharedInputs, check_shared_inputs
 from sb3_grpo.starts import EnvironmentFault, SeededSubprocVecEnv
 from sb3_grpo.transfer import load_actor
 
@@ -33,6 +35,9 @@ __all__ = [
     "ProcessRolloutBuffer",
     "ReturnToGoRolloutBuffer",
     "SeededSubprocVecEnv",
+    "SharedInputs",
     "StepwiseRolloutBuffer",
+    "check_shared_inputs",
+    "envs",
     "load_actor",
 ]

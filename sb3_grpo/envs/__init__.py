@@ -1,0 +1,43 @@
+"""
+Gymnasium environments whose seed fixes a stream of inputs that nobody controls and that drives the rewards: jobs,
+demand, prices, bandwidth, wind. Members of a group live through the same inputs, whatever they do.
+
+Importing ``sb3_grpo`` registers them. Their modules are imported when an environment is made, so that registering costs
+next to nothing; in a process that has not imported the package, write
+``gym.make("sb3_grpo.envs:sb3_grpo/LoadBalancing-v0")``.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from gymnasium.envs.registration import register
+
+#: Id of each environment, its class, and the number of steps of an episode.
+TASKS = {
+    "sb3_grpo/LoadBalancing-v0": ("load_balancing:LoadBalancingEnv", 256),
+    "sb3_grpo/LostSales-v0": ("lost_sales:LostSalesEnv", 200),
+    "sb3_grpo/EnergyStorage-v0": ("energy_storage:EnergyStorageEnv", 168),
+    "sb3_grpo/BitRate-v0": ("bit_rate:BitRateEnv", 48),
+    "sb3_grpo/GustyHalfCheetah-v0": ("gusty_half_cheetah:GustyHalfCheetahEnv", 1000),
+    "sb3_grpo/Queueing-v0": ("queueing:QueueingEnv", 1000),
+    "sb3_grpo/TokenArithmetic-v0": ("token_arithmetic:TokenArithmeticEnv", 2),
+}
+
+
+def make(task: str, **kwargs: Any) -> Any:
+    """
+    Make an environment; ``gymnasium.make`` calls this.
+
+    It is a function because of Gymnasium's warning about a class that cannot render ``rgb_array``, the mode SB3 asks
+    for first.
+
+    :param task: Module and class of the environment, separated by a colon
+    :param kwargs: Arguments of the class
+    :return: The environment
+    """
+    module, name = task.split(":")
+    return getattr(import_module(f"sb3_grpo.envs.{module}"), name)(**kwargs)
+
+
+for env_id, (task, max_episode_steps) in TASKS.items():
+    register(env_id, entry_point="sb3_grpo.envs:make", max_episode_steps=max_episode_steps, kwargs={"task": task})

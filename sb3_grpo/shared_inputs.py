@@ -1,0 +1,130 @@
+"""A check whether the members of a group, which act differently, still live through the same inputs."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+
+REMEDY = (
+    "Draw the whole stream of inputs in `reset`, from `self.np_random` after `super().reset(seed=seed)`, and let `step` read "
+    "from it; or draw the same amount of random numbers in each step, whatever the action."
+)
+
+
+@dataclass(frozen=True)
+class SharedInputs:
+    """
+    What ``check_shared_inputs`` has found.
+
+    :param verdict: "shared" if inputs stay in step as far as can be seen, "lost" if they depend on the actions, "not
+        seeded" if episodes with the same seed and the same actions differ
+    :param message: A sentence on what was seen, and one on how to mend it
+    """
+
+    verdict: Literal["shared", "lost", "not seeded"]
+    message: str
+
+    @property
+    def shared(self) -> bool:
+        """Whether inputs stay in step, as far as can be seen."""
+        return self.verdict == "shared"
+
+
+class _Step(NamedTuple):
+    """What can be seen after a reset or a step."""
+
+    outcome: Any
+    inputs: Any
+    generators: dict[str, Any]
+
+
+def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, seed: int = 0) -> SharedInputs:
+    """
+    Play members of a group, which start from the same seed and act differently, and say whether their inputs stay in
+    step.
+
+    A group knows what its seed fixes only if the inputs do not depend on the actions. They do if ``step`` draws random
+    numbers for some actions and not for others. This shows in the random generators of the environment and its
+    wrappers: after the same number of steps their states differ. An environment may expose its inputs as an attribute
+    ``inputs`` (an array, or arrays in a dictionary), either all of them or those so far; then these are compared as
+    well.
+
+    It cannot see random numbers that are drawn for actions only that were not played, or by a generator that is no
+    attribute of the environment or a wrapper.
+
+    :param env: The environment, wrapped or not; it is reset several times
+    :param n_steps: Number of steps to play, if no episode ends before
+    :param n_members: Number of members, each with random actions of its own
+    :param seed: Seed of the resets
+    :return: The verdict, and a message that explains it
+    """
+    first, again = (_play(env, n_steps, seed, member=0) for _ in range(2))
+    step = _first_difference([seen[:2] for seen in first], [seen[:2] for seen in again])
+    if step is not None:
+        return SharedInputs(
+            "not seeded",
+            f"Two episodes with the same seed and the same actions differ from step {step} on: some random numbers do not "
+            f"come from the seed. {REMEDY}",
+        )
+    for member in range(1, n_members):
+        other = _play(env, n_steps, seed, member)
+        step = _first_difference([seen[1:] for seen in first], [seen[1:] for seen in other])
+        if step is not None:
+            what = "random generators" if _equal(first[step].inputs, other[step].inputs) else "`inputs`"
+            return SharedInputs(
+                "lost",
+                f"The {what} of two members with the same seed and different actions differ from step {step} on: the inputs "
+                f"depend on the actions, so that a group does not share them. {REMEDY}",
+            )
+    what = "random generators" if first[0].inputs is None else "`inputs` and random generators"
+    return SharedInputs("shared", f"The {what} of {n_members} members with the same seed and different actions stay equal.")
+
+
+def _play(env: gym.Env, n_steps: int, seed: int, member: int) -> list[_Step]:
+    observation, _ = env.reset(seed=seed)
+    # With the seed of the reset, the actions would come from the same random numbers as the inputs
+    env.action_space.seed(1_000_003 + seed + member)
+    play = [_look(env, observation)]
+    for _ in range(n_steps):
+        *outcome, _ = env.step(env.action_space.sample())
+        play.append(_look(env, outcome))
+        if outcome[2] or outcome[3]:
+            break
+    return play
+
+
+def _look(env: gym.Env, outcome: Any) -> _Step:
+    generators: dict[str, Any] = {}
+    for depth, layer in enumerate(_layers(env)):
+        for name, value in vars(layer).items():
+            if isinstance(value, np.random.Generator):
+                generators[f"{depth} {name}"] = value.bit_generator.state
+            elif isinstance(value, np.random.RandomState):
+                generators[f"{depth} {name}"] = value.get_state(legacy=False)
+    return _Step(deepcopy(outcome), deepcopy(getattr(env.unwrapped, "inputs", None)), generators)
+
+
+def _layers(env: gym.Env) -> Iterator[gym.Env]:
+    """Yield the wrappers from the outermost on, and the environment itself."""
+    while isinstance(env, gym.Wrapper):
+        yield env
+        env = env.env
+    yield env
+
+
+def _first_difference(left: list[Any], right: list[Any]) -> int | None:
+    """:return: Index of the first entries that differ, as far as both lists go, None if there are none"""
+    return next((i for i, (mine, other) in enumerate(zip(left, right, strict=False)) if not _equal(mine, other)), None)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    """:return: Whether two nested structures of numbers and arrays are equal, NaN being equal to NaN"""
+    if isinstance(left, dict):
+        return isinstance(right, dict) and left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    left, right = np.asarray(left), np.asarray(right)
+    return np.array_equal(left, right, equal_nan=np.issubdtype(left.dtype, np.inexact))

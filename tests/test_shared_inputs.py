@@ -1,0 +1,122 @@
+"""The check whether members of a group live through the same inputs."""
+
+import random
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from sb3_grpo import check_shared_inputs
+
+
+class Walk(gym.Env[np.ndarray, Any]):
+    """A position that a shock moves in each step; each subclass draws the shocks in another way."""
+
+    def __init__(self) -> None:
+        self.action_space = spaces.Discrete(3)
+        self.observation_space = spaces.Box(-np.inf, np.inf, (1,))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t, self.position = 0, float(self.np_random.normal())
+        self.begin()
+        return np.array([self.position], np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.position += self.shock(action)
+        self.t += 1
+        return np.array([self.position], np.float32), -abs(self.position), False, self.t == 50, {}
+
+    def begin(self) -> None:
+        """What a subclass does at the reset."""
+
+    def shock(self, action: int) -> float:
+        raise NotImplementedError
+
+
+class DrawsAtReset(Walk):
+    def begin(self) -> None:
+        self.shocks = self.np_random.normal(size=50)
+
+    def shock(self, action: int) -> float:
+        return float(self.shocks[self.t]) if action else 0.0
+
+
+class DrawsInEachStep(Walk):
+    def shock(self, action: int) -> float:
+        return float(self.np_random.normal()) if action < 3 else 0.0
+
+
+class DrawsForSomeActions(Walk):
+    def shock(self, action: int) -> float:
+        return float(self.np_random.normal()) if action == 2 else 0.0
+
+
+class DrawsFromPythonsGenerator(Walk):
+    def shock(self, action: int) -> float:
+        return random.gauss(0, 1)
+
+
+class NeverReseedsItsGenerator(Walk):
+    def begin(self) -> None:
+        self.rng = getattr(self, "rng", np.random.default_rng(0))
+
+    def shock(self, action: int) -> float:
+        return float(self.rng.normal())
+
+
+class ExposesInputsOfTheActions(Walk):
+    """Draws the same amount whatever the action, but from another distribution."""
+
+    def begin(self) -> None:
+        self.inputs = np.zeros(50)
+
+    def shock(self, action: int) -> float:
+        self.inputs[self.t] = self.np_random.normal() * (1 + action)
+        return float(self.inputs[self.t])
+
+
+class DrawsForAction2(gym.Wrapper[np.ndarray, int, np.ndarray, int]):
+    """A wrapper with a generator of its own."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.rng = np.random.RandomState(seed)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: int) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, float(reward) + (self.rng.normal() if action == 2 else 0.0), terminated, truncated, info
+
+
+@pytest.mark.parametrize(
+    ("env", "verdict"),
+    [
+        pytest.param(DrawsAtReset(), "shared", id="stream drawn at reset"),
+        pytest.param(DrawsInEachStep(), "shared", id="one draw in each step"),
+        pytest.param(DrawsForSomeActions(), "lost", id="draws for some actions"),
+        pytest.param(DrawsForAction2(DrawsAtReset()), "lost", id="a wrapper draws for some actions"),
+        pytest.param(ExposesInputsOfTheActions(), "lost", id="exposed inputs depend on actions"),
+        pytest.param(DrawsFromPythonsGenerator(), "not seeded", id="generator that the seed does not reach"),
+        pytest.param(NeverReseedsItsGenerator(), "not seeded", id="generator that resets do not seed"),
+    ],
+)
+def test_the_verdict_says_whether_members_share_their_inputs(env: gym.Env, verdict: str) -> None:
+    report = check_shared_inputs(env)
+    assert (report.verdict, report.shared) == (verdict, verdict == "shared")
+    assert ("Draw the whole stream of inputs in `reset`" in report.message) == (verdict != "shared")
+
+
+def test_the_message_names_the_first_step_that_differs() -> None:
+    class DrawsInTheTenthStep(DrawsAtReset):
+        def shock(self, action: int) -> float:
+            return float(self.np_random.normal(size=1 + action)[0]) if self.t == 9 else 0.0
+
+    message = check_shared_inputs(DrawsInTheTenthStep()).message
+    assert "random generators of two members with the same seed and different actions differ from step 10 on" in message
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"])
+def test_environments_whose_steps_are_deterministic_share_their_inputs(env_id: str) -> None:
+    assert check_shared_inputs(gym.make(env_id)).shared
