@@ -370,7 +370,11 @@ class GRPO(OnPolicyAlgorithm):
             else:
                 set_random_state(self._random_state)
             self._random_state = None
-        return super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
+        is_grad_enabled = th.is_grad_enabled()
+        try:
+            return super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
+        finally:  # an interrupt that comes while torch leaves `no_grad` would leave autograd switched off in the whole process
+            th.set_grad_enabled(is_grad_enabled)
 
     def _setup_learn(
         self,

@@ -360,6 +360,18 @@ def test_an_interrupt_at_any_moment_leaves_a_model_that_saves_and_goes_on(buffer
     assert is_finite(model) and not same(before, weights(model))
 
 
+def test_an_interrupt_while_autograd_is_off_leaves_it_on_afterwards():
+    def interrupted(_locals: Any, _globals: Any) -> bool:
+        th.set_grad_enabled(False)  # as an interrupt finds it that comes while torch leaves `no_grad`
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_model().learn(64, callback=interrupted)
+    is_enabled = th.is_grad_enabled()
+    th.set_grad_enabled(True)
+    assert is_enabled
+
+
 def test_an_update_that_is_interrupted_is_undone():
     model = make_model(n_epochs=50).learn(64)
     before, n_updates, moments = weights(model), model._n_updates, copy.deepcopy(model.policy.optimizer.state_dict()["state"])
