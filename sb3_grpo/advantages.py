@@ -85,7 +85,7 @@ def label_by_appearance(values: np.ndarray) -> np.ndarray:
     return np.take(position, labels)
 
 
-def deal_trajectories(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[np.ndarray]:
+def batch_trajectories(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """
     Distribute whole trajectories over minibatches. Each minibatch has as many as it needs to have ``batch_size`` transitions.
 

@@ -181,7 +181,7 @@ def test_steps_continuations_sums_and_labels_are_as_worked_out_by_hand():
 
 
 def deal(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[list[int]]:
-    return [batch.tolist() for batch in A.deal_trajectories(trajectories, order, batch_size)]
+    return [batch.tolist() for batch in A.batch_trajectories(trajectories, order, batch_size)]
 
 
 def test_trajectories_are_dealt_as_worked_out_by_hand():

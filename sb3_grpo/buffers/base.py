@@ -336,7 +336,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     def _whole_trajectories(self, update: GroupRolloutBufferSamples, batch_size: int) -> Iterator[GroupRolloutBufferSamples]:
         trajectories = A.label_by_appearance(update.starts.cpu().numpy())
         order = np.random.permutation(len(np.unique(trajectories)))
-        batches = A.deal_trajectories(trajectories, order, batch_size)
+        batches = A.batch_trajectories(trajectories, order, batch_size)
         for batch in batches:
             minibatch = update.take(th.as_tensor(batch, device=self.device))
             weights = th.ones_like(minibatch.advantages) if minibatch.weights is None else minibatch.weights

@@ -152,9 +152,9 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         update = update.take(np.lexsort((update.steps, update.starts)))
         if len(update) == 0:
             return update, np.empty(0)
-        return self._judge(update)
+        return self._compare_groups(update)
 
-    def _judge(self, update: Transitions) -> tuple[Transitions, np.ndarray]:
+    def _compare_groups(self, update: Transitions) -> tuple[Transitions, np.ndarray]:
         """
         :param update: Complete groups, trajectory by trajectory
         :return: The transitions to train on, and their advantages
@@ -270,8 +270,8 @@ class StepwiseRolloutBuffer(CompleteGroupRolloutBuffer):
     def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
         return A.stepwise_advantages(rewards, lengths, groups, self.gamma, self.scale)
 
-    def _judge(self, update: Transitions) -> tuple[Transitions, np.ndarray]:
+    def _compare_groups(self, update: Transitions) -> tuple[Transitions, np.ndarray]:
         lengths = update.steps[update.dones] + 1
         groups = np.unique(update.starts[update.dones] // self.group_size, return_inverse=True)[1]
         self.metrics["rollout/steps_without_peer"] = float(A.count_steps_without_peer(lengths, groups))
-        return super()._judge(update)
+        return super()._compare_groups(update)
