@@ -22,19 +22,15 @@ from sb3_grpo.buffers.groups import (
 )
 from sb3_grpo.buffers.kernel import KernelRolloutBuffer
 from sb3_grpo.buffers.rollout import (
-    GroupReturns,
     GroupRolloutBufferSamples,
     Observations,
     Transitions,
-    map_observations,
-    take_observations,
 )
 from sb3_grpo.validation import require_one_of
 
 __all__ = [
     "BUFFERS",
     "CompleteGroupRolloutBuffer",
-    "GroupReturns",
     "GroupRolloutBuffer",
     "GroupRolloutBufferSamples",
     "KernelRolloutBuffer",
@@ -45,9 +41,7 @@ __all__ = [
     "StepwiseRolloutBuffer",
     "Transitions",
     "check_buffer_arguments",
-    "map_observations",
     "resolve_buffer_class",
-    "take_observations",
 ]
 
 BUFFERS: dict[str, type[GroupRolloutBuffer]] = {

@@ -173,8 +173,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         :param update: Complete groups, trajectory by trajectory, at least one
         :return: Advantage and group of each transition, both of shape ``(n,)``
         """
-        lengths = update.steps[update.dones] + 1
-        groups = np.unique(update.starts[update.dones] // self.group_size, return_inverse=True)[1]
+        lengths, groups = self._lengths_and_groups(update)
         if self.reward_weights and self.component_aggregation == "normalize_then_sum":
             advantages = sum(
                 weight * self._group_advantages(component.astype(np.float64), lengths, groups)
@@ -183,6 +182,14 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         else:
             advantages = self._group_advantages(update.rewards.astype(np.float64), lengths, groups)
         return np.asarray(advantages), np.repeat(groups, lengths)
+
+    def _lengths_and_groups(self, update: Transitions) -> tuple[np.ndarray, np.ndarray]:
+        """
+        :param update: Complete groups, trajectory by trajectory
+        :return: Number of transitions and group of each trajectory, groups as integers from 0 on, both of shape ``(m,)``
+        """
+        lengths = update.steps[update.dones] + 1
+        return lengths, np.unique(update.starts[update.dones] // self.group_size, return_inverse=True)[1]
 
     def _bounded(self, waiting: Transitions) -> Transitions:
         """
@@ -271,7 +278,6 @@ class StepwiseRolloutBuffer(CompleteGroupRolloutBuffer):
         return A.stepwise_advantages(rewards, lengths, groups, self.gamma, self.scale)
 
     def _compare_groups(self, update: Transitions) -> tuple[Transitions, np.ndarray]:
-        lengths = update.steps[update.dones] + 1
-        groups = np.unique(update.starts[update.dones] // self.group_size, return_inverse=True)[1]
+        lengths, groups = self._lengths_and_groups(update)
         self.metrics["rollout/steps_without_peer"] = float(A.count_steps_without_peer(lengths, groups))
         return super()._compare_groups(update)
