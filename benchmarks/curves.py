@@ -11,6 +11,7 @@ import os
 import pathlib
 import time
 from collections.abc import Sequence
+from urllib.parse import quote, unquote
 
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
@@ -106,7 +107,7 @@ class CurveStore:
         """
         self.loose.mkdir(parents=True, exist_ok=True)
         arrays = dict(steps=np.asarray(curve.steps, np.int32), returns=np.asarray(curve.returns, np.float32))
-        _write_whole(self.loose / f"{' '.join(key)}.npz", arrays)
+        _write_whole(self.loose / f"{quote(' '.join(key), safe=' ')}.npz", arrays)  # ids may contain slashes
 
     def load(self) -> dict[tuple[str, ...], LearningCurve]:
         """:return: All curves by key"""
@@ -119,7 +120,7 @@ class CurveStore:
                     curves[tuple(str(name).split())] = LearningCurve(np.cumsum(differences), own)
         for path in self._loose_files():
             with np.load(path) as file:
-                curves[tuple(path.stem.split())] = LearningCurve(file["steps"], file["returns"])
+                curves[tuple(unquote(path.stem).split())] = LearningCurve(file["steps"], file["returns"])
         return curves
 
     def pack(self) -> int:

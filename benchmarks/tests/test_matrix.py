@@ -67,7 +67,7 @@ def test_default_arms_have_nothing_but_defaults() -> None:
 
 def test_reported_seeds_are_not_those_of_tuning() -> None:
     seeds = {name: {run.seed for run in expand(MATRIX, name) if run.algo != "random"} for name in MATRIX["suites"]}
-    compared = set.union(*(seeds.pop(name) for name in ("short", "full", "minigrid", "zoo")))
+    compared = set.union(*(seeds.pop(name) for name in ("short", "full", "minigrid", "zoo", "inputs")))
     assert min(compared) >= 100 > max(set.union(*seeds.values()))
 
 

@@ -149,18 +149,18 @@ def test_rows_come_back_from_the_file_as_they_went_in(tmp_path: pathlib.Path) ->
 def test_curves_are_the_same_before_and_after_packing(tmp_path: pathlib.Path) -> None:
     store = CurveStore(tmp_path / "runs.csv")
     for seed in "12":
-        store.save(("A-v1", seed, "aaaaaaaa"), LearningCurve([3, 9, 20], [1.0, float(seed), 0.1]))
+        store.save(("toys/A-v1", seed, "aaaaaaaa"), LearningCurve([3, 9, 20], [1.0, float(seed), 0.1]))
     assert store.pack() == 2
-    store.save(("A-v1", "3", "aaaaaaaa"), LearningCurve([4], [0.5]))
+    store.save(("toys/A-v1", "3", "aaaaaaaa"), LearningCurve([4], [0.5]))
     loose = store.load()
     assert store.pack() == 3
     assert list(store.loose.iterdir()) == []
     packed = store.load()
-    assert set(packed) == set(loose) == {("A-v1", seed, "aaaaaaaa") for seed in "123"}
+    assert set(packed) == set(loose) == {("toys/A-v1", seed, "aaaaaaaa") for seed in "123"}
     for key, curve in packed.items():
         np.testing.assert_array_equal(curve.steps, loose[key].steps)
         np.testing.assert_array_equal(curve.returns, loose[key].returns)
-    np.testing.assert_array_equal(packed["A-v1", "2", "aaaaaaaa"].returns, np.array([1.0, 2.0, 0.1], np.float32))
+    np.testing.assert_array_equal(packed["toys/A-v1", "2", "aaaaaaaa"].returns, np.array([1.0, 2.0, 0.1], np.float32))
 
 
 def test_a_curve_is_averaged_over_the_last_twenty_episodes() -> None:
