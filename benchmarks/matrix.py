@@ -34,6 +34,7 @@ NEUTRAL: dict[str, Any] = dict(
     actor_features=False,
     target_lambda=None,
     fit="regression",
+    relative=False,
 )
 
 
@@ -146,6 +147,7 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
     :return: For each arm in each environment of the suite, or for each of its cases, a run with seed 0, and the seeds
     """
     chosen = matrix["suites"][suite]
+    is_old = chosen.get("before_relative_term", False)
     n_episodes = chosen.get("eval_episodes", 20)
 
     def cell(arm: str, env: str, timesteps: int, threshold: float, settings: dict[str, Any]) -> Run:
@@ -155,6 +157,8 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
         for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
             entry[key] = {**entry[key], **value} if both_mappings else value
+        if is_old and algo == "grpo":
+            entry = before_relative_term(entry)
         return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry)
 
     if "cases" in chosen:
@@ -169,6 +173,18 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
         for env, timesteps in chosen["timesteps"].items()
         for arm in chosen["arms"]
     ]
+
+
+def before_relative_term(entry: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param entry: Hyperparameters of GRPO
+    :return: Those with which the present version does what earlier ones did: groups of two, and no relative term
+    """
+    old = {"group_size": 2, **entry}
+    if old.get("rollout_buffer_class", "kernel") == "kernel":
+        kwargs = old.get("rollout_buffer_kwargs") or {}
+        old["rollout_buffer_kwargs"] = {"relative": False, **(eval(kwargs) if isinstance(kwargs, str) else kwargs)}
+    return old
 
 
 def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from benchmarks.statistics import mean_over_seeds
 RESULTS = pathlib.Path(__file__).with_name("results")
 FIELDS = [
     "arm", "env", "timesteps", "seed", "settings_hash", "auc", "final", "eval_mean", "eval_std", "threshold",
-    "steps_to_threshold", "seconds_to_threshold", "wall_clock", "steps_per_second", "commit", "versions",
+    "steps_to_threshold", "seconds_to_threshold", "wall_clock", "steps_per_second", "commit", "versions", "variance_removed",
 ]  # fmt: skip
 
 
@@ -54,12 +54,15 @@ def append_row(path: pathlib.Path, row: dict[str, Any], fields: Sequence[str]) -
     """
     :param path: CSV
     :param row: Row to append
-    :param fields: Columns of the CSV, in order
+    :param fields: Columns of a new CSV, in order. A CSV that exists keeps its columns
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
+    if not is_new:
+        with path.open(newline="") as file:
+            fields = next(csv.reader(file))
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
         if is_new:
             writer.writeheader()
         writer.writerow(row)

@@ -36,6 +36,7 @@ import torch as th
 import yaml
 from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv, sync_envs_normalization
 from tqdm import tqdm
@@ -43,6 +44,7 @@ from tqdm import tqdm
 from benchmarks.curves import CurveStore, LearningCurve, TrainingCurve
 from benchmarks.matrix import MATRIX, Run, expand, load_matrix
 from benchmarks.results import FIELDS, RESULTS, append_row, provenance, read_rows, row_key, rows_file
+from sb3_grpo.envs.heuristics import HEURISTICS
 from sb3_grpo.zoo import register
 from sb3_grpo.zoo.experiment import GRPOExperimentManager
 
@@ -50,6 +52,8 @@ from sb3_grpo.zoo.experiment import GRPOExperimentManager
 INTERRUPTED = 130
 #: Steps per second of a run about which nothing is known yet, for the estimate of a dry run
 GUESSED_SPEED = 1000.0
+#: Added to the seed of a run for the environment in which it is evaluated
+EVALUATION_SEED = 10_000
 
 
 @contextlib.contextmanager
@@ -89,18 +93,21 @@ def execute(run: Run) -> tuple[dict[str, Any], LearningCurve | None]:
     if run.algo == "random":
         mean = f"{random_return(run.env, run.n_episodes):.4f}"
         return {**row, "auc": mean, "final": mean, "eval_mean": mean}, None
+    if run.algo == "heuristic":
+        mean, std = (f"{value:.4f}" for value in heuristic_return(run.env, run.n_episodes, seed=EVALUATION_SEED + run.seed))
+        return {**row, "auc": mean, "final": mean, "eval_mean": mean, "eval_std": std}, None
 
     # Networks this small gain nothing from more threads, and runs side by side would compete for cores
     th.set_num_threads(1)
     with experiment(run) as (manager, model):
-        curve = TrainingCurve()
-        manager.callbacks.append(curve)
+        curve, removed = TrainingCurve(), VarianceRemoved()
+        manager.callbacks.extend([curve, removed])
         began = time.perf_counter()
         manager.learn(model)
         wall_clock = time.perf_counter() - began
         if model.num_timesteps < run.timesteps:  # rl-zoo3 takes Ctrl-C for the end of a training
             raise RuntimeError(f"interrupted after {model.num_timesteps} of {run.timesteps} steps")
-        eval_mean, eval_std = evaluate(manager, model, run.n_episodes, seed=10_000 + run.seed)
+        eval_mean, eval_std = evaluate(manager, model, run.n_episodes, seed=EVALUATION_SEED + run.seed)
     held = curve.first_held(run.threshold)
     row = {
         **row,
@@ -112,8 +119,49 @@ def execute(run: Run) -> tuple[dict[str, Any], LearningCurve | None]:
         "seconds_to_threshold": "" if held is None else f"{curve.seconds[held]:.1f}",
         "wall_clock": f"{wall_clock:.1f}",
         "steps_per_second": f"{model.num_timesteps / wall_clock:.0f}",
+        "variance_removed": removed.mean(),
     }
     return row, LearningCurve(curve.steps, curve.returns)
+
+
+class VarianceRemoved(BaseCallback):
+    """Records the share of the advantages' variance that the relative term removes in each rollout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares: list[float] = []
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        metrics = getattr(self.model.rollout_buffer, "metrics", {})
+        self.shares += [metrics[name] for name in ("train/relative_variance_removed",) if name in metrics]
+
+    def mean(self) -> str:
+        """:return: Mean over the training as it is in the CSV, nothing if there was no relative term"""
+        return f"{np.nanmean(self.shares):.4f}" if self.shares else ""
+
+
+def heuristic_return(env_id: str, n_episodes: int, seed: int) -> tuple[float, float]:
+    """
+    :param env_id: Input-driven environment
+    :param n_episodes: Number of episodes
+    :param seed: Seed of the environment, which fixes the inputs of all episodes, whatever the actions are
+    :return: Mean and standard deviation of the returns of the heuristic that has the best score in ``references.csv``
+    """
+    scores = {row["policy"]: float(row["mean"]) for row in read_rows(RESULTS / "references.csv") if row["env"] == env_id}
+    policy = HEURISTICS[env_id][max(HEURISTICS[env_id], key=scores.__getitem__)]
+    env = gym.make(env_id)
+    returns = np.zeros(n_episodes)
+    for episode in range(n_episodes):
+        env.reset(seed=seed if episode == 0 else None)
+        done = False
+        while not done:
+            _, reward, terminated, truncated, _ = env.step(policy(env.unwrapped))
+            returns[episode] += float(reward)
+            done = terminated or truncated
+    return float(returns.mean()), float(returns.std())
 
 
 def random_return(env_id: str, n_episodes: int) -> float:
@@ -160,7 +208,11 @@ def execute_apart(run: Run) -> tuple[dict[str, Any], LearningCurve | None]:
     :param run: Run to execute
     :return: Its row, and the learning curve of a training
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    # The server imports everything once, which takes as long as a short training, and has run nothing when it forks
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    context.set_forkserver_preload(["benchmarks.run"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(execute, run).result()
 
 

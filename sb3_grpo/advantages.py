@@ -184,6 +184,17 @@ def leave_one_out_factor(labels: np.ndarray) -> np.ndarray:
     return np.where(counts > 1, counts / np.maximum(counts - 1, 1), 0.0)[labels]
 
 
+def differences_from_others(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """
+    The difference between each value and the mean of the *other* values with the same label.
+
+    :param values: Values, shape ``(n,)``
+    :param labels: Label of each value, shape ``(n,)``
+    :return: Differences; 0.0 for tied values and for a value without others, shape ``(n,)``
+    """
+    return centre_within(values, labels) * leave_one_out_factor(labels)
+
+
 def rescale(centred: np.ndarray, labels: np.ndarray, scale: Scale) -> np.ndarray:
     """
     Divide centred values by their standard deviation (that of the population).
@@ -299,6 +310,35 @@ def stepwise_advantages(
     peers = peers_at_each_step(lengths, groups)
     centred = _centred_returns(rewards, lengths, gamma, peers) * leave_one_out_factor(peers)
     return rescale(centred, np.repeat(groups, lengths), scale)
+
+
+def relative_advantages(advantages: np.ndarray, peers: np.ndarray, coefficient: np.ndarray | float) -> np.ndarray:
+    """
+    The relative term: ``A_i - c x_i``, where ``x_i`` is the mean advantage of the other members of the group at the same step.
+
+    :param advantages: ``A``, shape ``(n,)``
+    :param peers: Label of each transition: those at the same step of trajectories of the same group share it, shape ``(n,)``
+    :param coefficient: ``c``, from 0 to 1, shape ``(n,)`` or a number
+    :return: Advantages; unchanged for a transition without peers, shape ``(n,)``
+    """
+    has_peers = np.bincount(peers)[peers] > 1
+    # Not `A - c x`: with a coefficient of 1, tied members get exactly zero.
+    relative = (1 - coefficient) * advantages + coefficient * differences_from_others(advantages, peers)
+    return np.where(has_peers, relative, advantages)
+
+
+def relative_coefficient(correlation: np.ndarray, n_others: np.ndarray) -> np.ndarray:
+    """
+    The coefficient with which :func:`relative_advantages` leaves the least variance: ``c = rho m / (1 + (m - 1) rho)``.
+
+    It is the coefficient of the best linear prediction of one member from the mean of ``m`` others, if each advantage is the
+    sum of a part that all members share and a part of its own, and the shared part has the share ``rho`` of the variance.
+
+    :param correlation: Intraclass correlation ``rho``, from 0 to 1, shape ``(n,)``
+    :param n_others: Number of other members ``m``, shape ``(n,)``
+    :return: ``c``; 0 without other members, shape ``(n,)``
+    """
+    return correlation * n_others / (1 + (n_others - 1) * correlation)
 
 
 def count_steps_without_peer(lengths: np.ndarray, groups: np.ndarray) -> int:

@@ -32,6 +32,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import losses
 from sb3_grpo.buffers import (
+    SMALL_GROUP,
     GroupRolloutBuffer,
     check_buffer_arguments,
     resolve_buffer_class,
@@ -93,7 +94,8 @@ class GRPO(OnPolicyAlgorithm):
         their own ``scale`` instead
     :param ent_coef: Coefficient of the entropy bonus
     :param max_grad_norm: Maximum norm of the gradient
-    :param group_size: Number of trajectories per group, at least 2
+    :param group_size: Number of trajectories per group, at least 2. ``None`` for 2, and for 8 with the ``kernel`` buffer while the
+        members of groups have much in common (``train/relative_coefficient``)
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
     :param kl_coef: Coefficient of the penalty KL(pi || reference). It changes during training if ``adaptive_kl_target`` is set
@@ -153,7 +155,7 @@ class GRPO(OnPolicyAlgorithm):
         normalize_advantage: bool = True,
         ent_coef: float = 0.0,
         max_grad_norm: float = 0.5,
-        group_size: int = 2,
+        group_size: int | None = None,
         share_starts: bool = True,
         kl_coef: float = 0.0,
         adaptive_kl_target: float | None = None,
@@ -247,16 +249,16 @@ class GRPO(OnPolicyAlgorithm):
 
         start_queue, last_obs = self.start_queue, self._last_obs
         user_kwargs = self.rollout_buffer_kwargs
-        self.rollout_buffer_kwargs = {"group_size": self.group_size, "horizon": self._time_limit(), **user_kwargs}
+        self.rollout_buffer_kwargs = {"group_size": self._max_group_size(), "horizon": self._time_limit(), **user_kwargs}
         try:
             super()._setup_model()
         finally:
             self.rollout_buffer_kwargs = user_kwargs
         # SB3 has seeded the model, which made a new queue. A saved model continues with its own.
-        if start_queue is not None and start_queue.group_size == self.group_size:
+        if start_queue is not None and start_queue.max_group_size == self._max_group_size():
             self.start_queue, self._last_obs = start_queue, last_obs
         elif self.start_queue is start_queue:
-            self.start_queue = StartQueue(self.group_size)
+            self.start_queue = self._new_start_queue()
         self.kl_penalty = KLPenalty(self.kl_reference, self.kl_reference_tau, self.kl_estimator, self._make_policy)
         if self._run_state is not None:
             self._random_state = self._run_state.random
@@ -266,6 +268,17 @@ class GRPO(OnPolicyAlgorithm):
             self._run_state = None
         if self.rollout_buffer.notice and self.verbose >= 1:
             print(self.rollout_buffer.notice)
+
+    def _max_group_size(self) -> int:
+        """
+        :return: The group size, or the largest one that the buffer may choose
+        """
+        if self.group_size is not None:
+            return self.group_size
+        return self.rollout_buffer_class.max_group_size  # type: ignore[union-attr]
+
+    def _new_start_queue(self, seed: int | None = None) -> StartQueue:
+        return StartQueue(self.group_size or SMALL_GROUP, seed, self._max_group_size())
 
     def _choose_n_steps(self) -> None:
         if self.n_steps is None:
@@ -292,8 +305,10 @@ class GRPO(OnPolicyAlgorithm):
         for name in ("learning_rate", "clip_range", "clip_range_high"):
             if getattr(self, name) is not None or name != "clip_range_high":
                 require_schedule(name, getattr(self, name))
-        for name, smallest in (("batch_size", 1), ("n_epochs", 1), ("n_reused_rollouts", 0), ("group_size", 2)):
+        for name, smallest in (("batch_size", 1), ("n_epochs", 1), ("n_reused_rollouts", 0)):
             require_at_least(name, getattr(self, name), smallest)
+        if self.group_size is not None:
+            require_at_least("group_size", self.group_size, 2)
         if self.n_steps is not None:
             require_at_least("n_steps", self.n_steps, 1)
         if self.seed is not None:
@@ -345,7 +360,7 @@ class GRPO(OnPolicyAlgorithm):
     def set_random_seed(self, seed: int | None = None) -> None:
         super().set_random_seed(seed)
         if seed is not None:
-            self.start_queue = StartQueue(self.group_size, seed)
+            self.start_queue = self._new_start_queue(seed)
             self._random_state = None
             self._last_obs = None  # trajectories in progress belong to the previous queue
 
@@ -366,7 +381,7 @@ class GRPO(OnPolicyAlgorithm):
             )
         if self._random_state is not None:
             if reset_num_timesteps:  # a new run
-                self.start_queue = StartQueue(self.group_size, self.seed)
+                self.start_queue = self._new_start_queue(self.seed)
             else:
                 set_random_state(self._random_state)
             self._random_state = None
@@ -452,6 +467,10 @@ class GRPO(OnPolicyAlgorithm):
         for name, value in rollout_buffer.metrics.items():
             if name.startswith("rollout/"):
                 self.logger.record(name, value)
+        assert self.start_queue is not None
+        if self.group_size is None:
+            self.start_queue.group_size = rollout_buffer.preferred_group_size
+        self.logger.record("rollout/group_size", self.start_queue.group_size)
         if self.share_starts:
             self.logger.record("rollout/start_mismatches", find_seeded_vec_env(env).mismatches)
 
@@ -721,7 +740,7 @@ class GRPO(OnPolicyAlgorithm):
         check_format(path)
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         if kwargs.get("seed") is not None:  # a new run
-            model.start_queue = StartQueue(model.group_size, model.seed)
+            model.start_queue = model._new_start_queue(model.seed)
             model._random_state = None
         return model
 

@@ -76,7 +76,7 @@ class Start(NamedTuple):
     The start of one trajectory.
 
     :param index: Position in the queue of the run, counted from 0
-    :param group: Group of the trajectory, ``index // group_size``
+    :param group: Group of the trajectory, ``index // max_group_size``
     :param seed: Seed of the reset, the same for all members of a group
     """
 
@@ -92,12 +92,16 @@ class StartQueue:
     The seed of a group is a function of ``(seed, group)``, so the queue has no random state and continues identically after
     pickling.
 
+    :attr:`group_size` may change in the course of a run, up to ``max_group_size``. Smaller groups leave gaps between the indices
+    of their starts, so that the group of a start is always ``index // max_group_size``.
+
     :param group_size: Number of trajectories that share a start, at least 2
     :param seed: Seed of the queue, not negative; ``None`` for a random number from numpy's global generator, as in SB3
+    :param max_group_size: Largest group size that the run may choose; ``None`` for ``group_size``
     :raises ValueError: If ``group_size`` is not an integer of at least 2, or ``seed`` is negative
     """
 
-    def __init__(self, group_size: int, seed: int | None = None):
+    def __init__(self, group_size: int, seed: int | None = None, max_group_size: int | None = None):
         if not isinstance(group_size, (int, np.integer)) or group_size < 2:
             raise ValueError(f"`group_size` must be an integer of at least 2, got {group_size!r}")
         if seed is None:
@@ -105,6 +109,7 @@ class StartQueue:
         if seed < 0:
             raise ValueError(f"`seed` must not be negative, got {seed!r}")
         self.group_size = int(group_size)
+        self.max_group_size = max(self.group_size, max_group_size or 0)
         self.seed = int(seed)
         self.next_index = 0
 
@@ -112,8 +117,10 @@ class StartQueue:
         """
         :return: The next start
         """
+        if self.next_index % self.max_group_size >= self.group_size:
+            self.begin_group()
         index = self.next_index
-        group = index // self.group_size
+        group = index // self.max_group_size
         self.next_index += 1
         return Start(index, group, self._derive_seed(group))
 
@@ -121,7 +128,7 @@ class StartQueue:
         """
         Skip to the first start of a new group. All environments are about to be reset, so unfinished groups stay incomplete.
         """
-        self.next_index = -(-self.next_index // self.group_size) * self.group_size
+        self.next_index = -(-self.next_index // self.max_group_size) * self.max_group_size
 
     def seed_apart(self) -> int:
         """

@@ -312,6 +312,17 @@ def start_at(index: int, group_size: int, seed: int):
     return [queue.take() for _ in range(index + 1)][-1]
 
 
+def test_the_group_size_may_change_and_small_groups_leave_gaps():
+    queue, pairs = StartQueue(2, seed=7, max_group_size=4), StartQueue(2, seed=7)
+    starts = [queue.take() for _ in range(5)]
+    assert [start.index for start in starts] == [0, 1, 4, 5, 8]
+    assert [start[1:] for start in starts] == [pairs.take()[1:] for _ in range(5)]
+    queue.group_size = 4  # the group that has begun grows
+    assert [queue.take()[:2] for _ in range(5)] == [(9, 2), (10, 2), (11, 2), (12, 3), (13, 3)]
+    queue.group_size = 2
+    assert queue.take()[:2] == (16, 4)
+
+
 @pytest.mark.parametrize("taken", [0, 5, 6], ids=["fresh", "within a group", "between groups"])
 def test_a_pickled_queue_continues_identically(taken):
     queue = StartQueue(3, seed=None)

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from sb3_grpo.buffers.base import GroupRolloutBuffer
+from sb3_grpo.buffers.base import SMALL_GROUP, GroupRolloutBuffer
 from sb3_grpo.buffers.groups import (
     CompleteGroupRolloutBuffer,
     OutcomeRolloutBuffer,
@@ -30,6 +30,7 @@ from sb3_grpo.validation import require_one_of
 
 __all__ = [
     "BUFFERS",
+    "SMALL_GROUP",
     "CompleteGroupRolloutBuffer",
     "GroupRolloutBuffer",
     "GroupRolloutBufferSamples",

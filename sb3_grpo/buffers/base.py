@@ -24,6 +24,9 @@ from sb3_grpo.buffers.rollout import (
 )
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
 
+#: The group size where nothing speaks for larger groups: it leaves the most different starts in a rollout.
+SMALL_GROUP = 2
+
 
 class GroupRolloutBuffer(BaseBuffer, ABC):
     """
@@ -36,7 +39,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     :param gae_lambda: Lambda of generalized advantage estimation; not used by all buffers
     :param gamma: Discount factor
     :param n_envs: Number of environments
-    :param group_size: Number of trajectories per group
+    :param group_size: Number of trajectories per group, or the largest one
     :param horizon: Time limit of the environment in steps; ``None`` if it is unknown
     :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
     :raises ValueError: If ``reward_weights`` is invalid; in :meth:`add`, if an environment does not report the components
@@ -47,6 +50,10 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     whitens: ClassVar[bool] = False
     #: Whether the buffer takes the environments' own rewards instead of those of a ``VecNormalize``.
     takes_original_rewards: ClassVar[bool] = False
+    #: The largest group size that the buffer chooses by itself.
+    max_group_size: ClassVar[int] = SMALL_GROUP
+    #: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is ``None``.
+    preferred_group_size: int = SMALL_GROUP
     #: A line about a setting that the buffer has chosen by itself. GRPO prints it if ``verbose`` is at least 1.
     notice: str = ""
 
@@ -215,15 +222,15 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._update = update._replace(weights=self._loss_weights(update.starts, loss_aggregation))
 
     @staticmethod
-    def _describe_groups(returns: np.ndarray) -> dict[str, float]:
+    def _describe_groups(returns: list[list[float]]) -> dict[str, float]:
         """
-        :param returns: Returns of the groups that were completed in the rollout, shape ``(n_groups, group_size)``
+        :param returns: Returns of the members of each group that was completed in the rollout
         :return: Metrics
         """
         metrics = {"rollout/groups_completed": float(len(returns))}
         if len(returns) > 0:
-            metrics["rollout/group_return_mean"] = float(returns.mean())
-            metrics["rollout/group_return_spread"] = float(np.ptp(returns, axis=1).mean())
+            metrics["rollout/group_return_mean"] = float(np.mean(np.concatenate(returns)))
+            metrics["rollout/group_return_spread"] = float(np.mean([max(members) - min(members) for members in returns]))
         return metrics
 
     @abstractmethod

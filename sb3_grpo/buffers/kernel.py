@@ -10,14 +10,19 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
 
 from sb3_grpo import advantages as A
-from sb3_grpo.buffers.base import GroupRolloutBuffer
+from sb3_grpo.buffers.base import SMALL_GROUP, GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Observations, Transitions, map_observations, take_observations
 from sb3_grpo.kernel import KernelBaseline, calibration_slope, eligibility_traces, predict_by_fold
 from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.relative import RelativeTerm
 from sb3_grpo.validation import require_at_least, require_between, require_one_of, require_positive
 
 #: The kernel baseline solves a linear system with as many unknowns as it has inputs.
 MAX_INPUTS = 5000
+#: Group size if the members of a group have more than ``LARGE_GROUP_ABOVE`` of the variance of their advantages in common. More
+#: members tell better what their inputs did, and leave fewer different starts in a rollout.
+LARGE_GROUP = 8
+LARGE_GROUP_ABOVE = 1 / 3
 #: With a smaller penalty, the normal equations of dependent features are singular in double precision.
 MIN_RIDGE = 1e-8
 
@@ -45,7 +50,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param gae_lambda: Lambda of the advantages
     :param gamma: Discount factor
     :param n_envs: Number of environments
-    :param group_size: Number of trajectories per group
+    :param group_size: Number of trajectories per group, or the largest one
     :param horizon: Number of steps that is one unit of time; ``None`` for the length of the longest trajectory so far, rounded
         up to a power of two
     :param n_features: Number of random Fourier features
@@ -59,11 +64,14 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param fit: ``"lstd"``: the returns are bootstrapped from the new baseline itself. ``"regression"``: they are bootstrapped
         from the baseline of the previous rollout, which lags behind if ``target_lambda`` is below 1; it needs a larger
         ``ridge``, such as 1e-3
+    :param relative: Whether to subtract what the advantages of the other members of the group have in common with it, see
+        :mod:`sb3_grpo.relative`
     :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
     :raises ValueError: If an argument is out of range
     """
 
     whitens = True
+    max_group_size = LARGE_GROUP
 
     def __init__(
         self,
@@ -85,6 +93,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         actor_features: bool = False,
         target_lambda: float | None = None,
         fit: Literal["regression", "lstd"] = "lstd",
+        relative: bool = True,
         reward_weights: Mapping[str, float] | None = None,
     ):
         super().__init__(
@@ -120,6 +129,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         # SB3 has seeded numpy's global generator with the model's seed at this point.
         seed = np.random.randint(np.iinfo(np.int32).max)
         self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed, lstd=fit == "lstd")
+        self.relative_term = RelativeTerm(group_size) if relative else None
         self._longest = 1
         # The fit keeps its unit of time, also in environments with another time limit.
         self._fitted_horizon = self.horizon
@@ -130,6 +140,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     def reset(self) -> None:
         super().reset()
         self._n_features_kept = 0
+
+    def start_afresh(self) -> None:
+        super().start_afresh()
+        if self.relative_term is not None:
+            self.relative_term.forget_trajectories()
 
     def add(
         self,
@@ -198,6 +213,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns)
         # Without a baseline, the lambda-returns themselves would be the advantages.
         self.metrics["train/baseline_variance_reduction"] = A.explained_variance(baseline, baseline + advantages)
+        if self.relative_term is not None:
+            advantages = self.relative_term.apply(advantages, rollout.starts, rollout.steps, rollout.dones)
+            self.metrics.update(self.relative_term.metrics)
+            is_large = self.relative_term.correlation > LARGE_GROUP_ABOVE
+            self.preferred_group_size = LARGE_GROUP if is_large else SMALL_GROUP
         return rollout, advantages
 
     def _fit_lstd(
@@ -268,6 +288,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             "longest": self._longest,
             "horizon": self._fitted_horizon,
             "options": self._options_of_features(),
+            "relative": None if self.relative_term is None else self.relative_term.get_state(),
         }
 
     def _options_of_features(self) -> dict[str, Any]:
@@ -275,6 +296,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return {**options, "actor_features": self.actor_features}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        if self.relative_term is not None and state["relative"] is not None:
+            self.relative_term.set_state(state["relative"])
         if state["options"] != self._options_of_features():
             warnings.warn(
                 f"The saved kernel baseline was fitted with {state['options']}, and this buffer has "

@@ -139,14 +139,14 @@ class GroupReturns:
     Collects the returns of groups while their trajectories end one by one.
 
     :param n_envs: Number of environments
-    :param group_size: Number of trajectories per group
+    :param group_size: Largest number of trajectories per group. A smaller group is complete once a later one has begun
     """
 
     def __init__(self, n_envs: int, group_size: int):
         self.group_size = group_size
         self._running = np.zeros(n_envs)
+        self._last_step = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
         self._ended: dict[int, list[float]] = {}
-        self._complete: list[list[float]] = []
 
     def add(self, reward: np.ndarray, done: np.ndarray, start: np.ndarray) -> None:
         """
@@ -155,28 +155,28 @@ class GroupReturns:
         :param start: Index of the start of each trajectory, shape ``(n_envs,)``
         """
         self._running += reward
-        if not done.any():
-            return
-        for env in np.flatnonzero(done):
-            group = int(start[env]) // self.group_size
-            members = self._ended.setdefault(group, [])
-            members.append(float(self._running[env]))
+        self._last_step = start, done
+        for env in np.flatnonzero(done) if done.any() else ():
+            self._ended.setdefault(int(start[env]) // self.group_size, []).append(float(self._running[env]))
             self._running[env] = 0.0
-            if len(members) == self.group_size:
-                self._complete.append(self._ended.pop(group))
 
     def clear(self) -> None:
         """Forget everything: all environments are about to be reset."""
         self._running[:] = 0.0
         self._ended.clear()
-        self._complete.clear()
 
-    def pop_complete(self) -> np.ndarray:
+    def pop_complete(self) -> list[list[float]]:
         """
-        :return: Returns of the groups that were completed since the last call, shape ``(n_groups, group_size)``
+        :return: Returns of the members of each group that was completed since the last call
         """
-        complete, self._complete = self._complete, []
-        return np.array(complete).reshape(-1, self.group_size)
+        start, done = self._last_step
+        running, newest = set((start[~done] // self.group_size).tolist()), start.max(initial=0) // self.group_size
+        complete = [
+            group
+            for group, members in self._ended.items()
+            if len(members) == self.group_size or (group < newest and group not in running)
+        ]
+        return [self._ended.pop(group) for group in complete]
 
 
 def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> list[float]:

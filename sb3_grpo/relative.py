@@ -1,0 +1,190 @@
+"""
+The relative term of the kernel buffer: members of a group are compared with each other, as far as they have something in common.
+
+Jobs, demand, prices or wind may drive the rewards while no observation shows them. The seed fixes such inputs, so all members of
+a group live through the same ones, and the advantages of the other members at the same step tell what the inputs did. A baseline
+may depend on them without bias (Mao et al. 2018, https://arxiv.org/abs/1807.02264). How much to subtract is estimated, and is
+zero where the members have nothing in common.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sb3_grpo import advantages as A
+
+#: Factor for the weight of earlier rollouts in the estimate of the correlation.
+FORGETTING = 0.95
+#: A correlation below this many standard errors counts as noise.
+N_STANDARD_ERRORS = 2.0
+#: Larger than any step of an episode.
+MAX_STEP = np.iinfo(np.int64).max
+#: Number of rollouts after which an advantage is no longer compared with those of members that run later.
+MAX_AGE = 16
+
+
+def correlation_sums(advantages: np.ndarray, others: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """
+    Sufficient statistics of :func:`shrunk_correlation`: ``k``, ``n``, ``d``, ``n^2``, ``n d`` and ``d^2`` of each group. ``k`` is
+    its number of transitions with peers, ``n = sum_t A_t x_t``, and ``d = sum_t A_t^2``.
+
+    :param advantages: ``A``, shape ``(n,)``
+    :param others: Mean advantages ``x`` of the other members at the same step, NaN where there are none, shape ``(n,)``
+    :param groups: Label of the group of each transition, shape ``(n,)``
+    :return: Statistics, shape ``(n_groups, 6)``
+    """
+    has_peers = ~np.isnan(others)
+    k, n, d = (
+        A.sum_by_label(np.where(has_peers, values, 0.0), groups)
+        for values in (np.ones(len(groups)), advantages * others, advantages**2)
+    )
+    return np.stack([k, n, d, n**2, n * d, d**2], axis=1)
+
+
+def sums_of_others(values: np.ndarray) -> np.ndarray:
+    """
+    For each row the sum of all other rows, without the cancellation of subtracting it from the total.
+
+    :param values: Values, shape ``(n, ...)``
+    :return: Sums, shape ``(n, ...)``
+    """
+    before, after = np.zeros_like(values), np.zeros_like(values)
+    before[1:] = np.cumsum(values[:-1], axis=0)
+    after[:-1] = np.cumsum(values[:0:-1], axis=0)[::-1]
+    return before + after
+
+
+def in_units_of_their_size(sums: np.ndarray) -> np.ndarray:
+    """
+    :param sums: Sums of :func:`correlation_sums`, shape ``(..., 6)``
+    :return: Those of the advantages divided by their root mean square, shape ``(..., 6)``
+    """
+    squares = np.where(sums[..., 2] > 0, sums[..., 2] / np.maximum(sums[..., 0], 1.0), 1.0)
+    return sums / np.stack([np.ones_like(squares), *[squares] * 2, *[squares**2] * 3], axis=-1)
+
+
+def shrunk_correlation(sums: np.ndarray) -> np.ndarray:
+    """
+    Intraclass correlation ``rho = sum_g n_g / sum_g d_g`` of the advantages within groups, shrunk by the non-negative garrote
+    (Breiman 1995, https://doi.org/10.1080/00401706.1995.10484371): ``rho max(0, 1 - (z se / rho)^2)`` with ``z`` of
+    :data:`N_STANDARD_ERRORS`.
+
+    The steps of a group are not independent of each other, but the groups are. So the standard error is that of a ratio of sums
+    over groups: ``se^2 = sum_g (n_g - rho d_g)^2 / (sum_g d_g)^2 * m / (m - 1)``, where ``m = (sum_g d_g)^2 / sum_g d_g^2`` is
+    the effective number of groups.
+
+    :param sums: Sums of :func:`correlation_sums` over groups, shape ``(..., 6)``
+    :return: Shrunk ``rho`` from 0 to 1; 0 if there are fewer than two groups, shape ``(...)``
+    """
+    _, n, d, nn, nd, dd = np.moveaxis(sums, -1, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rho, m = n / d, d**2 / dd
+        variance = (nn - 2 * rho * nd + rho**2 * dd) / d**2 * m / (m - 1)
+        shrunk = rho * np.maximum(1 - N_STANDARD_ERRORS**2 * variance / rho**2, 0.0)
+    return np.where((rho > 0) & (m > 1 + A.TIE_TOLERANCE), np.clip(shrunk, 0.0, 1.0), 0.0)
+
+
+class _Kept(NamedTuple):
+    """Advantages that members in later rollouts can be compared with; all arrays have the same length."""
+
+    groups: np.ndarray
+    steps: np.ndarray
+    rollouts: np.ndarray
+    advantages: np.ndarray
+
+
+_NOTHING = _Kept(*(np.zeros(0, dtype) for dtype in (np.int64, np.int64, np.int64, np.float64)))
+
+
+class RelativeTerm:
+    """
+    Subtracts a part of the mean advantage of the other members, see :func:`~sb3_grpo.advantages.relative_advantages`.
+
+    Each group gets the correlation of all *other* groups, of this rollout and of earlier ones, so that the coefficient does not
+    depend on the actions it is applied to. Members need not run at the same time: as long as a group is not complete, its
+    advantages are kept for members that run in later rollouts.
+
+    :param group_size: Number of trajectories per group
+    """
+
+    def __init__(self, group_size: int):
+        self.group_size = group_size
+        #: Metrics of the last rollout.
+        self.metrics: dict[str, float] = {}
+        self._sums = np.zeros(6)
+        self._rollout = 0
+        self._kept = _NOTHING
+
+    def apply(self, advantages: np.ndarray, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray) -> np.ndarray:
+        """
+        :param advantages: Advantages of a rollout, shape ``(n,)``
+        :param starts: Index of the start of each transition's trajectory, shape ``(n,)``
+        :param steps: Step within the trajectory, shape ``(n,)``
+        :param dones: Whether the trajectory ended with the transition, shape ``(n,)``
+        :return: Advantages with the relative term, shape ``(n,)``
+        """
+        self._rollout += 1
+        groups = starts // self.group_size
+        now = _Kept(groups, steps, np.full(len(starts), self._rollout), advantages)
+        known = _Kept(*(np.append(mine, earlier) for mine, earlier in zip(now, self._kept, strict=True)))
+        peers = np.unique(known.groups * (known.steps.max() + 1) + known.steps, return_inverse=True)[1]
+        n_members = np.bincount(peers)[peers]
+        is_now = slice(len(advantages))
+
+        others = known.advantages - A.differences_from_others(known.advantages, peers)
+        others = np.where(n_members > 1, others, np.nan)[is_now]
+        own_group = np.unique(groups, return_inverse=True)[1]
+        sums = correlation_sums(advantages, others, own_group)
+        # Returns grow and shrink in the course of training; in units of their size, all rollouts count alike.
+        of_others = self._sums + in_units_of_their_size(sums_of_others(sums))
+        correlation = shrunk_correlation(of_others)[own_group]
+        self._sums = FORGETTING * (self._sums + in_units_of_their_size(sums.sum(axis=0)))
+
+        coefficient = np.zeros(len(peers))
+        coefficient[is_now] = A.relative_coefficient(correlation, n_members[is_now] - 1)
+        relative = A.relative_advantages(known.advantages, peers, coefficient)[is_now]
+        self.metrics = {
+            "train/relative_coefficient": float(coefficient[is_now].mean()),
+            "train/relative_variance_removed": A.explained_variance(advantages - relative, advantages),
+        }
+        awaited = self._is_awaited(known, starts, steps, dones)
+        self._kept = _Kept(*(each[awaited] for each in known))
+        return relative
+
+    def _is_awaited(self, known: _Kept, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray) -> np.ndarray:
+        """
+        :return: Whether a member may come to the same step in a later rollout, for all that are known
+        """
+        # The slowest running member of each group
+        slowest: dict[int, int] = {}
+        newest_group, newest_member = divmod(int(starts.max()), self.group_size)
+        if newest_member < self.group_size - 1:  # others may not have begun yet
+            slowest[newest_group] = -1
+        for start in np.setdiff1d(starts, starts[dones]):
+            group = int(start) // self.group_size
+            slowest[group] = min(slowest.get(group, MAX_STEP), int(steps[starts == start].max()))
+        groups, labels = np.unique(known.groups, return_inverse=True)
+        passed = np.array([slowest.get(group, MAX_STEP) for group in groups.tolist()])[labels]
+        return (known.steps > passed) & (known.rollouts > self._rollout - MAX_AGE)
+
+    @property
+    def correlation(self) -> float:
+        """Intraclass correlation over all groups so far, see :func:`shrunk_correlation`."""
+        return float(shrunk_correlation(self._sums))
+
+    def forget_trajectories(self) -> None:
+        """All environments are about to be reset: groups that are not complete will stay so."""
+        self._kept = _NOTHING
+
+    def get_state(self) -> dict[str, Any]:
+        """
+        :return: What is saved with a model, for :meth:`set_state`
+        """
+        return {"group_size": self.group_size, "sums": self._sums, "rollout": self._rollout, "kept": tuple(self._kept)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """
+        :param state: State from :meth:`get_state`
+        """
+        self._sums, self._rollout = state["sums"], state["rollout"]
+        self._kept = _Kept(*state["kept"]) if state["group_size"] == self.group_size else _NOTHING
