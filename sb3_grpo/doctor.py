@@ -1,11 +1,19 @@
 """The doctor: a callback that recognises runs that cannot learn, and reports why."""
 
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
+import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
+
+from sb3_grpo.persistence import random_state, set_random_state
+from sb3_grpo.shared_inputs import check_shared_inputs
 
 #: Number of consecutive updates with a symptom before it is reported. Updates without the metric in question do not count.
 PATIENCE = 5
@@ -134,10 +142,49 @@ def _recent_returns(model: Any, metrics: dict[str, float]) -> tuple[float, float
     return metrics.get("rollout/group_return_mean", np.nan), metrics.get("rollout/group_return_spread", np.nan)
 
 
+class _CannotBeSent(type):
+    def __instancecheck__(cls, env: Any) -> bool:
+        try:
+            ForkingPickler.dumps(env.spec)
+        except Exception:
+            return True
+        return False
+
+
+class _SpecCannotBeSent(gym.Wrapper, metaclass=_CannotBeSent):
+    """
+    The class of all environments whose spec cannot be sent to another process. ``env_is_wrapped`` lets the worker find out,
+    which would end if it tried to send it.
+    """
+
+
+def _make_copy(venv: VecEnv) -> gym.Env:
+    """
+    :param venv: The training environment
+    :return: A fresh copy of the first of its environments
+    :raises Exception: If it cannot be made again
+    """
+    if isinstance(venv.unwrapped, SubprocVecEnv):
+        # Only wrappers are asked; `gym.make` returns one, unless it is told otherwise.
+        is_asked, refuses = (venv.env_is_wrapped(each, 0)[0] for each in (gym.Wrapper, _SpecCannotBeSent))
+        if refuses or not is_asked:
+            raise ValueError("The worker cannot send the spec of its environment")
+    spec = venv.get_attr("spec", 0)[0]
+    copied = replace(
+        spec,
+        # A spec does not say how to make SB3's Monitor again.
+        additional_wrappers=tuple(wrapper for wrapper in spec.additional_wrappers if wrapper.name != "Monitor"),
+        # The copy opens no window and records no video.
+        kwargs={key: value for key, value in spec.kwargs.items() if key != "render_mode"},
+    )
+    return gym.make(copied)
+
+
 class Doctor(BaseCallback):
     """
     A callback that checks a run after each update, and reports each failure pattern that shows for several updates in a row
-    once. It does not change the training::
+    once. At the start of a run it plays ``check_shared_inputs`` on a copy of the environment. It does not change the
+    training::
 
         model.learn(100_000, callback=Doctor())
 
@@ -147,7 +194,7 @@ class Doctor(BaseCallback):
     def __init__(self, report: Callable[[str], None] = print):
         super().__init__()
         self.report = report
-        #: Names of the symptoms reported so far.
+        #: Names of what has been reported so far.
         self.reported: list[str] = []
         self._streaks = dict.fromkeys((symptom.name for symptom in SYMPTOMS), 0)
         self._return_to_rise_above = np.nan
@@ -164,6 +211,7 @@ class Doctor(BaseCallback):
             self._streaks = dict.fromkeys(self._streaks, 0)
             self._return_to_rise_above = np.nan
             self.reported.clear()
+            self._check_inputs()
 
     def _on_step(self) -> bool:
         return True
@@ -176,6 +224,22 @@ class Doctor(BaseCallback):
 
     def _on_training_end(self) -> None:
         self._examine()
+
+    def _check_inputs(self) -> None:
+        model: Any = self.model
+        if not model.share_starts:
+            return
+        state = random_state()  # an environment may draw from the global generators
+        try:
+            with closing(_make_copy(self.training_env)) as env:
+                found = check_shared_inputs(env)
+        except Exception:  # an environment that cannot be made again is not checked
+            return
+        finally:
+            set_random_state(state)
+        if not found.shared:
+            self.reported.append("shared inputs")
+            self.report(f"Doctor (shared inputs): {found.message}")
 
     def _examine(self) -> None:
         if not self._is_due:  # there has been no update since the last check

@@ -8,9 +8,11 @@ from typing import Any, Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 
-REMEDY = (
-    "Draw the whole stream of inputs in `reset`, from `self.np_random` after `super().reset(seed=seed)`, and let `step` read "
-    "from it; or draw the same amount of random numbers in each step, whatever the action."
+ADVICE = (
+    "Training works all the same, but comparing the members of a group cannot cancel what such inputs cause. In an "
+    "environment of your own, draw the whole stream of inputs in `reset`, from `self.np_random` after "
+    "`super().reset(seed=seed)`, and let `step` read from it; or draw the same amount of random numbers in each step, "
+    "whatever the action."
 )
 
 
@@ -21,7 +23,7 @@ class SharedInputs:
 
     :param verdict: "shared" if inputs stay in step as far as can be seen, "lost" if they depend on the actions, "not
         seeded" if episodes with the same seed and the same actions differ
-    :param message: A sentence on what was seen, and one on how to mend it
+    :param message: What was seen, what it means for training, and how to mend it
     """
 
     verdict: Literal["shared", "lost", "not seeded"]
@@ -67,7 +69,7 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
         return SharedInputs(
             "not seeded",
             f"Two episodes with the same seed and the same actions differ from step {step} on: some random numbers do not "
-            f"come from the seed. {REMEDY}",
+            f"come from the seed. {ADVICE}",
         )
     for member in range(1, n_members):
         other = _play(env, n_steps, seed, member)
@@ -77,7 +79,7 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
             return SharedInputs(
                 "lost",
                 f"The {what} of two members with the same seed and different actions differ from step {step} on: the inputs "
-                f"depend on the actions, so that a group does not share them. {REMEDY}",
+                f"depend on the actions, so that a group does not share them. {ADVICE}",
             )
     what = "random generators" if first[0].inputs is None else "`inputs` and random generators"
     return SharedInputs("shared", f"The {what} of {n_members} members with the same seed and different actions stay equal.")
@@ -85,11 +87,12 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
 
 def _play(env: gym.Env, n_steps: int, seed: int, member: int) -> list[_Step]:
     observation, _ = env.reset(seed=seed)
+    action_space = deepcopy(env.action_space)  # other environments may have the same one
     # With the seed of the reset, the actions would come from the same random numbers as the inputs
-    env.action_space.seed(1_000_003 + seed + member)
+    action_space.seed(1_000_003 + seed + member)
     play = [_look(env, observation)]
     for _ in range(n_steps):
-        *outcome, _ = env.step(env.action_space.sample())
+        *outcome, _ = env.step(action_space.sample())
         play.append(_look(env, outcome))
         if outcome[2] or outcome[3]:
             break

@@ -1,6 +1,7 @@
 """The doctor: it reports the fault of a faulty run, nothing about a healthy one, and does not change the training."""
 
 import itertools
+import random
 import warnings
 from functools import partial
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch as th
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from helpers import (
     ACTION_SPACES,
     BOX,
@@ -25,9 +28,9 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import ConvertCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
 
-from sb3_grpo import GRPO
+from sb3_grpo import GRPO, SeededSubprocVecEnv, check_shared_inputs
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.doctor import PATIENCE, SYMPTOMS, Doctor, entropy_floor
 
@@ -281,7 +284,11 @@ def test_another_run_of_the_model_is_judged_by_its_own_first_episodes():
     assert len(run(continues=False)) == 1
 
 
-@pytest.mark.parametrize("make_faulty", [clipped, unexplained, few_have_the_weight])
+def draws_from_globals() -> Any:
+    return make_model(made(DrawsFromGlobals))
+
+
+@pytest.mark.parametrize("make_faulty", [clipped, unexplained, few_have_the_weight, draws_from_globals])
 def test_training_is_the_same_bit_for_bit_with_and_without_a_doctor(make_faulty: Any):
     reports: list[str] = []
     runs = []
@@ -308,6 +315,130 @@ def test_a_doctor_refuses_the_runs_of_other_algorithms():
 def test_episodes_of_equal_return_are_no_fault_for_a_buffer_that_does_not_compare_groups():
     model = make_model(make_envs(action_space=spaces.Discrete(1)), n_steps=64, rollout_buffer_class="kernel")
     assert "tied groups" not in map(name_of, reports_of(model, 3 * PATIENCE))
+
+
+# --- Inputs that members of a group share -----------------------------------------------------------------------------------
+
+
+class DrawsForSomeActions(AnyEnv):
+    """Draws a random number for one of the actions only."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action == 2:
+            self.np_random.normal()
+        return super().step(action)
+
+
+class DrawsFromGlobals(AnyEnv):
+    """Adds random numbers from the global generators to the reward."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = super().step(action)
+        noise = random.random() + np.random.random() + th.rand(()).item()
+        return observation, reward + noise, terminated, truncated, info
+
+
+def spec_of(env_class: Any, **kwargs: Any) -> EnvSpec:
+    return EnvSpec("Any-v0", entry_point=env_class, kwargs=dict(lengths=(8, 9), **kwargs))
+
+
+def made(env_class: Any, wrap: Any = Monitor, vec_env: Any = DummyVecEnv, **kwargs: Any) -> Any:
+    """:return: Two environments that have a spec"""
+    return vec_env([lambda: wrap(gym.make(spec_of(env_class, **kwargs)))] * 2)
+
+
+@pytest.mark.parametrize(
+    ("env_class", "seen"),
+    [(DrawsForSomeActions, "inputs depend on the actions"), (DrawsFromGlobals, "do not come from the seed")],
+)
+def test_inputs_that_members_of_a_group_do_not_share_are_reported_once_in_each_run(env_class: Any, seen: str):
+    reports: list[str] = []
+    doctor = Doctor(reports.append)
+    model = make_model(VecNormalize(made(env_class)))
+    model.learn(32, callback=doctor)
+    model.learn(32, callback=doctor, reset_num_timesteps=False)
+    report = f"Doctor (shared inputs): {check_shared_inputs(gym.make(spec_of(env_class))).message}"
+    assert reports == [report] and seen in report and "Training works all the same" in report
+    assert doctor.reported == ["shared inputs"]
+    model.learn(32, callback=doctor)
+    assert reports == [report, report]
+
+
+class BreaksAsACopy(DrawsForSomeActions):
+    """Raises an error in the third environment that is made."""
+
+    n_made = 0
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        type(self).n_made += 1
+        self.number = self.n_made
+
+
+class CannotBeMadeTwice(BreaksAsACopy):
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        assert self.number < 3
+
+
+class CannotBeStepped(BreaksAsACopy):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.number < 3
+        return super().step(action)
+
+
+class Unknown(gym.Wrapper):
+    """A wrapper that keeps no record of its arguments."""
+
+
+@pytest.mark.parametrize(
+    ("make_envs", "kwargs"),
+    [
+        pytest.param(partial(made, AnyEnv), {}, id="shared"),
+        pytest.param(partial(made, DrawsForSomeActions), dict(share_starts=False), id="starts are not shared"),
+        pytest.param(lambda: DummyVecEnv([DrawsForSomeActions] * 2), {}, id="no spec"),
+        pytest.param(partial(made, DrawsForSomeActions, wrap=Unknown), {}, id="unknown wrapper"),
+        pytest.param(partial(made, CannotBeMadeTwice), {}, id="cannot be made"),
+        pytest.param(partial(made, CannotBeStepped), {}, id="cannot be stepped"),
+    ],
+)
+def test_nothing_is_said_about_inputs_that_are_shared_or_cannot_be_examined(make_envs: Any, kwargs: Any):
+    BreaksAsACopy.n_made = CannotBeMadeTwice.n_made = CannotBeStepped.n_made = 0
+    model = make_model(make_envs(), **kwargs)
+    assert reports_of(model, 1) == []
+    assert model.num_timesteps == 32
+
+
+@pytest.mark.parametrize("vec_env", [SubprocVecEnv, SeededSubprocVecEnv])
+@pytest.mark.parametrize(("can_be_sent", "wrap"), [(True, Monitor), (False, Monitor), (False, lambda env: env.unwrapped)])
+def test_a_worker_is_asked_for_the_spec_of_its_environment_only_if_it_can_send_it(vec_env: Any, can_be_sent: bool, wrap: Any):
+    entry_point = DrawsForSomeActions if can_be_sent else lambda **kwargs: DrawsForSomeActions(**kwargs)
+    env = made(entry_point, wrap, partial(vec_env, start_method="fork"))
+    try:
+        model = make_model(env)
+        assert len(reports_of(model, 1)) == can_be_sent
+        assert model.num_timesteps == 32
+    finally:
+        env.close()
+
+
+def test_the_copy_is_made_without_a_render_mode_and_closed():
+    made_with: list[str | None] = []
+    closed: list[str | None] = []
+
+    class Rendered(AnyEnv):
+        metadata = dict(render_modes=["human"])  # noqa: RUF012
+
+        def __init__(self, render_mode: str | None = None, **kwargs: Any):
+            super().__init__(**kwargs)
+            self.render_mode = render_mode
+            made_with.append(render_mode)
+
+        def close(self) -> None:
+            closed.append(self.render_mode)
+
+    reports_of(make_model(made(Rendered, render_mode="human")), 1)
+    assert made_with == ["human", "human", None] and closed == [None]
 
 
 # --- The entropy of a collapsed policy ------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ CORE = {
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "advantages": set(),
-    "doctor": set(),
+    "doctor": {"persistence", "shared_inputs"},
     "envs": {"envs"},
     "fast_actor": set(),
     "kernel": set(),

@@ -105,7 +105,7 @@ class DrawsForAction2(gym.Wrapper[np.ndarray, int, np.ndarray, int]):
 def test_the_verdict_says_whether_members_share_their_inputs(env: gym.Env, verdict: str) -> None:
     report = check_shared_inputs(env)
     assert (report.verdict, report.shared) == (verdict, verdict == "shared")
-    assert ("Draw the whole stream of inputs in `reset`" in report.message) == (verdict != "shared")
+    assert ("draw the whole stream of inputs in `reset`" in report.message) == (verdict != "shared")
 
 
 def test_the_message_names_the_first_step_that_differs() -> None:
@@ -115,6 +115,13 @@ def test_the_message_names_the_first_step_that_differs() -> None:
 
     message = check_shared_inputs(DrawsInTheTenthStep()).message
     assert "random generators of two members with the same seed and different actions differ from step 10 on" in message
+
+
+def test_the_check_leaves_the_action_space_as_it_is_because_other_environments_may_have_the_same() -> None:
+    env, same_seed = DrawsAtReset(), spaces.Discrete(3, seed=7)
+    env.action_space.seed(7)
+    check_shared_inputs(env)
+    assert [env.action_space.sample() for _ in range(20)] == [same_seed.sample() for _ in range(20)]
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"])
