@@ -135,7 +135,7 @@ class VarianceRemoved(BaseCallback):
         return True
 
     def _on_rollout_end(self) -> None:
-        metrics = getattr(self.model.rollout_buffer, "metrics", {})
+        metrics = getattr(self.locals["rollout_buffer"], "metrics", {})
         self.shares += [metrics[name] for name in ("train/relative_variance_removed",) if name in metrics]
 
     def mean(self) -> str:
@@ -211,7 +211,7 @@ def execute_apart(run: Run) -> tuple[dict[str, Any], LearningCurve | None]:
     # The server imports everything once, which takes as long as a short training, and has run nothing when it forks
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["benchmarks.run"])
+    context.set_forkserver_preload(["benchmarks.results", "rl_zoo3.import_envs", "rl_zoo3.exp_manager"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(execute, run).result()
 

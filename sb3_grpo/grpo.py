@@ -94,8 +94,8 @@ class GRPO(OnPolicyAlgorithm):
         their own ``scale`` instead
     :param ent_coef: Coefficient of the entropy bonus
     :param max_grad_norm: Maximum norm of the gradient
-    :param group_size: Number of trajectories per group, at least 2. ``None`` for 2, and for 8 with the ``kernel`` buffer while the
-        members of groups have much in common (``train/relative_coefficient``)
+    :param group_size: Number of trajectories per group, at least 2. ``None`` for 2; with the ``kernel`` buffer for 8 while the
+        advantages of a group's members have much in common, see :mod:`sb3_grpo.relative`
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
     :param kl_coef: Coefficient of the penalty KL(pi || reference). It changes during training if ``adaptive_kl_target`` is set

@@ -1,10 +1,10 @@
 """
-The relative term of the kernel buffer: members of a group are compared with each other, as far as they have something in common.
+The relative term of the kernel buffer compares the members of a group, as far as they have something in common.
 
-Jobs, demand, prices or wind may drive the rewards while no observation shows them. The seed fixes such inputs, so all members of
-a group live through the same ones, and the advantages of the other members at the same step tell what the inputs did. A baseline
-may depend on them without bias (Mao et al. 2018, https://arxiv.org/abs/1807.02264). How much to subtract is estimated, and is
-zero where the members have nothing in common.
+Jobs, demand, prices or wind may drive the rewards while no observation shows them. The seed fixes such inputs, so all members
+of a group live through the same ones, and the advantages of the other members at the same step tell what the inputs did. A
+baseline may depend on them without bias (Mao et al. 2018, https://arxiv.org/abs/1807.02264). How much to subtract is
+estimated, and is zero where the members have nothing in common.
 """
 
 from typing import Any, NamedTuple
@@ -25,8 +25,8 @@ MAX_AGE = 16
 
 def correlation_sums(advantages: np.ndarray, others: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """
-    Sufficient statistics of :func:`shrunk_correlation`: ``k``, ``n``, ``d``, ``n^2``, ``n d`` and ``d^2`` of each group. ``k`` is
-    its number of transitions with peers, ``n = sum_t A_t x_t``, and ``d = sum_t A_t^2``.
+    Sufficient statistics of :func:`shrunk_correlation`: ``k``, ``n``, ``d``, ``n^2``, ``n d`` and ``d^2`` of each group. ``k``
+    is its number of transitions with peers, ``n = sum_t A_t x_t``, and ``d = sum_t A_t^2``.
 
     :param advantages: ``A``, shape ``(n,)``
     :param others: Mean advantages ``x`` of the other members at the same step, NaN where there are none, shape ``(n,)``
@@ -69,9 +69,9 @@ def shrunk_correlation(sums: np.ndarray) -> np.ndarray:
     (Breiman 1995, https://doi.org/10.1080/00401706.1995.10484371): ``rho max(0, 1 - (z se / rho)^2)`` with ``z`` of
     :data:`N_STANDARD_ERRORS`.
 
-    The steps of a group are not independent of each other, but the groups are. So the standard error is that of a ratio of sums
-    over groups: ``se^2 = sum_g (n_g - rho d_g)^2 / (sum_g d_g)^2 * m / (m - 1)``, where ``m = (sum_g d_g)^2 / sum_g d_g^2`` is
-    the effective number of groups.
+    The steps of a group are not independent of each other, but the groups are. So the standard error is that of a ratio of
+    sums over groups: ``se^2 = sum_g (n_g - rho d_g)^2 / (sum_g d_g)^2 * m / (m - 1)``, where
+    ``m = (sum_g d_g)^2 / sum_g d_g^2`` is the effective number of groups.
 
     :param sums: Sums of :func:`correlation_sums` over groups, shape ``(..., 6)``
     :return: Shrunk ``rho`` from 0 to 1; 0 if there are fewer than two groups, shape ``(...)``
@@ -100,8 +100,8 @@ class RelativeTerm:
     """
     Subtracts a part of the mean advantage of the other members, see :func:`~sb3_grpo.advantages.relative_advantages`.
 
-    Each group gets the correlation of all *other* groups, of this rollout and of earlier ones, so that the coefficient does not
-    depend on the actions it is applied to. Members need not run at the same time: as long as a group is not complete, its
+    Each group gets the correlation of all *other* groups, of this rollout and of earlier ones, so that the coefficient does
+    not depend on the actions it is applied to. Members need not run at the same time: as long as a group is not complete, its
     advantages are kept for members that run in later rollouts.
 
     :param group_size: Number of trajectories per group

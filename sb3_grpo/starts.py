@@ -92,8 +92,8 @@ class StartQueue:
     The seed of a group is a function of ``(seed, group)``, so the queue has no random state and continues identically after
     pickling.
 
-    :attr:`group_size` may change in the course of a run, up to ``max_group_size``. Smaller groups leave gaps between the indices
-    of their starts, so that the group of a start is always ``index // max_group_size``.
+    :attr:`group_size` may change in the course of a run, up to ``max_group_size``. Smaller groups leave gaps between the
+    indices of their starts, so that the group of a start is always ``index // max_group_size``.
 
     :param group_size: Number of trajectories that share a start, at least 2
     :param seed: Seed of the queue, not negative; ``None`` for a random number from numpy's global generator, as in SB3

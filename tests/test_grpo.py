@@ -221,14 +221,16 @@ def test_rollouts_that_are_collected_by_hand_are_those_of_learn(buffer: str):
 
 
 def test_after_an_evaluation_on_its_environment_a_rollout_by_hand_starts_afresh():
-    without = by_hand(make_model(make_envs(lengths=(50, 51)), n_steps=8), 2)
-    with_evaluation = by_hand(make_model(make_envs(lengths=(50, 51)), n_steps=8), 2, evaluates_before=1)
+    without, with_evaluation = (
+        by_hand(make_model(make_envs(lengths=(50, 51)), n_steps=8, group_size=2), 2, **evaluates)
+        for evaluates in ({}, dict(evaluates_before=1))
+    )
     assert without[:, :, 0].tolist() == [[0, 1], [0, 1]]
     assert with_evaluation[:, :, 0].tolist() == [[0, 1], [2, 3]]
 
 
 def test_an_evaluation_on_the_training_environment_has_starts_of_its_own():
-    model, learning = make_model(), Starts()
+    model, learning = make_model(group_size=2), Starts()
     model.learn(64, callback=learning)
     firsts = []
 
@@ -683,7 +685,13 @@ def test_gsde_draws_its_noise_as_often_as_asked(sample_freq: int, n_matrices: in
 
 #: What is logged by default and has no counterpart in PPO.
 OURS_ALONE = {
-    *("rollout/start_mismatches", "rollout/groups_completed", "rollout/group_return_mean", "rollout/group_return_spread"),
+    *(
+        "rollout/start_mismatches",
+        "rollout/group_size",
+        "rollout/groups_completed",
+        "rollout/group_return_mean",
+        "rollout/group_return_spread",
+    ),
     *("train/advantage_mean", "train/advantage_std", "train/baseline_variance_reduction", "train/clip_fraction_low"),
     *("train/clip_fraction_high", "train/effective_sample_size", "train/grad_norm"),
 }

@@ -19,7 +19,7 @@ from sb3_grpo.validation import require_at_least, require_between, require_one_o
 
 #: The kernel baseline solves a linear system with as many unknowns as it has inputs.
 MAX_INPUTS = 5000
-#: Group size if the members of a group have more than ``LARGE_GROUP_ABOVE`` of the variance of their advantages in common. More
+#: Group size if members of a group have more than ``LARGE_GROUP_ABOVE`` of the variance of their advantages in common. More
 #: members tell better what their inputs did, and leave fewer different starts in a rollout.
 LARGE_GROUP = 8
 LARGE_GROUP_ABOVE = 1 / 3
