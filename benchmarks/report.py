@@ -11,7 +11,7 @@ The definitions are those of `benchmarks.tables` and `benchmarks.statistics`.
 import argparse
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from benchmarks.figures import draw_curves, draw_profile
 from benchmarks.results import RESULTS, Suite, read_rows
@@ -19,9 +19,12 @@ from benchmarks.tables import (
     ablation_table,
     aggregate_table,
     area_table,
+    gains_table,
     learning_table,
+    paired_table,
     seconds_table,
     throughput_table,
+    variance_table,
     zoo_table,
 )
 
@@ -29,7 +32,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
-    *(DOCS / f"{name}.md" for name in ("benchmark", "which_buffer", "learning", "variants", "zoo", "grpo")),
+    *(DOCS / f"{name}.md" for name in ("benchmark", "which_buffer", "learning", "variants", "zoo", "grpo", "when_groups_win")),
 )
 ABLATIONS = ("minigrid", "cheetah_reuse", "buffers", "groups", "starts", "baseline")
 
@@ -49,6 +52,11 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     :return: By name of the place on a page, a function that makes its content
     """
     short = Suite("short", results)
+    inputs = Suite("inputs", results)
+    rivals: dict[str, Sequence[str]] = {
+        "no groups": ["grpo, no groups"],
+        "PPO": ["ppo, defaults", "ppo, same settings", "ppo, same settings, rewards normalised"],
+    }
     pairs = [("grpo", "ppo"), ("grpo-default", "ppo-default"), ("grpo-default", "ppo")]
     return {
         "provenance": lambda: provenance(read_rows(results / "runs.csv")),
@@ -61,6 +69,12 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "learning": lambda: learning_table(Suite("learning", results)),
         "variants": lambda: learning_table(Suite("variants", results)),
         "zoo": lambda: zoo_table(Suite("zoo", results)),
+        "inputs_area": lambda: gains_table(inputs, "grpo, defaults", rivals, "auc"),
+        "inputs_evaluation": lambda: gains_table(
+            inputs, "grpo, defaults", {**rivals, "heuristic": ["heuristic"]}, "eval_mean"
+        ),
+        "variance_removed": lambda: variance_table(inputs, "grpo, defaults"),
+        "ordinary": lambda: paired_table(Suite("ordinary", results), "grpo, defaults", "grpo, no relative term"),
         "throughput": lambda: throughput_table(read_rows(results / "throughput.csv")),
     }
 

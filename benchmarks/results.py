@@ -145,6 +145,17 @@ class Suite:
             self._learns[arm, env] = bool(np.fmin(area.value, area.low) > self.random_area(env))
         return self._learns[arm, env]
 
+    def values(self, arm: str, env: str, seeds: Sequence[int], name: str) -> np.ndarray:
+        """
+        :param arm: Name of an arm
+        :param env: Gymnasium environment
+        :param seeds: Seeds that the arm has there
+        :param name: Name of a column of numbers
+        :return: Its values, shape ``(n_seeds,)``
+        """
+        by_seed = {each.run.seed: float(each.row[name]) for each in self.runs(arm, env)}
+        return np.array([by_seed[seed] for seed in seeds])
+
     def curves(self, arm: str, env: str) -> list[LearningCurve]:
         """:return: Learning curves, by seed"""
         if self._curves is None:

@@ -7,7 +7,7 @@ bootstrap that is stratified by environment. All intervals are of 95%.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -128,6 +128,23 @@ def mean_over_seeds(values: np.ndarray) -> Estimate:
         (np.sort(values),), np.mean, n_resamples=N_RESAMPLES, method="percentile", rng=np.random.default_rng(0)
     ).confidence_interval
     return Estimate(float(values.mean()), float(interval.low), float(interval.high))
+
+
+def mean_of_paired_ratios(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Estimate:
+    """
+    :param pairs: For each environment the scores of both arms, run by run with the same seeds, each of shape ``(n_seeds,)``
+    :return: The mean over environments of the ratio of their means; runs of both arms are drawn anew together
+    """
+
+    def statistic(draws: Iterable[np.ndarray]) -> float:
+        return float(
+            np.mean([ours[draw].mean() / theirs[draw].mean() for (ours, theirs), draw in zip(pairs, draws, strict=True)])
+        )
+
+    rng, sizes = np.random.default_rng(0), [len(ours) for ours, _ in pairs]
+    resampled = [statistic([rng.integers(size, size=size) for size in sizes]) for _ in range(N_RESAMPLES)]
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return Estimate(statistic([np.arange(size) for size in sizes]), float(low), float(high))
 
 
 def median(sample: np.ndarray) -> Estimate:

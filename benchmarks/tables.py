@@ -18,13 +18,24 @@ from benchmarks.statistics import (
     Estimate,
     format_number,
     interquartile_mean,
+    mean_of_paired_ratios,
     mean_over_seeds,
     over_means,
     probability_of_improvement,
 )
 
 NO_ROWS = "There are no rows yet."
-LABELS = {"grpo": "GRPO", "ppo": "PPO", "grpo-default": "GRPO, defaults", "ppo-default": "PPO, defaults"}
+LABELS = {
+    "grpo": "GRPO",
+    "ppo": "PPO",
+    "grpo-default": "GRPO, defaults",
+    "ppo-default": "PPO, defaults",
+    "grpo, defaults": "GRPO",
+    "grpo, no relative term": "without the term",
+    "ppo, defaults": "defaults",
+    "ppo, same settings": "same settings",
+    "ppo, same settings, rewards normalised": "rewards normalised",
+}
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -148,6 +159,76 @@ def ablation_table(suite: Suite) -> str:
     numbers = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
     header = [numbers, *(f"{env}, {timesteps:,}" for env, timesteps in suite.timesteps.items())]
     return markdown_table(header, [[arm, *(area(arm, env) for env in suite.timesteps)] for arm in suite.arms])
+
+
+def best_of(suite: Suite, arms: Sequence[str], env: str, column: str) -> str:
+    """:return: The arm with the largest mean of a column"""
+    return max((arm for arm in arms if suite.runs(arm, env)), key=lambda arm: suite.column(arm, env, column).mean())
+
+
+def gains_table(suite: Suite, arm: str, rivals: dict[str, Sequence[str]], column: str) -> str:
+    """
+    :param suite: Finished runs
+    :param arm: Arm
+    :param rivals: Arms that it is compared with, by a name for them all. In each environment, the best of them counts
+    :param column: ``auc`` or ``eval_mean``
+    :return: One line per environment: the mean of the arm, those of the rivals, and the differences between runs with the same
+        seed; and the interquartile mean of what is above random actions, over the mean of the rival's
+    """
+    header = ["environment", "seeds", LABELS[arm], *(text for name in rivals for text in (name, f"gain over {name}"))]
+    lines, pooled = [], []
+    envs = suite.compared(arm, *(arms[0] for arms in rivals.values()))
+    if not envs:
+        return NO_ROWS
+    best = {(name, env): best_of(suite, arms, env, column) for name, arms in rivals.items() for env in envs}
+    for env in envs:
+        seeds = suite.common_seeds([arm, *(best[name, env] for name in rivals)], [env])
+        values = {each: suite.values(each, env, seeds, column) for each in (arm, *(best[name, env] for name in rivals))}
+        cells: list[Any] = [env.removeprefix("sb3_grpo/"), len(seeds), mean_over_seeds(values[arm])]
+        for name, arms in rivals.items():
+            rival = best[name, env]
+            label = f"<br>{LABELS.get(rival, rival)}" if len(arms) > 1 else ""
+            cells += [format_number(values[rival].mean()) + label, mean_over_seeds(values[arm] - values[rival])]
+        lines.append(cells)
+    common = suite.common_seeds([arm], envs)
+    above = np.array([suite.values(arm, env, common, column) - suite.random_area(env) for env in envs]).T
+    for name in rivals:
+        scales = [suite.column(best[name, env], env, column) - suite.random_area(env) for env in envs]
+        pooled.append(f"over {name} {interquartile_mean(above, scales)}")
+    return f"{markdown_table(header, lines)}\n\nInterquartile mean of ratios: {', '.join(pooled)}."
+
+
+def paired_table(suite: Suite, arm: str, reference: str) -> str:
+    """
+    :return: One line per environment: areas and evaluations, and the ratio of the areas above random actions; and the mean of
+        these ratios, with an interval for which seeds are drawn anew in each environment, for both arms alike
+    """
+    header = [
+        "environment",
+        "seeds",
+        *(f"{what}, {LABELS[each]}" for what in ("area", "evaluation") for each in (arm, reference)),
+    ]
+    envs = suite.compared(arm, reference)
+    lines, pairs = [], []
+    for env in envs:
+        seeds = suite.common_seeds((arm, reference), [env])
+        areas, evaluations = (
+            [suite.values(each, env, seeds, name) for each in (arm, reference)] for name in ("auc", "eval_mean")
+        )
+        pairs.append((areas[0] - suite.random_area(env), areas[1] - suite.random_area(env)))
+        ratio = format_number(pairs[-1][0].mean() / pairs[-1][1].mean())
+        lines.append([env, len(seeds), *map(mean_over_seeds, (*areas, *evaluations)), ratio])
+    text = markdown_table([*header, "ratio of areas"], lines)
+    return f"{text}\n\nMean of the ratios: {mean_of_paired_ratios(pairs)}." if pairs else text
+
+
+def variance_table(suite: Suite, arm: str) -> str:
+    """:return: One line per environment: the share of the advantages' variance that the relative term removes"""
+    envs = [env for env in suite.timesteps if suite.runs(arm, env)]
+    lines = [
+        [env.removeprefix("sb3_grpo/"), mean_over_seeds(100 * suite.column(arm, env, "variance_removed"))] for env in envs
+    ]
+    return markdown_table(("environment", "variance removed, %"), lines)
 
 
 def seconds_per_step(suite: Suite, arms: Sequence[str], env: str) -> dict[str, float]:

@@ -3,6 +3,7 @@ The drawn figures of the documentation, from short runs made here: `python docs/
 
 `group.png` and `credit.png` show one group of CartPole trajectories and what each buffer makes of their rewards;
 `baseline.png` holds the kernel baseline against the value of the policy, estimated by many rollouts from the same states.
+`shared_inputs.svg` shows two members of a group of the inventory task, and what each baseline removes.
 """
 
 import pathlib
@@ -15,9 +16,12 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch as th
+from stable_baselines3.common.env_util import make_vec_env
 
 from sb3_grpo import GRPO, KernelRolloutBuffer
 from sb3_grpo import advantages as F
+from sb3_grpo.buffers import Transitions
+from sb3_grpo.starts import StartQueue
 
 HERE = pathlib.Path(__file__).parent
 GAMMA = 0.99
@@ -154,8 +158,59 @@ def returns_from(model: GRPO, observation: np.ndarray, n_rollouts: int) -> np.nd
     return returns
 
 
+class RecordingBuffer(KernelRolloutBuffer):
+    """Keeps the advantages of the last rollout."""
+
+    def _form_update(self, rollout: Transitions, *args: Any) -> tuple[Transitions, np.ndarray]:
+        rollout, self.advantages = super()._form_update(rollout, *args)
+        return rollout, self.advantages
+
+
+def draw_shared_inputs(path: pathlib.Path) -> None:
+    """
+    :param path: Path of the picture
+    """
+    n_envs, n_steps = 8, 200  # a rollout has one episode of each environment
+    env = make_vec_env("sb3_grpo/LostSales-v0", n_envs)
+    model = GRPO(
+        "MlpPolicy", env, n_steps=n_steps, group_size=2, rollout_buffer_class=RecordingBuffer,
+        rollout_buffer_kwargs=dict(relative=False), seed=SEED, device="cpu",
+    )  # fmt: skip
+    model.learn(60_000)
+    buffer: Any = model.rollout_buffer
+    lengths = np.full(n_envs, n_steps)
+    returns = F.discounted_returns(buffer.rewards.ravel().astype(np.float64), lengths, GAMMA)
+    peers = F.peers_at_each_step(lengths, buffer.starts[:, 0] // 2 - buffer.starts.min() // 2)
+    panels = {
+        "returns of two members": returns,
+        "minus the kernel baseline": buffer.advantages,
+        "minus 0.8 of the other member": F.relative_advantages(buffer.advantages, peers, 0.8),
+    }
+    members = np.flatnonzero(buffer.starts[:, 0] // 2 == buffer.starts.min() // 2)
+    figure, axes = plt.subplots(2, 2, figsize=(7.3, 4.4), layout="constrained", sharex=True)
+    again: Any = gym.make("sb3_grpo/LostSales-v0")
+    queue = StartQueue(2, SEED)
+    again.reset(seed=[queue.take().seed for _ in range(buffer.starts.max() + 1)][buffer.starts.min()])
+    demand = again.unwrapped.inputs["demand"]
+    axes[0, 0].plot(demand, color="grey", lw=1.2)
+    axes[0, 0].set_title("the input: demand, the same for both", fontsize=10)
+    limit = 1.1 * np.abs(buffer.advantages.reshape(n_envs, n_steps)[members]).max()
+    for axis, (title, values) in zip(axes.flat[1:], panels.items(), strict=True):
+        for line, colour in zip(values.reshape(n_envs, n_steps)[members], ("tab:blue", "tab:orange"), strict=True):
+            axis.plot(line, color=colour, lw=1.4)
+        axis.set_title(title, fontsize=10)
+        if values is not returns:
+            axis.axhline(0.0, color="grey", lw=0.8)
+            axis.set_ylim(-limit, limit)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def main() -> None:
     th.set_num_threads(1)
+    draw_shared_inputs(HERE / "shared_inputs.svg")
     model = GRPO("MlpPolicy", "CartPole-v1", seed=SEED, device="cpu")
     model.learn(4096)
     env = gym.make("CartPole-v1")

@@ -62,12 +62,24 @@ def test_tuned_ppo_has_the_settings_of_rl_zoo3(suite: str) -> None:
 def test_default_arms_have_nothing_but_defaults() -> None:
     runs = [run for run in expand(MATRIX, "short") if run.arm.endswith("-default")]
     assert {run.algo for run in runs} == {"ppo", "grpo"}
-    assert {key for run in runs for key in run.entry} == {"policy", "n_timesteps", "env_wrapper"}
+    added = [{"group_size": 2, "rollout_buffer_kwargs": {"relative": False}}, {}]  # before the relative term, and PPO
+    ours = ("policy", "n_timesteps", "env_wrapper")
+    assert all({key: value for key, value in run.entry.items() if key not in ours} in added for run in runs)
+
+
+def test_arms_of_older_rows_are_what_the_defaults_were() -> None:
+    old = {"arms": {"a": {"algo": "grpo", "entry": "zoo"}}, "seeds": [0], "timesteps": {"CartPole-v1": 1000}}
+    of_zoo = {**MATRIX, "arms": old["arms"], "suites": {"toy": old, "old": {**old, "before_relative_term": True}}}
+    (now,), (before,) = ([run for run in expand(of_zoo, name) if run.arm == "a"] for name in ("toy", "old"))
+    assert "group_size" not in now.entry
+    assert before.entry["group_size"] == 2
+    assert before.entry["rollout_buffer_kwargs"] == {"relative": False, **now.entry["rollout_buffer_kwargs"]}
+    assert before.settings_hash() != now.settings_hash()
 
 
 def test_reported_seeds_are_not_those_of_tuning() -> None:
     seeds = {name: {run.seed for run in expand(MATRIX, name) if run.algo != "random"} for name in MATRIX["suites"]}
-    compared = set.union(*(seeds.pop(name) for name in ("short", "full", "minigrid", "zoo", "inputs")))
+    compared = set.union(*(seeds.pop(name) for name in ("short", "full", "minigrid", "zoo", "inputs", "ordinary")))
     assert min(compared) >= 100 > max(set.union(*seeds.values()))
 
 

@@ -33,6 +33,34 @@ def test_the_probability_of_improvement_of_a_toy(
     assert tables.aggregate_table(suite, [("grpo", "ppo")]).endswith(f" | {probability} |")
 
 
+def test_gains_are_differences_between_runs_with_the_same_seed_over_the_best_rival(tmp_path: pathlib.Path) -> None:
+    suite = toy_suite(
+        tmp_path,
+        {
+            "grpo": {"CartPole-v1": [20.0, 30.0, 40.0]},
+            "ppo": {"CartPole-v1": [15.0, 25.0, 35.0]},
+            "ppo-default": {"CartPole-v1": [1.0, 2.0, 3.0]},
+        },
+    )
+    table = tables.gains_table(suite, "grpo", {"PPO": ["ppo-default", "ppo"], "defaults": ["ppo-default"]}, "auc")
+    line = table.splitlines()[2]
+    assert "| 25.0<br>PPO | 5.00 (5.00 to 5.00) | 2.00 | 28.0 (" in line
+    assert "over PPO 1.20 (" in table
+    assert "over defaults 15.0 (" in table
+
+
+def test_paired_ratios_are_drawn_together(tmp_path: pathlib.Path) -> None:
+    theirs = [10.0, 200.0, 3000.0]
+    suite = toy_suite(
+        tmp_path,
+        {
+            "grpo": {"CartPole-v1": [1.1 * each for each in theirs], "Acrobot-v1": theirs},
+            "ppo": {"CartPole-v1": theirs, "Acrobot-v1": theirs},
+        },
+    )
+    assert "Mean of the ratios: 1.05 (1.05 to 1.05)." in tables.paired_table(suite, "grpo", "ppo")
+
+
 def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
     assert interquartile_mean(np.array([[1.0, -50.0], [2.0, 100.0]])).value == pytest.approx(1.5)
 
