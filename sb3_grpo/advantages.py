@@ -338,7 +338,7 @@ def relative_coefficient(correlation: np.ndarray, n_others: np.ndarray) -> np.nd
     :param n_others: Number of other members ``m``, shape ``(n,)``
     :return: ``c``; 0 without other members, shape ``(n,)``
     """
-    return correlation * n_others / (1 + (n_others - 1) * correlation)
+    return correlation * n_others / (1 + np.maximum(n_others - 1, 0) * correlation)
 
 
 def count_steps_without_peer(lengths: np.ndarray, groups: np.ndarray) -> int:

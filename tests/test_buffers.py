@@ -1049,7 +1049,7 @@ def test_the_returns_of_a_group_that_is_abandoned_are_not_reported(
 ):
     # Given up: an episode with return 6 that waits for its peer, and the first step of that, with reward 4
     recorder = Recorder()
-    model = make_id_model(buffer, 1, THREE_GROUPS, n_steps=4).learn(4, callback=recorder)
+    model = make_id_model(buffer, 1, THREE_GROUPS, n_steps=4, group_size=2).learn(4, callback=recorder)
     model.set_random_seed(new_seed)
     model.learn(12, callback=recorder, reset_num_timesteps=reset_num_timesteps)
     assert figures(recorder, *RETURNS) == [(0, None, None), (0, None, None), (1, 3, 0), (1, 3, 4)]

@@ -22,7 +22,7 @@ from sb3_grpo.relative import FORGETTING, MAX_AGE, RelativeTerm, correlation_sum
 def test_a_part_of_the_mean_of_the_others_is_subtracted_as_worked_out_by_hand():
     advantages, peers = np.array([1.0, 4.0, 7.0, 2.0]), np.array([0, 0, 0, 1])
     np.testing.assert_allclose(A.relative_advantages(advantages, peers, 0.5), [1 - 5.5 / 2, 4 - 4 / 2, 7 - 2.5 / 2, 2])
-    assert A.relative_coefficient(np.array([0.5, 0.5, 0.5]), np.array([0, 1, 3])).tolist() == [0.0, 0.5, 0.75]
+    assert A.relative_coefficient(np.array([0.5, 0.5, 0.5, 1.0]), np.array([0, 1, 3, 0])).tolist() == [0.0, 0.5, 0.75, 0.0]
 
 
 @pytest.mark.parametrize("n_others", [1, 3])
