@@ -12,6 +12,7 @@ MINIGRID = ["minigrid"]
 # rl_zoo3 imports requests and pandas, and needs moviepy and pygame for videos, without asking for them
 ZOO = ["rl_zoo3[plots]>=2.9,<3", "gymnasium[classic-control]", "moviepy", "pandas", "requests"]
 DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery>=0.17"]
+RAY = ["ray>=2.40,<3"]
 TESTS = ["ale-py", "black", "hypothesis", "mypy", "opencv-python-headless", "pytest", "pytest-xdist", "ruff"]
 
 setup(
@@ -40,8 +41,9 @@ setup(
         "mujoco": MUJOCO,
         "minigrid": MINIGRID,
         "zoo": ZOO + EXTRA,
+        "ray": RAY,
         "docs": DOCS,
-        "tests": TESTS + DOCS + EXTRA + MINIGRID + ZOO,
+        "tests": TESTS + DOCS + EXTRA + MINIGRID + ZOO + RAY,
         "benchmarks": EXTRA + BOX2D + MUJOCO + MINIGRID + ZOO,
     },
     classifiers=[

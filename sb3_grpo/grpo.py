@@ -5,8 +5,9 @@ import io
 import math
 import pathlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
-from stable_baselines3.common.utils import FloatSchedule, obs_as_tensor
+from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import (
     VecCheckNan,
     VecEnv,
@@ -40,7 +41,8 @@ from sb3_grpo.buffers import (
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
-from sb3_grpo.starts import StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.starts import RolloutLost, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.steps import Step, arrived_steps, take_steps
 from sb3_grpo.update import ClipRange, MinibatchLoss, Objective, check_update, describe_update
 from sb3_grpo.validation import (
     check_discrete_spaces,
@@ -60,6 +62,15 @@ SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 DEFAULT_ROLLOUT_SIZE = 2048
 #: Wrappers of SB3 that leave rewards as they are.
 KEEP_REWARDS = (VecCheckNan, VecExtractDictObs, VecFrameStack, VecMonitor, VecTransposeImage, VecVideoRecorder)
+
+
+#: Wrappers of SB3 that keep workers from collecting whole rollouts, and what to use inside the environments instead.
+INSIDE_WORKERS = {
+    "VecNormalize": "`gymnasium.wrappers.NormalizeObservation` and `NormalizeReward`",
+    "VecFrameStack": "`gymnasium.wrappers.FrameStackObservation`",
+    "VecTransposeImage": "a wrapper that returns images with the channels first",
+    "VecMonitor": "`stable_baselines3.common.monitor.Monitor`",
+}
 
 
 class GRPO(OnPolicyAlgorithm):
@@ -229,6 +240,8 @@ class GRPO(OnPolicyAlgorithm):
         self._run_state: RunState | None = None
         # Random state with which a loaded model continues its run.
         self._random_state: dict[str, Any] | None = None
+        # Names of the wrappers that were warned of.
+        self._slow_wrappers: set[str] = set()
 
         if _init_setup_model:
             self._setup_model()
@@ -483,31 +496,14 @@ class GRPO(OnPolicyAlgorithm):
         Fill the buffer. Arguments and result are those of :meth:`collect_rollouts`; local names are SB3's, because callbacks
         read them.
         """
-        seeded_env = find_seeded_vec_env(env)
         normalizer = _reward_normalizer(env) if rollout_buffer.takes_original_rewards else None
-        self.policy.set_training_mode(False)
-        act = self.policy.actor()
-
         n_steps = 0
         rollout_buffer.reset()
-        if self.use_sde:
-            self.policy.reset_noise(env.num_envs)
 
         callback.on_rollout_start()
 
-        while n_steps < n_rollout_steps:
-            if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
-                self.policy.reset_noise(env.num_envs)
-
-            with th.no_grad():
-                obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
-                actions, log_probs, features = act(obs_tensor)
-            _check_policy_output(log_probs, self.num_timesteps)
-            actions = actions.cpu().numpy()  # type: ignore[assignment]
-            clipped_actions = self._within_bounds(actions)  # type: ignore[arg-type]
-
-            start_indices = seeded_env.start_indices  # the step may begin other trajectories
-            new_obs, rewards, dones, infos = env.step(clipped_actions)
+        for step in self._steps(env, rollout_buffer, n_rollout_steps):
+            obs_tensor, actions, clipped_actions, log_probs, features, start_indices, new_obs, rewards, dones, infos = step
             self._check_environments(new_obs, rewards, dones, infos)
 
             self.num_timesteps += env.num_envs
@@ -519,7 +515,7 @@ class GRPO(OnPolicyAlgorithm):
             n_steps += 1
             rollout_buffer.add(
                 self._last_obs,  # type: ignore[arg-type]
-                actions,  # type: ignore[arg-type]
+                actions,
                 rewards if normalizer is None else normalizer.get_original_reward(),
                 dones,
                 log_probs,
@@ -532,6 +528,70 @@ class GRPO(OnPolicyAlgorithm):
             if not continue_training:
                 return False
         return True
+
+    def _steps(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer, n_steps: int) -> Iterator[Step]:
+        """
+        :param env: The training environment
+        :param rollout_buffer: Buffer, which is told if the environments have to be reset
+        :param n_steps: Number of steps
+        :return: The steps, each taken when it is asked for. Workers that can act by themselves have taken all of them
+        """
+        seeded_env = find_seeded_vec_env(env)
+        obs: Any = self._last_obs
+        if not self._workers_act(env):
+            starts = partial(getattr, seeded_env, "start_indices")
+            return take_steps(self.policy, env, starts, obs, n_steps, self.sde_sample_freq, self.num_timesteps)
+        self.policy.set_training_mode(False)
+        collect = partial(
+            seeded_env.venv.collect,  # type: ignore[attr-defined]
+            self._policy_recipe(),
+            self.policy,
+            queue=self.start_queue,
+            share_starts=seeded_env.shares_starts,
+            n_steps=n_steps,
+            sde_sample_freq=self.sde_sample_freq,
+            num_timesteps=self.num_timesteps,
+        )
+        try:
+            collected = collect(obs=obs, starts=seeded_env.start_indices)
+        except RolloutLost as error:
+            warnings.warn(f"{error}. All environments begin new episodes.", UserWarning, stacklevel=2)
+            self._last_obs = env.reset()  # type: ignore[assignment]
+            rollout_buffer.start_afresh()
+            collected = collect(obs=self._last_obs, starts=seeded_env.start_indices)
+        seeded_env.count_mismatches(collected.mismatches, collected.warnings)
+        return arrived_steps(collected, self.policy, seeded_env)
+
+    def _policy_recipe(self) -> Callable[[], ActorPolicy]:
+        """
+        :return: A function that makes a policy like the one that is trained, and that can be sent to a worker
+        """
+        spaces_and_rate = self.observation_space, self.action_space, self.policy._dummy_schedule
+        return partial(self.policy_class, *spaces_and_rate, use_sde=self.use_sde, **self.policy_kwargs)  # type: ignore[return-value]
+
+    def _workers_act(self, env: VecEnv) -> bool:
+        """
+        :param env: The training environment
+        :return: Whether its workers can collect whole rollouts, and no wrapper changes what they return
+        """
+        if not hasattr(find_seeded_vec_env(env).venv, "collect"):
+            return False
+        wrapper = env
+        while isinstance(wrapper, VecCheckNan):
+            wrapper = wrapper.venv
+        if not isinstance(wrapper, VecEnvWrapper):
+            return True
+        name = type(wrapper).__name__
+        if name not in self._slow_wrappers:
+            self._slow_wrappers.add(name)
+            instead = INSIDE_WORKERS.get(name, "a wrapper of Gymnasium")
+            warnings.warn(
+                f"{name} changes what the workers return, so each step is a call to all workers, which takes milliseconds. "
+                f"Use {instead} inside the environments instead (`make_vec_env(..., wrapper_class=...)`).",
+                UserWarning,
+                stacklevel=2,
+            )
+        return False
 
     def _check_environments(
         self,
@@ -551,17 +611,6 @@ class GRPO(OnPolicyAlgorithm):
         if rewards is not None and dones is not None and infos is not None:
             check_finite("reward", rewards, self.num_timesteps)
             check_final_observations(dones, infos, self.num_timesteps)
-
-    def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
-        """
-        :param actions: Actions as sampled, shape ``(n_envs, *action_shape)``
-        :return: Actions as the environments take them
-        """
-        if not isinstance(self.action_space, spaces.Box):
-            return actions
-        if self.policy.squash_output:
-            return self.policy.unscale_action(actions)
-        return np.clip(actions, self.action_space.low, self.action_space.high)
 
     # --- updating -----------------------------------------------------------------------------------------------------
 
@@ -774,17 +823,4 @@ def _check_policy_class(policy: Any) -> None:
         raise ValueError(
             f"`policy` must be {', '.join(map(repr, GRPO.policy_aliases))} or a subclass of `sb3_grpo.ActorPolicy`, not "
             f"{policy!r}: SB3's own policies have a critic."
-        )
-
-
-def _check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
-    """
-    :param log_probs: Log-probabilities of the sampled actions, shape ``(n_envs,)``
-    :param num_timesteps: Number of steps so far
-    :raises ValueError: If one of them is NaN or infinite
-    """
-    if not math.isfinite(log_probs.sum().item()):
-        raise ValueError(
-            f"The output of the policy is not finite after {num_timesteps} timesteps: the sampled actions have "
-            f"log-probabilities {log_probs.tolist()}. Check the weights and the features extractor."
         )

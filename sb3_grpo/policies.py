@@ -246,6 +246,17 @@ class ActorPolicy(BasePolicy):
         actions, log_prob = lean.sample(self.action_net(latent), getattr(self, "log_std", None), deterministic)
         return self._shaped(actions), log_prob
 
+    def within_bounds(self, actions: np.ndarray) -> np.ndarray:
+        """
+        :param actions: Actions as sampled, shape ``(n, *action_shape)``
+        :return: Actions as environments take them
+        """
+        if not isinstance(self.action_space, spaces.Box):
+            return actions
+        if self.squash_output:
+            return self.unscale_action(actions)
+        return np.clip(actions, self.action_space.low, self.action_space.high)
+
     def actor(self) -> Actor:
         """
         :return: The function that chooses actions during a rollout: the fast actor for eligible policies, else this module

@@ -68,6 +68,10 @@ class EnvironmentFault(RuntimeError):
         )
 
 
+class RolloutLost(RuntimeError):
+    """A worker was lost, and its environments cannot be brought back to where they were: all of them have to be reset."""
+
+
 # -- the queue --------------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +99,9 @@ class StartQueue:
     :attr:`group_size` may change in the course of a run, up to ``max_group_size``. Smaller groups leave gaps between the
     indices of their starts, so that the group of a start is always ``index // max_group_size``.
 
+    If several workers reset environments, each worker takes the starts of a part of its own: whole groups, whose numbers leave
+    the remainder ``part`` when divided by :attr:`n_parts`. No worker has to know what the others have taken.
+
     :param group_size: Number of trajectories that share a start, at least 2
     :param seed: Seed of the queue, not negative; ``None`` for a random number from numpy's global generator, as in SB3
     :param max_group_size: Largest group size that the run may choose; ``None`` for ``group_size``
@@ -111,24 +118,69 @@ class StartQueue:
         self.group_size = int(group_size)
         self.max_group_size = max(self.group_size, max_group_size or 0)
         self.seed = int(seed)
-        self.next_index = 0
+        # For each part the position of its next start among the starts of the part.
+        self._positions = [0]
 
-    def take(self) -> Start:
+    @property
+    def n_parts(self) -> int:
+        """Number of parts; one, unless :meth:`split` was called."""
+        return len(self._positions)
+
+    @property
+    def next_index(self) -> int:
+        """Index from which on all starts are to come, if there is one part; else the largest such index of all parts."""
+        return max(self._index(part, position) for part, position in enumerate(self._positions))
+
+    def _index(self, part: int, position: int) -> int:
+        group, member = divmod(position, self.max_group_size)
+        return (group * self.n_parts + part) * self.max_group_size + member
+
+    def take(self, part: int = 0) -> Start:
         """
-        :return: The next start
+        :param part: Part of the queue, from 0
+        :return: Its next start
         """
-        if self.next_index % self.max_group_size >= self.group_size:
-            self.begin_group()
-        index = self.next_index
+        if self._positions[part] % self.max_group_size >= self.group_size:
+            self._positions[part] = self._rounded_up(self._positions[part])
+        start = self.start(self._index(part, self._positions[part]))
+        self._positions[part] += 1
+        return start
+
+    def start(self, index: int) -> Start:
+        """
+        :param index: Index of a start
+        :return: That start
+        """
         group = index // self.max_group_size
-        self.next_index += 1
         return Start(index, group, self._derive_seed(group))
 
     def begin_group(self) -> None:
         """
         Skip to the first start of a new group. All environments are about to be reset, so unfinished groups stay incomplete.
         """
-        self.next_index = -(-self.next_index // self.max_group_size) * self.max_group_size
+        self._positions = [self._rounded_up(position) for position in self._positions]
+
+    def split(self, n_parts: int) -> None:
+        """
+        Divide the starts to come into parts. The groups so far stay incomplete, unless the number of parts is the same.
+
+        :param n_parts: Number of parts
+        """
+        if n_parts != self.n_parts:
+            n_groups = -(-self.next_index // self.max_group_size)
+            self._positions = [-(-n_groups // n_parts) * self.max_group_size] * n_parts
+
+    def follow(self, other: "StartQueue", part: int) -> None:
+        """
+        Note which starts of a part a copy of this queue has taken.
+
+        :param other: The copy
+        :param part: The part
+        """
+        self._positions[part] = other._positions[part]
+
+    def _rounded_up(self, position: int) -> int:
+        return -(-position // self.max_group_size) * self.max_group_size
 
     def seed_apart(self) -> int:
         """
@@ -376,11 +428,15 @@ class SeededVecEnv(VecEnv):
         self.stepped_while_detached = False
         self._share_starts = False
         self._resets_single_envs = True
+        # The part of the queue from which each environment takes its starts
+        self._parts: list[int] = getattr(venv, "worker_of_env", [0] * venv.num_envs)
+        self._n_parts: int = getattr(venv, "n_workers", 1)
         self._check: Check | None = None
         self._last_queue: StartQueue | None = None
         self._streams_coincide = False
-        self._group_in_view = -1
-        self._first_observation: dict[Any, np.ndarray] = {}
+        self._warned: set[str] = set()
+        # For each part of the queue its current group, and the first observation of that group
+        self._in_view: dict[int, tuple[int, dict[Any, np.ndarray]]] = {}
 
     @property  # type: ignore[misc]  # read-only, unlike object's
     def __class__(self) -> Any:
@@ -405,10 +461,11 @@ class SeededVecEnv(VecEnv):
         :param share_starts: Whether resets get the seed of their start. If not, starts are only numbered
         :param check: Function that is called with what the environments return, and raises an error if it is invalid
         """
+        queue.split(self._n_parts)
         if queue is not self._last_queue:
             # Numbers and first observations of another queue do not apply to this one.
             self._last_queue = queue
-            self._group_in_view = -1
+            self._in_view = {}
             self.start_indices = np.full(self.num_envs, -1, dtype=np.int64)
         if self.start_queue is None:
             if isinstance(self.venv, DummyVecEnv):
@@ -418,6 +475,22 @@ class SeededVecEnv(VecEnv):
         self.start_queue = queue
         self._share_starts = share_starts and self._resets_single_envs
         self._check = check
+
+    @property
+    def shares_starts(self) -> bool:
+        """Whether resets get the seed of their start."""
+        return self._share_starts
+
+    def count_mismatches(self, number: int, messages: Sequence[str]) -> None:
+        """
+        :param number: Number of mismatches that workers have found
+        :param messages: What they have warned of, each printed once
+        """
+        self.mismatches += number
+        for message in dict.fromkeys(messages):
+            if message not in self._warned:
+                self._warned.add(message)
+                warnings.warn(message, UserWarning, stacklevel=2)
 
     def detach(self) -> None:
         """Be transparent again."""
@@ -440,7 +513,7 @@ class SeededVecEnv(VecEnv):
             self._forget_starts()
             return self._reset_base(None)
         self.start_queue.begin_group()
-        starts = [self.start_queue.take() for _ in range(self.num_envs)]
+        starts = [self.start_queue.take(part) for part in self._parts]
         observations = self._reset_base([start.seed for start in starts] if self._share_starts else None)
         self.start_indices = np.array([start.index for start in starts], dtype=np.int64)
         self.stepped_while_detached = False
@@ -511,7 +584,7 @@ class SeededVecEnv(VecEnv):
 
     def _begin_episodes(self, env_indices: list[int], observations: VecEnvObs, queue: StartQueue) -> None:
         """Start the next episode of the environments that are done, and overwrite their observations."""
-        starts = [queue.take() for _ in env_indices]
+        starts = [queue.take(self._parts[env_idx]) for env_idx in env_indices]
         start_indices = self.start_indices.copy()
         start_indices[env_indices] = [start.index for start in starts]
         self.start_indices = start_indices
@@ -552,14 +625,15 @@ class SeededVecEnv(VecEnv):
 
     def _verify(self, start: Start, env_idx: int, observations: VecEnvObs) -> None:
         """
-        Compare the first observation of an environment with that of the group's first member. Starts are taken in order, so
-        only the observation of the current group has to be kept.
+        Compare the first observation of an environment with that of the group's first member. The starts of a part are taken
+        in order, so only the observation of its current group has to be kept.
         """
         observation = {key: np.array(batch[env_idx]) for key, batch in _parts(observations).items()}
-        if start.group != self._group_in_view:
-            self._group_in_view, self._first_observation = start.group, observation
+        group, first_observation = self._in_view.get(self._parts[env_idx], (-1, {}))
+        if start.group != group:
+            self._in_view[self._parts[env_idx]] = start.group, observation
             return
-        if all(_same(observation[key], first) for key, first in self._first_observation.items()):
+        if all(_same(observation[key], first) for key, first in first_observation.items()):
             return
         self.mismatches += 1
         if self.mismatches == 1:

@@ -54,18 +54,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     "relative": {"advantages"},
     "shared_inputs": set(),
     "starts": set(),
+    "steps": {"policies", "starts"},
+    "distributed": {"persistence", "policies", "starts", "steps"},
     "transfer": set(),
     "validation": set(),
     "policies": {"validation", "fast_actor"},
     "buffers": {"advantages", "buffers", "kernel", "losses", "policies", "relative", "validation"},
     "kl_penalty": {"buffers", "losses", "policies", "validation"},
     "update": {"buffers", "fast_actor", "kl_penalty", "losses", "policies"},
-    "grpo": {"buffers", "kl_penalty", "losses", "persistence", "policies", "starts", "update", "validation"},
+    "grpo": {"buffers", "kl_penalty", "losses", "persistence", "policies", "starts", "steps", "update", "validation"},
     "__init__": CORE,
     "zoo": {*CORE, "__init__", "zoo"},
 }
 # Modules from outside, and the only modules of the package that may import them.
-RESERVED: dict[str, set[str]] = {"rl_zoo3": {"zoo"}, "benchmarks": set(), "tests": set(), "pytest": set(), "_pytest": set()}
+RESERVED: dict[str, set[str]] = {
+    "rl_zoo3": {"zoo"},
+    "ray": {"distributed"},
+    "benchmarks": set(),
+    "tests": set(),
+    "pytest": set(),
+    "_pytest": set(),
+}
 
 
 def imported_names(tree: ast.AST, module: str) -> Iterator[str]:

@@ -138,7 +138,7 @@ def test_the_kernel_baseline_is_kept_with_its_random_features():
 
 @pytest.mark.parametrize("kwargs", [dict(group_size=4), dict(rollout_buffer_class="outcome"), dict(kl_coef=0.1)], ids=str)
 def test_a_model_can_be_loaded_with_another_argument(kwargs: dict[str, Any]):
-    loaded, starts = reload(make_model().learn(64), env=make_envs(), **kwargs), Starts()
+    loaded, starts = reload(make_model(group_size=2).learn(64), env=make_envs(), **kwargs), Starts()
     before = weights(loaded)
     assert_trained(loaded.learn(128, callback=starts), before)
     assert loaded.group_size == loaded.rollout_buffer.group_size == loaded.start_queue.group_size
@@ -226,10 +226,10 @@ def test_a_file_of_format_1_is_refused_by_name_and_load_actor_takes_its_weights(
 
 def test_a_file_of_a_later_format_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as later:
-        later.setattr("sb3_grpo.persistence.FORMAT", 3)
+        later.setattr("sb3_grpo.persistence.FORMAT", 4)
         later.setattr("sb3_grpo.persistence.VERSION", "9.0")
         file = saved(make_model())
-    with pytest.raises(ValueError, match=r"saved by sb3-grpo 9\.0 in file format 3; .* which loads format 2"):
+    with pytest.raises(ValueError, match=r"saved by sb3-grpo 9\.0 in file format 4; .* which loads format 3"):
         GRPO.load(file)
 
 

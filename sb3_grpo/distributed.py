@@ -1,0 +1,582 @@
+"""
+Environments on many machines, with Ray (https://docs.ray.io).
+
+:class:`RayVecEnv` takes the place of a ``SubprocVecEnv``. Its workers are Ray actors, anywhere in a cluster, and each has some
+of the environments. A call to an actor takes about a millisecond, far longer than a step of most environments. So GRPO lets
+the workers act by themselves: once per rollout, a worker gets the weights, takes all its steps, and returns the transitions.
+
+A worker that dies, hangs, or is lost with its node is replaced. The environments of the new worker are brought back by the
+seed of their start and the actions since, and its part of the rollout is collected again with the same random numbers, so that
+training continues as if nothing had happened, bit for bit.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import gymnasium as gym
+import numpy as np
+import torch as th
+from stable_baselines3.common.utils import set_random_seed
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
+
+from sb3_grpo.persistence import VERSION
+from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.starts import EnvironmentFault, RolloutLost, SeededVecEnv, StartQueue
+from sb3_grpo.steps import Collected, Infos, part_of, stack, take_steps
+
+try:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+except ImportError as error:
+    raise ImportError("RayVecEnv needs Ray, which is not installed: run `pip install sb3-grpo[ray]`.") from error
+
+#: How long to wait until the address of a cluster answers.
+CONNECT_TIMEOUT_S = 5.0
+#: How long to wait for a new worker.
+START_TIMEOUT_S = 120.0
+
+#: Index of a worker, name of one of its methods, arguments, and keyword arguments.
+Request = tuple[int, str, tuple[Any, ...], dict[str, Any]]
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class History:
+    """
+    What brings an environment back to its present state.
+
+    :param seed: Seed of its last reset; ``None`` if it cannot be brought back
+    :param options: Options of that reset
+    :param actions: Actions since, in parts of shape ``(n, *action_shape)``
+    """
+
+    seed: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    actions: list[np.ndarray] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.actions))
+
+
+def equal(left: Any, right: Any) -> bool:
+    """
+    :param left: Observation
+    :param right: Observation of the same space
+    :return: Whether they are equal, and NaN is equal to NaN
+    """
+    if isinstance(left, dict):
+        return all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, tuple):
+        return all(map(equal, left, right))
+    left, right = np.asarray(left), np.asarray(right)
+    return np.array_equal(left, right, equal_nan=left.dtype.kind == "f")
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+class RolloutWorker:
+    """
+    Some of the environments, in a process of their own.
+
+    :param index: Index of the worker
+    """
+
+    venv: DummyVecEnv
+
+    def __init__(self, index: int):
+        self.index = index
+        self.seeded: SeededVecEnv | None = None
+        self.queue: StartQueue | None = None
+        self.policy: ActorPolicy | None = None
+
+    def build(self, env_fns: list[bytes], version: str) -> tuple[Any, Any, str | None, dict[str, Any], int, str]:
+        """
+        :param env_fns: Pickled functions that construct the environments
+        :param version: Version of this package where the model learns
+        :return: Observation space, action space, render mode, metadata, process, and node
+        :raises ValueError: If this package has another version here
+        """
+        node = ray.util.get_node_ip_address()
+        if version != VERSION:
+            raise ValueError(f"Node {node} has sb3-grpo {VERSION}, and the model learns with {version}: install the same.")
+        th.set_num_threads(1)
+        self.venv = venv = DummyVecEnv([cloudpickle.loads(env_fn) for env_fn in env_fns])
+        return venv.observation_space, venv.action_space, venv.render_mode, venv.metadata, os.getpid(), node
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """:return: What a method of the ``VecEnv`` returns"""
+        return getattr(self.venv, method)(*args, **kwargs)
+
+    def reset(self, seeds: list[int | None], options: list[dict[str, Any]]) -> tuple[VecEnvObs, list[dict[str, Any]]]:
+        """:return: First observations and infos"""
+        self.venv._seeds, self.venv._options = list(seeds), list(options)
+        return self.venv.reset(), self.venv.reset_infos
+
+    def restore(self, histories: list[History]) -> list[Any]:
+        """
+        Bring the environments to where those of another worker were.
+
+        :param histories: History of each
+        :return: Observation of each
+        """
+        observations = []
+        for env, history in zip(self.venv.envs, histories, strict=True):
+            observation, _ = env.reset(seed=history.seed, **({"options": history.options} if history.options else {}))
+            for action in (action for actions in history.actions for action in actions):
+                observation, *_ = env.step(action)
+            observations.append(observation)
+        return observations
+
+    def collect(
+        self,
+        make_policy: bytes,
+        weights: dict[str, np.ndarray],
+        obs: VecEnvObs,
+        starts: np.ndarray,
+        queue: StartQueue,
+        share_starts: bool,
+        n_steps: int,
+        sde_sample_freq: int,
+        num_timesteps: int,
+        seed: int,
+    ) -> Collected:
+        """
+        :param make_policy: Pickled function that makes a policy, used once
+        :param weights: Its weights
+        :param obs: Present observations
+        :param starts: Index of the start of each trajectory, shape ``(n,)``
+        :param queue: Queue of the run
+        :param share_starts: Whether resets get the seed of their start
+        :param n_steps: Number of steps
+        :param sde_sample_freq: See :func:`~sb3_grpo.steps.take_steps`
+        :param num_timesteps: See :func:`~sb3_grpo.steps.take_steps`
+        :param seed: Seed of the random numbers
+        :return: The transitions
+        """
+        if self.policy is None:
+            self.policy = cloudpickle.loads(make_policy)().to("cpu")
+        self.policy.load_state_dict({name: th.as_tensor(np.array(array)) for name, array in weights.items()})
+        if self.seeded is None or self.queue is None:
+            self.venv.worker_of_env = [self.index] * self.venv.num_envs  # type: ignore[attr-defined]
+            self.venv.n_workers = queue.n_parts  # type: ignore[attr-defined]
+            self.seeded, self.queue = SeededVecEnv(self.venv), queue
+        vars(self.queue).update(vars(queue))
+        obs = stack([obs], lambda arrays: np.array(arrays[0]))  # what Ray delivers cannot be written to
+        set_random_seed(seed)
+        before = self.seeded.mismatches
+        self.seeded.attach(self.queue, share_starts)
+        self.seeded.start_indices = np.array(starts)
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                steps, following = [], []
+                seeded = self.seeded
+                for step in take_steps(
+                    self.policy, seeded, lambda: seeded.start_indices, obs, n_steps, sde_sample_freq, num_timesteps
+                ):
+                    steps.append(step)
+                    following.append(step.new_obs)
+        finally:
+            self.seeded.detach()
+        return Collected(
+            obs=stack([obs, *following], np.stack),
+            actions=np.stack([step.actions for step in steps]),
+            log_probs=np.stack([step.log_probs.numpy() for step in steps]),
+            starts=np.stack([*(step.start_indices for step in steps), self.seeded.start_indices]),
+            rewards=np.stack([step.rewards for step in steps]),
+            dones=np.stack([step.dones for step in steps]),
+            infos=[Infos([step.infos for step in steps])],
+            queue=self.queue,
+            mismatches=self.seeded.mismatches - before,
+            warnings=[str(each.message) for each in caught if issubclass(each.category, UserWarning)],
+        )
+
+
+# --- the VecEnv -------------------------------------------------------------------------------------------------------
+
+
+class RayVecEnv(VecEnv):
+    """
+    A ``VecEnv`` whose environments live in workers of a Ray cluster::
+
+        make_vec_env("HalfCheetah-v5", n_envs=64, vec_env_cls=RayVecEnv, vec_env_kwargs=dict(n_workers=8))
+
+    Without an ``address``, and if the script is not connected to a cluster yet, Ray starts one on this machine.
+
+    GRPO lets the workers act by themselves, one call per rollout. Other algorithms can step it like any other ``VecEnv``; that
+    takes a call per step.
+
+    :param env_fns: Functions that construct the environments
+    :param n_workers: Number of workers, each with one thread; neighbouring environments share a worker. ``None`` for one per
+        CPU of the cluster, and at most one per environment
+    :param address: Address of the cluster, as ``"10.0.0.1:6379"``, or ``"auto"`` for the cluster of this machine
+    :param timeout: Seconds after which a worker that does not answer is replaced
+    :param max_retries: How often a worker is replaced within one rollout
+    :param max_replay: Longest episode, in steps, that is brought back after a worker was lost
+    :raises ValueError: If there are more workers than environments, or if an environment cannot be pickled
+    :raises ConnectionError: If the address does not answer
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gym.Env]],
+        n_workers: int | None = None,
+        address: str | None = None,
+        timeout: float = 300.0,
+        max_retries: int = 3,
+        max_replay: int = 10_000,
+    ):
+        n_envs = len(env_fns)
+        if n_workers is not None and not 1 <= n_workers <= n_envs:
+            raise ValueError(f"`n_workers` is {n_workers}, and there are {n_envs} environments: pass 1 to {n_envs}.")
+        pickled = [_pickled(env_fn, env_idx) for env_idx, env_fn in enumerate(env_fns)]
+        _connect(address, n_workers)
+        self.n_workers = n_workers or max(1, min(n_envs, int(ray.cluster_resources().get("CPU", 1))))
+        self.timeout, self.max_retries, self.max_replay = timeout, max_retries, max_replay
+        #: Index of the worker of each environment.
+        self.worker_of_env = [env_idx * self.n_workers // n_envs for env_idx in range(n_envs)]
+        self._slices = [
+            slice(self.worker_of_env.index(w), n_envs - self.worker_of_env[::-1].index(w)) for w in range(self.n_workers)
+        ]
+        self._env_fns = [pickled[own] for own in self._slices]
+        started = [self._start_worker(w) for w in range(self.n_workers)]
+        self._workers = [worker for worker, _ in started]
+        self._described = [self._built(w, building) for w, (_, building) in enumerate(started)]
+        observation_space, action_space, render_mode, metadata, *_ = self._described[0]
+        self._histories = [History() for _ in range(n_envs)]
+        # Values that `set_attr` has set, by name and environment: a new worker needs them
+        self._attributes: dict[str, dict[int, Any]] = {}
+        # Latest observations; None before the first reset
+        self._obs: Any = None
+        self._pending: list[Any] = []
+        self._has_warned = False
+        self._closed = False
+        self._render_mode, self._metadata = render_mode, metadata
+        super().__init__(n_envs, observation_space, action_space)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process id of each worker, on its own machine."""
+        return [described[4] for described in self._described]
+
+    @property
+    def worker_nodes(self) -> list[str]:
+        """IP address of the machine of each worker."""
+        return [described[5] for described in self._described]
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _start_worker(self, w: int) -> tuple[Any, Any]:
+        """:return: The worker, and the reference of its description"""
+        # Workers on a single machine share its cores, as processes do. On many, they have one CPU each, and SPREAD keeps them
+        # from crowding on one machine.
+        n_cpus = 1 if len(ray.nodes()) > 1 else 0
+        options = dict(num_cpus=n_cpus, max_restarts=0, scheduling_strategy="SPREAD")
+        worker: Any = ray.remote(RolloutWorker).options(**options).remote(w)
+        return worker, worker.build.remote(self._env_fns[w], VERSION)
+
+    def _built(self, w: int, building: Any) -> tuple[Any, ...]:
+        """
+        :return: Description of a worker
+        :raises RuntimeError: If it does not start
+        """
+        try:
+            return self._wait(w, building, START_TIMEOUT_S)
+        except GetTimeoutError as error:
+            n_cpus = ray.cluster_resources().get("CPU", 0)
+            raise RuntimeError(
+                f"Worker {w} has not started within {START_TIMEOUT_S:g} s. The cluster has {n_cpus:g} CPUs, and each of the "
+                f"{self.n_workers} workers needs one: pass a smaller `n_workers`, or add machines."
+            ) from error
+
+    def _wait(self, w: int, reference: Any, timeout: float) -> Any:
+        """
+        :param w: Index of the worker
+        :param reference: What it was asked for
+        :param timeout: Seconds to wait
+        :return: Its answer
+        :raises RayError: If the worker is lost or does not answer
+        """
+        try:
+            return ray.get(reference, timeout=max(timeout, 0.0))
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            if isinstance(cause, EnvironmentFault):
+                env_idx, what, hint = cause.args
+                raise EnvironmentFault(self._slices[w].start + env_idx, what, hint) from error
+            raise cause from error
+
+    def _ask(self, requests: Sequence[Request]) -> list[Any]:
+        """
+        Ask workers, all at the same time. Those that are lost are replaced and asked again.
+
+        :param requests: Requests
+        :return: The answers
+        :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
+        :raises RolloutLost: If a worker is lost and its environments cannot be brought back
+        """
+
+        def send(request: Request) -> tuple[Any, float]:
+            w, method, args, kwargs = request
+            return getattr(self._workers[w], method).remote(*args, **kwargs), time.monotonic() + self.timeout
+
+        sent, answers = [send(request) for request in requests], []
+        try:
+            for i, (w, *_) in enumerate(requests):
+                for attempt in range(self.max_retries + 1):
+                    reference, deadline = sent[i]
+                    try:
+                        answers.append(self._wait(w, reference, deadline - time.monotonic()))
+                        break
+                    except RayError as error:
+                        if attempt == self.max_retries:
+                            raise self._lost(w, error) from error
+                        self._replace(w, error)
+                        # What else it was asked for is lost with it
+                        sent = [send(each) if j >= i and each[0] == w else sent[j] for j, each in enumerate(requests)]
+        except Exception:
+            for reference, deadline in sent[len(answers) + 1 :]:  # Ray would complain of answers that nobody has taken
+                with contextlib.suppress(Exception):
+                    ray.get(reference, timeout=max(deadline - time.monotonic(), 0.0))
+            raise
+        return answers
+
+    def _ask_all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """
+        :param method: Name of a method of the workers
+        :param arguments: Arguments for each worker
+        :return: Answer of each worker
+        """
+        return self._ask([(w, method, each, {}) for w, each in enumerate(arguments)])
+
+    def _replace(self, w: int, error: Exception) -> None:
+        """Start another worker, and bring its environments to where those of the lost one were."""
+        fault, own = self._lost(w, error), self._slices[w]
+        ray.kill(self._workers[w])
+        self._workers[w], building = self._start_worker(w)
+        self._described[w] = self._built(w, building)
+        for name, values in self._attributes.items():
+            for local, env_idx in enumerate(range(own.start, own.stop)):
+                if env_idx in values:
+                    self._wait(w, self._workers[w].run.remote("set_attr", name, values[env_idx], [local]), self.timeout)
+        if self._obs is None:  # they have not been reset yet
+            return
+        histories = self._histories[own]
+        if any(history.seed is None or len(history) > self.max_replay for history in histories):
+            raise RolloutLost(str(fault))
+        found = self._wait(w, self._workers[w].restore.remote(histories), self.timeout)
+        if not all(equal(observation, part_of(self._obs, own.start + i)) for i, observation in enumerate(found)):
+            raise RolloutLost(f"{fault} Its environments do not come to the same state again")
+
+    def _lost(self, w: int, error: Exception) -> EnvironmentFault:
+        first = self._slices[w].start
+        seed, node, pid = self._histories[first].seed, self.worker_nodes[w], self.worker_pids[w]
+        silent = isinstance(error, GetTimeoutError)
+        what = f"has not answered for {self.timeout:g} s" if silent else f"is gone: {type(error).__name__}"
+        return EnvironmentFault(
+            first,
+            f"has lost its worker {w} (process {pid} on node {node}), which {what}. The first of its environments was reset "
+            f"with seed {seed}",
+        )
+
+    # --- the interface of a VecEnv ------------------------------------------------------------------------------------
+
+    def reset(self) -> VecEnvObs:
+        seeds, options = self._seeds, self._options
+        self._obs = None
+        answers = self._ask_all("reset", [(seeds[own], options[own]) for own in self._slices])
+        self._histories = [History(seed, each) for seed, each in zip(seeds, options, strict=True)]
+        self._reset_seeds()
+        self._reset_options()
+        self.reset_infos = [info for _, infos in answers for info in infos]
+        self._obs = stack([observations for observations, _ in answers], np.concatenate)
+        return self._obs
+
+    def step_async(self, actions: np.ndarray) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "Each step of this RayVecEnv is a call to all its workers, which takes milliseconds. GRPO avoids this while "
+                "it collects; for evaluation and for other algorithms use DummyVecEnv or SubprocVecEnv.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._histories = [History() for _ in range(self.num_envs)]
+        self._pending = [
+            worker.run.remote("step", actions[own]) for worker, own in zip(self._workers, self._slices, strict=True)
+        ]
+
+    def step_wait(self) -> VecEnvStepReturn:
+        pending, self._pending = self._pending, []
+        answers = []
+        for w, reference in enumerate(pending):
+            try:
+                answers.append(self._wait(w, reference, self.timeout))
+            except RayError as error:
+                raise self._lost(w, error) from error
+        observations, rewards, dones, infos = zip(*answers, strict=True)
+        self._obs = stack(observations, np.concatenate)
+        return (
+            self._obs,
+            np.concatenate(rewards),
+            np.concatenate(dones),
+            [info for each in infos for info in each],
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for worker in self._workers:
+            ray.kill(worker)
+
+    def _of_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """:return: What a method of the workers' ``VecEnv`` returns for some environments, in their order"""
+        wanted = list(self._get_indices(indices))
+        workers = sorted({self.worker_of_env[env_idx] for env_idx in wanted})
+        of_worker = {w: [env_idx for env_idx in wanted if self.worker_of_env[env_idx] == w] for w in workers}
+        requests: list[Request] = []
+        for w in workers:
+            local = [env_idx - self._slices[w].start for env_idx in of_worker[w]]
+            requests.append((w, "run", (method, *args), {**kwargs, "indices": local}))
+        by_env: dict[int, Any] = {}
+        for w, answer in zip(workers, self._ask(requests), strict=True):
+            by_env.update(zip(of_worker[w], answer or [None] * len(of_worker[w]), strict=True))
+        return [by_env.get(env_idx) for env_idx in wanted]
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        return self._of_envs(indices, "get_attr", attr_name)
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        values = self._attributes.setdefault(attr_name, {})
+        values.update(dict.fromkeys(self._get_indices(indices), value))
+        self._of_envs(indices, "set_attr", attr_name, value)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        return self._of_envs(indices, "env_method", method_name, *method_args, **method_kwargs)
+
+    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
+        return self._of_envs(indices, "env_is_wrapped", wrapper_class)
+
+    def get_images(self) -> Sequence[np.ndarray | None]:
+        return [image for images in self._ask_all("run", [("get_images",)] * self.n_workers) for image in images]
+
+    # --- whole rollouts -----------------------------------------------------------------------------------------------
+
+    def collect(
+        self,
+        make_policy: Callable[[], ActorPolicy],
+        policy: ActorPolicy,
+        obs: VecEnvObs,
+        starts: np.ndarray,
+        queue: StartQueue,
+        share_starts: bool,
+        n_steps: int,
+        sde_sample_freq: int,
+        num_timesteps: int,
+    ) -> Collected:
+        """
+        Let the workers act by themselves. A worker that is lost is replaced, and does its part again.
+
+        :param make_policy: Function that makes a policy like the following
+        :param policy: Policy that acts
+        :param obs: Present observations
+        :param starts: Index of the start of each trajectory, shape ``(n_envs,)``
+        :param queue: Queue of the run
+        :param share_starts: Whether resets get the seed of their start
+        :param n_steps: Number of steps of each environment
+        :param sde_sample_freq: See :func:`~sb3_grpo.steps.take_steps`
+        :param num_timesteps: See :func:`~sb3_grpo.steps.take_steps`
+        :return: The transitions of all environments
+        :raises EnvironmentFault: If an environment raises an error, or a worker is lost more than ``max_retries`` times
+        :raises RolloutLost: If a worker is lost and its environments cannot be brought back
+        """
+        seed = int(th.randint(2**31 - 1, ()))
+        # Once in the object store of each machine, however many workers are there
+        recipe = ray.put(cloudpickle.dumps(make_policy))
+        weights = ray.put({name: tensor.cpu().numpy() for name, tensor in policy.state_dict().items()})
+
+        arguments = []
+        for w, own in enumerate(self._slices):
+            own_seed = int(np.random.SeedSequence((seed, w)).generate_state(1)[0])
+            settings = queue, share_starts, n_steps, sde_sample_freq, num_timesteps, own_seed
+            arguments.append((recipe, weights, part_of(obs, own), starts[own], *settings))
+        return self._joined(self._ask_all("collect", arguments), policy, queue, share_starts)
+
+    def _joined(self, parts: list[Collected], policy: ActorPolicy, queue: StartQueue, share_starts: bool) -> Collected:
+        """:return: The transitions of all workers; the queue and the histories are brought up to date"""
+
+        def along_envs(arrays: Sequence[np.ndarray]) -> np.ndarray:
+            return np.concatenate(arrays, axis=1)
+
+        for w, part in enumerate(parts):
+            queue.follow(part.queue, w)
+        whole = Collected(
+            obs=stack([part.obs for part in parts], along_envs),
+            actions=along_envs([part.actions for part in parts]),
+            log_probs=along_envs([part.log_probs for part in parts]),
+            starts=along_envs([part.starts for part in parts]),
+            rewards=along_envs([part.rewards for part in parts]),
+            dones=along_envs([part.dones for part in parts]),
+            infos=[infos for part in parts for infos in part.infos],
+            queue=queue,
+            mismatches=sum(part.mismatches for part in parts),
+            warnings=[each for part in parts for each in part.warnings],
+        )
+        self._obs = part_of(whole.obs, -1)
+        taken = policy.within_bounds(whole.actions)
+        for env_idx in range(self.num_envs):
+            ends = np.flatnonzero(whole.dones[:, env_idx])
+            if len(ends) == 0:
+                self._histories[env_idx].actions.append(taken[:, env_idx])
+                continue
+            seed = queue.start(int(whole.starts[-1, env_idx])).seed if share_starts else None
+            self._histories[env_idx] = History(seed, {}, [taken[ends[-1] + 1 :, env_idx]])
+        return whole
+
+
+def _pickled(env_fn: Callable[[], gym.Env], env_idx: int) -> bytes:
+    try:
+        return cloudpickle.dumps(env_fn)
+    except Exception as error:
+        raise ValueError(
+            f"Environment {env_idx} cannot be sent to a worker, because {env_fn!r} cannot be pickled "
+            f"({type(error).__name__}: {error}). Construct what it needs inside the function."
+        ) from error
+
+
+def _connect(address: str | None, n_workers: int | None) -> None:
+    """Connect to a cluster, or start one on this machine, unless the script has done so."""
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    if address is None:
+        # All connections stay within this machine. Workers share its cores, as the processes of a SubprocVecEnv do.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        ray.init(num_cpus=max(n_workers or 1, os.cpu_count() or 1), _node_ip_address="127.0.0.1", **quiet)
+        return
+    host, _, port = address.rpartition(":")
+    advice = "Start one with `ray start --head`, or leave `address` out for a cluster on this machine alone."
+    if host and "//" not in address:
+        try:
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+        except (OSError, ValueError) as error:
+            raise ConnectionError(f"No Ray cluster answers at {address!r} ({error}). {advice}") from error
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConnectionError(f"No Ray cluster answers at {address!r} ({error}). {advice}") from error

@@ -1,0 +1,440 @@
+"""Rollouts on Ray: the same transitions as anywhere, and nothing is lost when a worker is."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import ray
+import torch as th
+from gymnasium import spaces
+from helpers import same, weights
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecEnv, VecNormalize
+
+from sb3_grpo import GRPO, EnvironmentFault, distributed
+from sb3_grpo.distributed import Infos, RayVecEnv, RolloutWorker
+
+# Ray runs in this process once
+pytestmark = pytest.mark.xdist_group("ray")
+
+# Workers cannot import this module
+distributed.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+N_STEPS = 64
+
+
+class Walk(gym.Env):
+    """A walk with drawn steps and episode lengths. It fails once, if there is a marker file to say so, else each time."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, marker: str = "", fault: str = "", at: int = 100, repeats: bool = True):
+        self.marker, self.fault, self.at, self.repeats = marker, fault, at, repeats
+        self.n_steps = 0
+        self.colour = "blue"
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.position, self.left = self.np_random.normal(), int(self.np_random.integers(5, 40))
+        return self._observation(), {"first": self.position}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.n_steps += 1
+        if self.fault and self.n_steps == self.at and not os.path.exists(self.marker):
+            if self.marker:
+                pathlib.Path(self.marker).touch()
+            self._fail()
+        self.position += float(action[0]) + (self.np_random.normal() if self.repeats else np.random.default_rng().normal())
+        self.left -= 1
+        done = self.left == 0
+        info = {"position": self.position, "odd": self.left % 2 == 1, **({"last": "yes"} if done else {})}
+        return self._observation(), -abs(self.position), done and self.position > 0, done and self.position <= 0, info
+
+    def _fail(self) -> None:
+        if self.fault == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hangs":
+            time.sleep(1000)
+        raise ZeroDivisionError("no way on")
+
+    def _observation(self) -> np.ndarray:
+        return np.array([self.position, self.left], np.float32)
+
+
+def ray_env(n_envs: int = 4, n_workers: int = 2, faulty: int = -1, timeout: float = 60.0, **kwargs: Any) -> Any:
+    """:return: Environments of which one fails"""
+    fns = [partial(Walk, **(kwargs if env_idx == faulty else {})) for env_idx in range(n_envs)]
+    return RayVecEnv([partial(monitored, fn) for fn in fns], n_workers=n_workers, timeout=timeout)
+
+
+def monitored(fn: Any) -> gym.Env:
+    from stable_baselines3.common.monitor import Monitor
+
+    return Monitor(fn())
+
+
+def make(env: VecEnv, **kwargs: Any) -> Any:
+    settings: dict[str, Any] = dict(seed=0, n_steps=N_STEPS, n_epochs=2, policy_kwargs=dict(net_arch=[8]), device="cpu")
+    return GRPO("MlpPolicy", env, **{**settings, **kwargs})
+
+
+def trained(env: VecEnv, n_rollouts: int = 3, **kwargs: Any) -> dict[str, th.Tensor]:
+    model = make(env, **kwargs).learn(n_rollouts * N_STEPS * env.num_envs)
+    env.close()
+    return weights(model)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, th.Tensor]:
+    return trained(ray_env())
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_and_number_of_workers_gives_the_same_weights(undisturbed: dict[str, th.Tensor]):
+    assert same(trained(ray_env()), undisturbed)
+    assert not same(trained(ray_env(), seed=1), undisturbed)
+
+
+class Observer(BaseCallback):
+    """Notes what callbacks see in each step."""
+
+    def __init__(self, stop_after: int = -1):
+        super().__init__()
+        self.stop_after = stop_after
+        self.rows: list[dict[str, Any]] = []
+        self.timesteps: list[int] = []
+
+    def _on_step(self) -> bool:
+        names = ("new_obs", "rewards", "dones", "infos", "actions", "clipped_actions", "n_steps", "obs_tensor", "log_probs")
+        self.rows.append({name: self.locals[name] for name in names})
+        self.timesteps.append(self.num_timesteps)
+        return len(self.rows) != self.stop_after
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 3])
+def test_transitions_are_those_of_the_environments_with_these_actions(n_workers: int):
+    env, seen = ray_env(n_workers=n_workers), Observer()
+    model = make(env).learn(N_STEPS * 4, callback=seen)
+    buffer, queue = model.rollout_buffer, model.start_queue
+    assert queue.n_parts == n_workers
+    assert seen.timesteps == [4 * (n + 1) for n in range(N_STEPS)]
+    assert [row["n_steps"] for row in seen.rows] == list(range(N_STEPS))
+    groups: dict[int, set[int]] = {}
+    for env_idx in range(4):
+        oracle, start, elapsed = Walk(), -1, 0
+        for t, row in enumerate(seen.rows):
+            if buffer.starts[env_idx, t] != start:
+                start, elapsed = buffer.starts[env_idx, t], 0
+                observation, _ = oracle.reset(seed=queue.start(int(start)).seed)
+                groups.setdefault(int(start) // queue.max_group_size, set()).add(env.worker_of_env[env_idx])
+            np.testing.assert_array_equal(buffer.observations[env_idx, t], observation)
+            np.testing.assert_array_equal(row["obs_tensor"][env_idx], observation)
+            np.testing.assert_array_equal(row["clipped_actions"][env_idx], np.clip(row["actions"][env_idx], -1, 1))
+            np.testing.assert_array_equal(buffer.actions[env_idx, t], row["actions"][env_idx])
+            observation, reward, terminated, truncated, info = oracle.step(row["clipped_actions"][env_idx])
+            elapsed += 1
+            assert buffer.rewards[env_idx, t] == row["rewards"][env_idx] == np.float32(reward)
+            assert buffer.dones[env_idx, t] == row["dones"][env_idx] == (terminated or truncated)
+            its = row["infos"][env_idx]
+            assert {key: its[key] for key in info} == info
+            assert type(its["odd"]) is bool
+            assert its["TimeLimit.truncated"] == (truncated and not terminated)
+            if terminated or truncated:
+                assert its["episode"]["l"] == elapsed
+                np.testing.assert_array_equal(its["terminal_observation"], observation)
+            else:
+                np.testing.assert_array_equal(row["new_obs"][env_idx], observation)
+    assert len(groups) > 4
+    assert all(len(workers) == 1 for workers in groups.values()), "a group is on several workers"
+    env.close()
+
+
+def test_workers_take_actions_with_the_probabilities_of_the_policy():
+    env, seen = ray_env(), Observer()
+    model = make(env)
+    before = weights(model)
+    model.learn(N_STEPS * 4, callback=seen)
+    model.policy.load_state_dict(before)
+    for row in seen.rows[::8]:
+        expected = model.policy.evaluate_actions(row["obs_tensor"], th.as_tensor(row["actions"]))[0]
+        th.testing.assert_close(row["log_probs"], expected.detach(), atol=1e-5, rtol=1e-5)
+    env.close()
+
+
+def test_a_callback_that_stops_drops_the_rest_and_the_next_rollout_begins_anew():
+    env, stopper, seen = ray_env(), Observer(stop_after=10), Observer()
+    model = make(env).learn(10_000, callback=stopper)
+    assert len(stopper.rows) == 10 and model.num_timesteps == 40
+    model.learn(N_STEPS * 4, callback=seen, reset_num_timesteps=False)
+    starts = model.rollout_buffer.starts[:, 0]
+    assert (model.rollout_buffer.steps[:, 0] == 0).all()
+    np.testing.assert_array_equal(
+        model.rollout_buffer.observations[:, 0],
+        [Walk().reset(seed=model.start_queue.start(int(start)).seed)[0] for start in starts],
+    )
+    env.close()
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 70, 150])
+def test_a_worker_that_dies_changes_nothing(at: int, undisturbed: dict[str, th.Tensor], tmp_path: pathlib.Path):
+    env = ray_env(faulty=3, fault="dies", marker=str(tmp_path / "marker"), at=at)
+    pids = env.worker_pids
+    model = make(env).learn(3 * N_STEPS * 4)
+    assert (tmp_path / "marker").exists()
+    assert env.worker_pids[0] == pids[0] and env.worker_pids[1] != pids[1]
+    assert same(weights(model), undisturbed)
+    env.close()
+
+
+def test_a_worker_that_dies_between_rollouts_changes_nothing(undisturbed: dict[str, th.Tensor]):
+    env = ray_env()
+    model = make(env).learn(N_STEPS * 4)
+    os.kill(env.worker_pids[0], signal.SIGKILL)
+    model.learn(2 * N_STEPS * 4, reset_num_timesteps=False)
+    assert same(weights(model), undisturbed)
+    env.close()
+
+
+def test_a_worker_that_hangs_costs_its_timeout_and_nothing_else(undisturbed: dict[str, th.Tensor], tmp_path: pathlib.Path):
+    env = ray_env(faulty=0, fault="hangs", marker=str(tmp_path / "marker"), timeout=6.0)
+    began = time.monotonic()
+    assert same(trained(env), undisturbed)
+    assert 6.0 < time.monotonic() - began < 60.0
+
+
+def test_values_that_were_set_are_set_in_the_new_worker():
+    env = ray_env()
+    env.set_attr("colour", "red", indices=[2])
+    os.kill(env.worker_pids[1], signal.SIGKILL)
+    assert env.get_attr("colour") == ["blue", "blue", "red", "blue"]
+    env.close()
+
+
+def test_environments_that_do_not_repeat_themselves_begin_new_episodes(tmp_path: pathlib.Path):
+    env = ray_env(faulty=2, fault="dies", marker=str(tmp_path / "marker"), at=100, repeats=False)
+    with pytest.warns(UserWarning, match=r"do not come to the same state again.*All environments begin new episodes"):
+        model = make(env).learn(3 * N_STEPS * 4)
+    assert model.num_timesteps == 3 * N_STEPS * 4
+    env.close()
+
+
+@pytest.mark.parametrize("share_starts", [False])
+def test_environments_without_seeds_begin_new_episodes(share_starts: bool, tmp_path: pathlib.Path):
+    env = ray_env(faulty=2, fault="dies", marker=str(tmp_path / "marker"), at=100)
+    with pytest.warns(UserWarning, match="All environments begin new episodes"):
+        make(env, share_starts=share_starts).learn(3 * N_STEPS * 4)
+    env.close()
+
+
+def test_a_worker_that_dies_again_and_again_is_given_up():
+    env = ray_env(faulty=3, fault="dies", at=10)
+    env.max_retries = 1
+    model = make(env)
+    with pytest.raises(
+        EnvironmentFault, match=r"Environment 2 has lost its worker 1 \(process \d+ on node .*was reset with seed \d+"
+    ):
+        model.learn(N_STEPS * 4)
+    env.close()
+
+
+def test_an_error_of_an_environment_is_not_repaired_but_named(tmp_path: pathlib.Path):
+    env = ray_env(faulty=3, fault="raises", marker=str(tmp_path / "marker"), at=20)
+    with pytest.raises(EnvironmentFault, match="Environment 3 raised ZeroDivisionError in `step`: no way on"):
+        make(env).learn(N_STEPS * 4)
+    env.close()
+
+
+CLUSTER = """
+import os
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+import ray, sys
+from ray.cluster_utils import Cluster
+sys.path.insert(0, sys.argv[1])
+import torch as th
+from test_distributed import N_STEPS, make, monitored, Walk, same, weights
+from functools import partial
+from sb3_grpo.distributed import RayVecEnv
+
+if __name__ == "__main__":
+    th.set_num_threads(1)
+    cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=0, include_dashboard=False))
+    nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    ray.init(address=cluster.address, log_to_driver=False)
+    results = []
+    for is_disturbed in (False, True):
+        env = RayVecEnv([partial(monitored, Walk) for _ in range(4)], n_workers=2)
+        model = make(env).learn(N_STEPS * 4)
+        if is_disturbed:
+            cluster.remove_node(nodes[0])
+        model.learn(2 * N_STEPS * 4, reset_num_timesteps=False)
+        results.append(weights(model))
+        env.close()
+    print("SAME" if same(*results) else "DIFFERENT")
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+def test_a_node_that_is_lost_changes_nothing(tmp_path: pathlib.Path):
+    script = tmp_path / "cluster.py"
+    script.write_text(CLUSTER)
+    here = pathlib.Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, str(script), str(here)], capture_output=True, text=True, timeout=240, env=environment
+    )
+    assert done.stdout.strip().endswith("SAME"), done.stdout + done.stderr
+
+
+# --- the slow path ----------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_that_changes_data_is_named_once_and_honoured():
+    env = ray_env()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = make(VecNormalize(env), n_steps=8).learn(2 * 8 * 4)
+    messages = [str(each.message) for each in caught]
+    assert sum("VecNormalize changes what the workers return" in each for each in messages) == 1
+    assert any("gymnasium.wrappers.NormalizeObservation" in each for each in messages)
+    assert abs(model.rollout_buffer.observations).max() < 10.1
+    assert model.start_queue.n_parts == 2
+    env.close()
+
+
+def test_a_check_for_nan_is_no_reason_to_be_slow(recwarn: pytest.WarningsRecorder):
+    env = ray_env()
+    make(VecCheckNan(env)).learn(N_STEPS * 4)
+    assert not [each for each in recwarn if "call to all" in str(each.message)]
+    env.close()
+
+
+def test_other_algorithms_can_step_it_and_a_line_tells_the_price():
+    env = ray_env()
+    with pytest.warns(UserWarning, match="Each step of this RayVecEnv is a call to all its workers"):
+        PPO("MlpPolicy", env, n_steps=8, batch_size=32, device="cpu").learn(32)
+    env.close()
+
+
+# --- a VecEnv ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_gives_what_a_dummy_vec_env_gives():
+    env, dummy = ray_env(), DummyVecEnv([partial(monitored, Walk) for _ in range(4)])
+    rng = np.random.default_rng(0)
+    for each in (env, dummy):
+        each.seed(7)
+    np.testing.assert_array_equal(env.reset(), dummy.reset())
+    assert env.reset_infos == dummy.reset_infos
+    for _ in range(50):
+        actions = rng.uniform(-1, 1, (4, 1)).astype(np.float32)
+        for mine, its in zip(env.step(actions)[:3], dummy.step(actions)[:3], strict=True):
+            np.testing.assert_array_equal(mine, its)
+    assert env.get_attr("colour", indices=[1, 3]) == ["blue", "blue"]
+    assert env.get_attr("left") == dummy.get_attr("left")
+    assert [seen.tolist() for seen in env.env_method("_observation", indices=[3, 0])] == [
+        seen.tolist() for seen in dummy.env_method("_observation", indices=[3, 0])
+    ]
+    from stable_baselines3.common.monitor import Monitor
+
+    assert env.env_is_wrapped(Monitor) == [True] * 4
+    assert env.env_is_wrapped(gym.wrappers.TimeLimit, indices=2) == [False]
+    assert env.has_attr("colour") and not env.has_attr("size")
+    assert env.worker_of_env == [0, 0, 1, 1]
+    assert len(set(env.worker_pids)) == 2
+    env.close()
+    env.close()
+
+
+def test_make_vec_env_takes_it_in_the_place_of_a_subproc_vec_env():
+    env = make_vec_env("CartPole-v1", n_envs=3, seed=0, vec_env_cls=RayVecEnv, vec_env_kwargs=dict(n_workers=2))
+    assert env.reset().shape == (3, 4)
+    assert env.worker_of_env == [0, 0, 1]
+    env.close()
+
+
+def test_infos_come_back_as_they_were():
+    infos = [
+        [{"a": 1.5, "b": True, "n": 3}, {"a": 2.5, "b": False, "n": "three", "c": {"x": [1]}}],
+        [{"a": np.float64(1.5), "b": True, "n": 4}, {"b": False, "n": 5}],
+    ]
+    packed = Infos(infos)
+    assert [packed.at(t) for t in range(2)] == infos
+    assert set(packed.arrays) == {"b"}
+
+
+def test_a_rollout_travels_in_little_more_than_its_own_bytes():
+    env = make_vec_env("CartPole-v1", n_envs=8)
+    worker = RolloutWorker(0)
+    worker.build([distributed.cloudpickle.dumps(partial(gym.make, "CartPole-v1"))] * 8, distributed.VERSION)
+    model = make(env, n_steps=128)
+    obs, _ = worker.reset(list(range(8)), [{}] * 8)
+    recipe = distributed.cloudpickle.dumps(model._policy_recipe())
+    assert len(recipe) < 20_000
+    state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
+    arguments = recipe, state, obs, np.arange(8), model.start_queue, True, 128, -1, 0, 0
+    collected = worker.collect(*arguments)
+    fields = ("obs", "actions", "log_probs", "starts", "rewards", "dones")
+    transitions = sum(getattr(collected, name).nbytes for name in fields)
+    assert len(distributed.cloudpickle.dumps(collected)) < 1.2 * transitions
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_workers", [0, 5])
+def test_a_number_of_workers_that_does_not_fit_is_refused(n_workers: int):
+    with pytest.raises(ValueError, match=rf"`n_workers` is {n_workers}, and there are 4 environments: pass 1 to 4"):
+        RayVecEnv([Walk] * 4, n_workers=n_workers)
+
+
+def test_an_environment_that_cannot_be_sent_is_named():
+    lock = __import__("threading").Lock()
+    with pytest.raises(ValueError, match=r"Environment 1 cannot be sent to a worker.*cannot pickle.*lock"):
+        RayVecEnv([Walk, lambda: lock and Walk()], n_workers=1)
+
+
+def test_a_worker_with_another_version_is_refused():
+    with pytest.raises(
+        ValueError, match=rf"has sb3-grpo {distributed.VERSION}, and the model learns with 9.9: install the same"
+    ):
+        RolloutWorker(0).build([], "9.9")
+
+
+def test_an_address_that_does_not_answer_is_named():
+    code = "from sb3_grpo.distributed import RayVecEnv; RayVecEnv([lambda: None], 1, address='127.0.0.1:9')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "ConnectionError: No Ray cluster answers at '127.0.0.1:9'" in done.stderr
+    assert "ray start --head" in done.stderr
+
+
+def test_without_ray_the_extra_is_named():
+    code = "import sys; sys.modules['ray'] = None; import sb3_grpo; from sb3_grpo.distributed import RayVecEnv"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "pip install sb3-grpo[ray]" in done.stderr
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray_ends_with_the_module():
+    yield
+    ray.shutdown()
