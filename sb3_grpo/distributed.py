@@ -101,11 +101,11 @@ class RolloutWorker:
         self.queue: StartQueue | None = None
         self.policy: ActorPolicy | None = None
 
-    def build(self, env_fns: list[bytes], version: str) -> tuple[Any, Any, str | None, dict[str, Any], int, str]:
+    def build(self, env_fns: list[bytes], version: str) -> tuple[Any, Any, int, str]:
         """
         :param env_fns: Pickled functions that construct the environments
         :param version: Version of this package where the model learns
-        :return: Observation space, action space, render mode, metadata, process, and node
+        :return: Observation space, action space, process, and node
         :raises ValueError: If this package has another version here
         """
         node = ray.util.get_node_ip_address()
@@ -113,7 +113,7 @@ class RolloutWorker:
             raise ValueError(f"Node {node} has sb3-grpo {VERSION}, and the model learns with {version}: install the same.")
         th.set_num_threads(1)
         self.venv = venv = DummyVecEnv([cloudpickle.loads(env_fn) for env_fn in env_fns])
-        return venv.observation_space, venv.action_space, venv.render_mode, venv.metadata, os.getpid(), node
+        return venv.observation_space, venv.action_space, os.getpid(), node
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """:return: What a method of the ``VecEnv`` returns"""
@@ -254,7 +254,7 @@ class RayVecEnv(VecEnv):
         started = [self._start_worker(w) for w in range(self.n_workers)]
         self._workers = [worker for worker, _ in started]
         self._described = [self._built(w, building) for w, (_, building) in enumerate(started)]
-        observation_space, action_space, render_mode, metadata, *_ = self._described[0]
+        observation_space, action_space, *_ = self._described[0]
         self._histories = [History() for _ in range(n_envs)]
         # Values that `set_attr` has set, by name and environment: a new worker needs them
         self._attributes: dict[str, dict[int, Any]] = {}
@@ -263,18 +263,17 @@ class RayVecEnv(VecEnv):
         self._pending: list[Any] = []
         self._has_warned = False
         self._closed = False
-        self._render_mode, self._metadata = render_mode, metadata
         super().__init__(n_envs, observation_space, action_space)
 
     @property
     def worker_pids(self) -> list[int]:
         """Process id of each worker, on its own machine."""
-        return [described[4] for described in self._described]
+        return [described[2] for described in self._described]
 
     @property
     def worker_nodes(self) -> list[str]:
         """IP address of the machine of each worker."""
-        return [described[5] for described in self._described]
+        return [described[3] for described in self._described]
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -398,8 +397,8 @@ class RayVecEnv(VecEnv):
         self._obs = None
         answers = self._ask_all("reset", [(seeds[own], options[own]) for own in self._slices])
         self._histories = [History(seed, each) for seed, each in zip(seeds, options, strict=True)]
-        self._reset_seeds()
-        self._reset_options()
+        self._seeds = [None] * self.num_envs  # both are for one reset
+        self.set_options()
         self.reset_infos = [info for _, infos in answers for info in infos]
         self._obs = stack([observations for observations, _ in answers], np.concatenate)
         return self._obs
@@ -444,7 +443,7 @@ class RayVecEnv(VecEnv):
 
     def _of_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """:return: What a method of the workers' ``VecEnv`` returns for some environments, in their order"""
-        wanted = list(self._get_indices(indices))
+        wanted = self._numbers(indices)
         workers = sorted({self.worker_of_env[env_idx] for env_idx in wanted})
         of_worker = {w: [env_idx for env_idx in wanted if self.worker_of_env[env_idx] == w] for w in workers}
         requests: list[Request] = []
@@ -456,12 +455,15 @@ class RayVecEnv(VecEnv):
             by_env.update(zip(of_worker[w], answer or [None] * len(of_worker[w]), strict=True))
         return [by_env.get(env_idx) for env_idx in wanted]
 
+    def _numbers(self, indices: VecEnvIndices) -> list[int]:
+        return list(range(self.num_envs)) if indices is None else [indices] if isinstance(indices, int) else list(indices)
+
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
         return self._of_envs(indices, "get_attr", attr_name)
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
         values = self._attributes.setdefault(attr_name, {})
-        values.update(dict.fromkeys(self._get_indices(indices), value))
+        values.update(dict.fromkeys(self._numbers(indices), value))
         self._of_envs(indices, "set_attr", attr_name, value)
 
     def env_method(
