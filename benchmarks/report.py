@@ -25,6 +25,7 @@ from benchmarks.tables import (
     seconds_table,
     throughput_table,
     variance_table,
+    variants_table,
     zoo_table,
 )
 
@@ -75,6 +76,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         ),
         "variance_removed": lambda: variance_table(inputs, "grpo, defaults"),
         "ordinary": lambda: paired_table(Suite("ordinary", results), "grpo, defaults", "grpo, no relative term"),
+        "tokens": lambda: variants_table(Suite("tokens", results)),
         "throughput": lambda: throughput_table(read_rows(results / "throughput.csv")),
     }
 

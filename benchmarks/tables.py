@@ -25,6 +25,8 @@ from benchmarks.statistics import (
 )
 
 NO_ROWS = "There are no rows yet."
+#: Runs that a comparison in :func:`gains_table` needs
+MIN_SEEDS = 3
 LABELS = {
     "grpo": "GRPO",
     "ppo": "PPO",
@@ -173,22 +175,30 @@ def gains_table(suite: Suite, arm: str, rivals: dict[str, Sequence[str]], column
     :param rivals: Arms that it is compared with, by a name for them all. In each environment, the best of them counts
     :param column: ``auc`` or ``eval_mean``
     :return: One line per environment: the mean of the arm, those of the rivals, and the differences between runs with the same
-        seed; and the interquartile mean of what is above random actions, over the mean of the rival's
+        seed; and the interquartile mean of what is above random actions, over the mean of the rival's. Rivals whose runs are
+        not finished, with fewer than ``MIN_SEEDS`` seeds somewhere, are left out
     """
+    rivals = {
+        name: arms
+        for name, arms in rivals.items()
+        if all(len(suite.common_seeds([arm, each], [env])) >= MIN_SEEDS for each in arms for env in suite.timesteps)
+    }
     header = ["environment", "seeds", LABELS[arm], *(text for name in rivals for text in (name, f"gain over {name}"))]
     lines, pooled = [], []
     envs = suite.compared(arm, *(arms[0] for arms in rivals.values()))
-    if not envs:
+    if not envs or not rivals:
         return NO_ROWS
     best = {(name, env): best_of(suite, arms, env, column) for name, arms in rivals.items() for env in envs}
     for env in envs:
-        seeds = suite.common_seeds([arm, *(best[name, env] for name in rivals)], [env])
-        values = {each: suite.values(each, env, seeds, column) for each in (arm, *(best[name, env] for name in rivals))}
-        cells: list[Any] = [env.removeprefix("sb3_grpo/"), len(seeds), mean_over_seeds(values[arm])]
+        seeds = suite.common_seeds([arm], [env])
+        cells: list[Any] = [env.removeprefix("sb3_grpo/"), len(seeds), mean_over_seeds(suite.values(arm, env, seeds, column))]
         for name, arms in rivals.items():
             rival = best[name, env]
+            seeds = suite.common_seeds([arm, rival], [env])
+            ours, theirs = (suite.values(each, env, seeds, column) for each in (arm, rival))
+            fewer = f", {len(seeds)} seeds" if len(seeds) < cells[1] else ""
             label = f"<br>{LABELS.get(rival, rival)}" if len(arms) > 1 else ""
-            cells += [format_number(values[rival].mean()) + label, mean_over_seeds(values[arm] - values[rival])]
+            cells += [format_number(theirs.mean()) + label, f"{mean_over_seeds(ours - theirs)}{fewer}"]
         lines.append(cells)
     common = suite.common_seeds([arm], envs)
     above = np.array([suite.values(arm, env, common, column) - suite.random_area(env) for env in envs]).T
@@ -229,6 +239,20 @@ def variance_table(suite: Suite, arm: str) -> str:
         [env.removeprefix("sb3_grpo/"), mean_over_seeds(100 * suite.column(arm, env, "variance_removed"))] for env in envs
     ]
     return markdown_table(("environment", "variance removed, %"), lines)
+
+
+def variants_table(suite: Suite) -> str:
+    """:return: One line per arm of a suite with one environment: area, evaluation, and runs that reached the threshold"""
+    (env,) = suite.timesteps
+    arms = [arm for arm in suite.arms if suite.runs(arm, env)]
+    lines = []
+    for arm in arms:
+        steps = suite.column(arm, env, "steps_to_threshold")
+        estimates = (mean_over_seeds(suite.column(arm, env, name)) for name in ("auc", "eval_mean"))
+        seconds = np.median(suite.column(arm, env, "wall_clock"))
+        reached = f"{np.isfinite(steps).sum()} of {len(steps)}"
+        lines.append([arm.partition(", ")[2], *estimates, reached, format_steps(float(np.median(steps))), f"{seconds:.0f}"])
+    return markdown_table(("arm", "area", "evaluation", "reached the threshold", "after steps", "seconds"), lines)
 
 
 def seconds_per_step(suite: Suite, arms: Sequence[str], env: str) -> dict[str, float]:
