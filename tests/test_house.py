@@ -17,7 +17,8 @@ from sb3_grpo.doctor import SYMPTOMS
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sb3_grpo"
 EXAMPLES = [
-    pytest.param(code, id=f"{page.name} example {i}")
+    # Ray runs in one process of the tests only
+    pytest.param(code, id=f"{page.name} example {i}", marks=[pytest.mark.xdist_group("ray")] * ("RayVecEnv" in code))
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for i, code in enumerate(
         re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE), 1
