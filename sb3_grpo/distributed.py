@@ -569,7 +569,7 @@ def _connect(address: str | None, n_workers: int | None) -> None:
     if address is None:
         # All connections stay within this machine. Workers share its cores, as the processes of a SubprocVecEnv do.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        ray.init(num_cpus=max(n_workers or 1, os.cpu_count() or 1), _node_ip_address="127.0.0.1", **quiet)
+        ray.init("local", num_cpus=max(n_workers or 1, os.cpu_count() or 1), _node_ip_address="127.0.0.1", **quiet)
         return
     host, _, port = address.rpartition(":")
     advice = "Start one with `ray start --head`, or leave `address` out for a cluster on this machine alone."

@@ -219,6 +219,21 @@ def test_a_worker_that_hangs_costs_its_timeout_and_nothing_else(undisturbed: dic
     assert 6.0 < time.monotonic() - began < 60.0
 
 
+def test_after_the_learner_has_died_a_checkpoint_continues_the_run(tmp_path: pathlib.Path):
+    model = make(ray_env())
+    model.learn(N_STEPS * 4).save(tmp_path / "checkpoint")
+    model.env.close()
+    continued = []
+    for _ in range(2):
+        env = ray_env()
+        again: Any = GRPO.load(tmp_path / "checkpoint", env=env).learn(2 * N_STEPS * 4, reset_num_timesteps=False)
+        assert again.num_timesteps == 3 * N_STEPS * 4
+        assert again.start_queue.start(int(again.rollout_buffer.starts.min())).group > 3  # no start comes twice
+        continued.append(weights(again))
+        env.close()
+    assert same(*continued)
+
+
 def test_values_that_were_set_are_set_in_the_new_worker():
     env = ray_env()
     env.set_attr("colour", "red", indices=[2])

@@ -49,6 +49,13 @@ def test_gains_are_differences_between_runs_with_the_same_seed_over_the_best_riv
     assert "over defaults 15.0 (" in table
 
 
+def test_a_rival_whose_runs_are_not_finished_is_left_out(tmp_path: pathlib.Path) -> None:
+    arms = {"grpo": [20.0, 30.0, 40.0], "ppo": [15.0, 25.0, 35.0], "ppo-default": [1.0, 2.0, math.nan]}
+    suite = toy_suite(tmp_path, {arm: {"CartPole-v1": areas} for arm, areas in arms.items()})
+    table = tables.gains_table(suite, "grpo", {"PPO": ["ppo"], "defaults": ["ppo-default"]}, "auc")
+    assert "gain over PPO" in table and "defaults" not in table
+
+
 def test_paired_ratios_are_drawn_together(tmp_path: pathlib.Path) -> None:
     theirs = [10.0, 200.0, 3000.0]
     suite = toy_suite(
