@@ -3,6 +3,7 @@ Run what is missing of a suite of `benchmarks/matrix.yml`.
 
     python -m benchmarks.run --dry-run                      # what is missing, with the hours it will take
     python -m benchmarks.run --jobs 2                       # run it; the same command resumes after an interruption
+    python -m benchmarks.run --ray 10.0.0.1:6379            # run it on all machines of a Ray cluster
     python -m benchmarks.run --suite full --envs Hopper-v5
     python -m benchmarks.run --arms grpo --envs Acrobot-v1 --seeds 0 1 --set gae_lambda=0.95 --results runs/try   # a trial
 
@@ -10,6 +11,11 @@ Models are made by rl-zoo3 from hyperparameter files: PPO by rl-zoo3's own code 
 changed but the budget. Every run has a process of its own with one thread. It leaves one row in a CSV, `runs.csv` unless the
 suite names another, and its learning curve (see `benchmarks.curves`). A row belongs to the settings that it was run with,
 defaults of the class included: rows of other settings are ignored, and arms that come to the same settings share theirs.
+
+With `--ray`, runs are tasks of a Ray cluster with one CPU each: `--ray` starts a cluster on this machine, and
+`--ray 10.0.0.1:6379` uses that of `ray start --head` and `ray start --address=10.0.0.1:6379`. Each machine needs the same
+checkout at the same path, with the same packages; the command runs in its root. Rows and curves are written here alone. A
+machine that is lost costs the runs that were under way there, which are begun again on others.
 
 `python -m benchmarks.report` makes tables and figures of the rows.
 """
@@ -25,8 +31,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import gymnasium as gym
@@ -216,17 +222,50 @@ def execute_apart(run: Run) -> tuple[dict[str, Any], LearningCurve | None]:
         return pool.submit(execute, run).result()
 
 
-def execute_all(runs: list[Run], csv: pathlib.Path, jobs: int) -> int:
+class RayExecutor(Executor):
+    """
+    Makes each call in a task of a Ray cluster, with one CPU and a process of its own. A call whose machine is lost is made
+    again on another; a call that raises an error is not.
+
+    :param address: Address of the cluster, empty for one on this machine
+    """
+
+    def __init__(self, address: str):
+        from sb3_grpo.distributed import connect
+
+        connect(address or None)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        import ray
+
+        task: Any = ray.remote(num_cpus=1, max_calls=1, max_retries=3, retry_exceptions=False)(fn)
+        return task.remote(*args, **kwargs).future()
+
+
+def execute_in_task(run: Run) -> tuple[dict[str, Any], LearningCurve | None]:
+    """
+    Call :func:`execute` in a task of Ray.
+
+    :param run: Run to execute
+    :return: Its row, and the learning curve of a training
+    """
+    from benchmarks.run import execute  # of the worker's checkout, also where this module is the script
+
+    return execute(run)
+
+
+def execute_all(runs: list[Run], csv: pathlib.Path, jobs: int, ray_address: str | None = None) -> int:
     """
     :param runs: Runs to execute
     :param csv: File for their rows, beside which the curves go. This process alone writes them, the curve first
     :param jobs: Runs side by side
+    :param ray_address: Address of a Ray cluster to run them on, empty for one on this machine; ``None`` for no Ray
     :return: Exit status: 0 if nothing failed
     """
     failures = 0
-    pool = ThreadPoolExecutor(jobs)
+    pool = ThreadPoolExecutor(jobs) if ray_address is None else RayExecutor(ray_address)
     try:
-        futures = {pool.submit(execute_apart, run): run for run in runs}
+        futures = {pool.submit(execute_apart if ray_address is None else execute_in_task, run): run for run in runs}
         for future in tqdm(as_completed(futures), total=len(runs), unit="run"):
             run = futures[future]
             try:
@@ -291,6 +330,13 @@ def main() -> int:
     parser.add_argument("--matrix", type=pathlib.Path, default=MATRIX, help="YAML file")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="run on a Ray cluster, one run per CPU; without ADDRESS, one on this machine",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the runs and the estimated hours, run nothing")
     args = parser.parse_args()
     if args.set and args.results.resolve() == RESULTS.resolve():
@@ -310,7 +356,7 @@ def main() -> int:
         hours = estimated_hours(missing, rows)
         print(f"{len(missing)} of {len(runs)} runs to do, about {hours:.1f} hours on one core, {hours / args.jobs:.1f} here")
         return 0
-    return execute_all(missing, csv, args.jobs)
+    return execute_all(missing, csv, args.jobs, args.ray)
 
 
 if __name__ == "__main__":

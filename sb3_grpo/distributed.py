@@ -242,7 +242,7 @@ class RayVecEnv(VecEnv):
         if n_workers is not None and not 1 <= n_workers <= n_envs:
             raise ValueError(f"`n_workers` is {n_workers}, and there are {n_envs} environments: pass 1 to {n_envs}.")
         pickled = [_pickled(env_fn, env_idx) for env_idx, env_fn in enumerate(env_fns)]
-        _connect(address, n_workers)
+        connect(address, n_workers)
         self.n_workers = n_workers or max(1, min(n_envs, int(ray.cluster_resources().get("CPU", 1))))
         self.timeout, self.max_retries, self.max_replay = timeout, max_retries, max_replay
         #: Index of the worker of each environment.
@@ -561,14 +561,21 @@ def _pickled(env_fn: Callable[[], gym.Env], env_idx: int) -> bytes:
         ) from error
 
 
-def _connect(address: str | None, n_workers: int | None) -> None:
-    """Connect to a cluster, or start one on this machine, unless the script has done so."""
+def connect(address: str | None = None, n_workers: int | None = None) -> None:
+    """
+    Connect to a cluster, or start one on this machine, unless the script has done so.
+
+    :param address: Address of the cluster; ``None`` for one on this machine
+    :param n_workers: Number of workers for which a cluster that is started here has CPUs, however few the machine has
+    :raises ConnectionError: If the address does not answer
+    """
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     if address is None:
         # All connections stay within this machine. Workers share its cores, as the processes of a SubprocVecEnv do.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # "local", because Ray would look for other clusters without an address, and fail where it finds one
         ray.init("local", num_cpus=max(n_workers or 1, os.cpu_count() or 1), _node_ip_address="127.0.0.1", **quiet)
         return
     host, _, port = address.rpartition(":")
@@ -581,4 +588,4 @@ def _connect(address: str | None, n_workers: int | None) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConnectionError(f"No Ray cluster answers at {address!r} ({error}). {advice}") from error
+        raise ConnectionError(f"No Ray cluster answers at {address!r} ({error.__cause__ or error}). {advice}") from error

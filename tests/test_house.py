@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "update": {"buffers", "fast_actor", "kl_penalty", "losses", "policies"},
     "grpo": {"buffers", "kl_penalty", "losses", "persistence", "policies", "starts", "steps", "update", "validation"},
     "__init__": CORE,
-    "zoo": {*CORE, "__init__", "zoo"},
+    "zoo": {*CORE, "__init__", "distributed", "zoo"},
 }
 # Modules from outside, and the only modules of the package that may import them.
 RESERVED: dict[str, set[str]] = {

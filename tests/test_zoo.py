@@ -20,6 +20,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import BUFFERS
@@ -159,6 +160,54 @@ def test_training_with_evaluation_and_checkpoints_then_enjoying_resuming_and_plo
     cli.main(["plot_from_file", "-i", "results.pkl"])
     plt.close("all")
     assert len(shown) == 3 and min(shown) >= 1
+
+
+@SHORT_ROLLOUTS
+@pytest.mark.xdist_group("ray")
+def test_on_ray_training_environments_are_in_workers_and_others_are_not(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    ray = pytest.importorskip("ray")
+    from sb3_grpo import distributed
+
+    made: list[VecEnv] = []
+    make_vec_env = rl_zoo3.exp_manager.make_vec_env
+
+    def recorded(*args: Any, **kwargs: Any) -> VecEnv:
+        made.append(make_vec_env(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(rl_zoo3.exp_manager, "make_vec_env", recorded)
+    with monkeypatch.context() as context:
+        context.setenv("RAY_ADDRESS", "127.0.0.1:9")  # a cluster that was not asked for
+        distributed.connect()
+    (folder / "here").mkdir()
+    monkeypatch.chdir(folder / "here")  # the workers are elsewhere
+    on_ray = ["-n", "64", "--vec-env", "ray", "--n-workers", "2"]
+    try:
+        train(*on_ray, "--eval-freq", "32", "-params", "n_envs:4", "n_steps:16")
+        trained, made[:] = [*made], []
+        train(*OPTIMIZE, *on_ray, "--n-trials", "1")
+    finally:
+        ray.shutdown()
+    assert [type(env) for env in trained] == [DummyVecEnv, distributed.RayVecEnv]  # for evaluation, and for training
+    assert [type(env) for env in made] == [DummyVecEnv, distributed.RayVecEnv, DummyVecEnv]  # for the spaces, and as above
+    assert (trained[1].num_envs, trained[1].n_workers) == (4, 2)  # type: ignore[attr-defined]
+    assert {path.name for path in Path(LAST).parent.glob("*.csv")} == {f"{i}.monitor.csv" for i in range(4)}
+    assert GRPO.load(LAST, device="cpu").num_timesteps == 64
+
+
+@pytest.mark.xdist_group("ray")
+def test_the_address_of_a_cluster_is_used_and_a_wrong_one_is_named():
+    pytest.importorskip("ray")
+    with pytest.raises(ConnectionError, match=r"No Ray cluster answers at '127\.0\.0\.1:9'"):
+        train("-n", "64", "--vec-env", "ray", "--ray-address", "127.0.0.1:9")
+
+
+def test_without_ray_the_message_says_what_to_install_and_only_where_it_is_needed():
+    code = "import sys; sys.modules['ray'] = None; from sb3_grpo.zoo.cli import main; main(sys.argv[1:])"
+    arguments = ["train", "--algo", "grpo", "--env", "CartPole-v1", "--vec-env", "ray"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode != 0 and "== CartPole-v1 ==" in done.stdout
+    assert "which is not installed: run `pip install sb3-grpo[ray]`" in done.stderr
 
 
 @pytest.mark.slow
@@ -329,11 +378,16 @@ def test_a_search_of_two_trials_completes_both(folder: Path):
 
 
 @pytest.mark.slow
-def test_two_processes_share_one_study():
+@pytest.mark.parametrize("storage", ["study.log", "sqlite:///study.db"])
+def test_two_processes_share_one_study(storage: str):
     command = [sys.executable, "-m", "sb3_grpo.zoo", "train", "--algo", "grpo", "--env", "CartPole-v1", "--num-threads", "1"]
-    command += [*OPTIMIZE, "--storage", "study.log", "--study-name", "shared"]
+    command += [*OPTIMIZE, "--storage", storage, "--study-name", "shared"]
+    opened = JournalStorage(JournalFileBackend(storage)) if storage.endswith(".log") else storage
+    if opened == storage:  # a new database is set up by one process
+        optuna.create_study(study_name="shared", storage=opened, direction="maximize")
     workers = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
     assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
-    storage = JournalStorage(JournalFileBackend("study.log"))
-    states = [trial.state.name for trial in optuna.load_study(study_name="shared", storage=storage).trials]
-    assert states == ["COMPLETE"] * 4
+    trials = optuna.load_study(study_name="shared", storage=opened).trials
+    # Two of each process, and none tries what the other does
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * 4
+    assert len({trial.params["learning_rate"] for trial in trials}) == 4

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,60 @@ def test_a_failed_run_is_named_and_the_others_are_done(
     assert "FAILED: ppo Acrobot-v1" in printed.err
     assert "2 runs done, 1 failed" in printed.out
     assert {row["arm"] for row in read_rows(tmp_path / "runs.csv")} == {"random", "grpo"}
+
+
+@pytest.fixture
+def ray() -> Iterator[None]:
+    module = pytest.importorskip("ray")
+    module.shutdown()  # workers look for the benchmarks where Ray was started
+    yield
+    module.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("ray")
+def test_on_ray_rows_are_those_of_runs_in_process_and_a_failed_run_is_named(
+    command: Command, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = {**SMALL, "arms": {**SMALL["arms"], "ppo": {"algo": "ppo", "entry": "zoo", "set": {"batch_size": -1}}}}
+    assert command("--envs", "Acrobot-v1", "--ray", matrix=broken) == 1
+    printed = capsys.readouterr()
+    assert "FAILED: ppo Acrobot-v1" in printed.err and "batch_size" in printed.err
+    assert "2 runs done, 1 failed" in printed.out
+    rows = {row["arm"]: row for row in read_rows(tmp_path / "runs.csv")}
+    [(_, curve)] = CurveStore(tmp_path / "runs.csv").load().items()
+
+    random, _, grpo = expand(broken, "short", envs=["Acrobot-v1"])
+    for cell in (random, grpo):
+        row, expected = run.execute(cell)
+        same = [field for field in FIELDS if field not in {"wall_clock", "steps_per_second", "seconds_to_threshold"}]
+        assert [rows[cell.arm][field] for field in same] == [str(row.get(field, "")) for field in same]
+    assert expected is not None
+    np.testing.assert_array_equal(curve.steps, expected.steps)
+    np.testing.assert_array_equal(curve.returns, np.asarray(expected.returns, np.float32))
+
+
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("ray")
+def test_a_call_on_ray_is_made_again_if_its_process_is_lost_but_not_if_it_fails(tmp_path: pathlib.Path) -> None:
+    def call(name: str, fault: Callable[[], None]) -> tuple[int, int]:
+        with (tmp_path / name).open("a") as file:
+            file.write("x")
+            file.flush()
+            if file.tell() == 1:
+                fault()
+            return file.tell(), os.getpid()
+
+    pool = run.RayExecutor("")
+    lost = pool.submit(call, "lost", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    failed = pool.submit(call, "failed", lambda: [][0])
+    others = [pool.submit(call, f"other {i}", lambda: None) for i in range(3)]
+    assert lost.result()[0] == 2
+    with pytest.raises(IndexError):
+        failed.result()
+    assert (tmp_path / "failed").read_text() == "x"
+    assert len({other.result()[1] for other in others}) == 3  # a process of its own for each
 
 
 def test_a_training_cut_short_is_no_finished_run(monkeypatch: pytest.MonkeyPatch) -> None:

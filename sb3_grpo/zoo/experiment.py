@@ -1,6 +1,7 @@
 """rl-zoo3's experiment manager, adapted to an algorithm of a plugin."""
 
 import inspect
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from rl_zoo3.exp_manager import ExperimentManager
 from rl_zoo3.utils import SimpleLinearSchedule
 from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 HYPERPARAMS = Path(__file__).with_name("hyperparams") / "grpo.yml"
 
@@ -17,16 +19,25 @@ class GRPOExperimentManager(ExperimentManager):
     """
     :class:`rl_zoo3.exp_manager.ExperimentManager` with three additions for ``grpo``: it uses the hyperparameter file of this
     package unless another one is given, it evaluates ``rollout_buffer_kwargs`` and schedules of ``clip_range_high``, and its
-    errors name the file and the entry.
+    errors name the file and the entry. Besides, ``vec_env_type="ray"`` trains in a
+    :class:`~sb3_grpo.distributed.RayVecEnv`, with ``n_workers`` and ``ray_address`` from the command line.
 
     :param args: See the base class
     :param kwargs: See the base class
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        given = inspect.signature(ExperimentManager).bind(*args, **kwargs).arguments.get("config")
-        if self.algo == "grpo" and not given:
+        given = inspect.signature(ExperimentManager).bind(*args, **kwargs)
+        self.ray_vec_env_class: Any = None
+        if given.arguments.get("vec_env_type") == "ray":
+            from sb3_grpo.distributed import RayVecEnv
+
+            self.ray_vec_env_class = RayVecEnv
+            given.arguments["vec_env_type"] = "dummy"
+        super().__init__(*given.args, **given.kwargs)
+        if self.ray_vec_env_class is not None:
+            self.save_path = os.path.abspath(self.save_path)  # workers have folders of their own
+        if self.algo == "grpo" and not given.arguments.get("config"):
             self.config = str(HYPERPARAMS)
 
     def read_hyperparameters(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -44,6 +55,14 @@ class GRPOExperimentManager(ExperimentManager):
             return super().setup_experiment()
         with self._errors_name_the_file():
             return super().setup_experiment()
+
+    def create_envs(self, n_envs: int, eval_env: bool = False, no_log: bool = False) -> VecEnv:
+        if self.ray_vec_env_class is not None:
+            # The first environment of a search only tells the spaces
+            trains = not eval_env and (no_log or not self.optimize_hyperparameters)
+            options = dict(n_workers=self.args.n_workers, address=self.args.ray_address)
+            self.vec_env_class, self.vec_env_kwargs = (self.ray_vec_env_class, options) if trains else (DummyVecEnv, {})
+        return super().create_envs(n_envs, eval_env, no_log)
 
     @contextmanager
     def _errors_name_the_file(self) -> Iterator[None]:

@@ -1,6 +1,9 @@
 """Registration of ``grpo`` with rl-zoo3."""
 
+import argparse
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import rl_zoo3.exp_manager
 import rl_zoo3.train
@@ -14,10 +17,21 @@ from sb3_grpo.zoo.search import convert_grpo_params, sample_grpo_params
 ALGO = "grpo"
 
 
+class TrainParser(argparse.ArgumentParser):
+    """Parser of ``train`` that knows ``--vec-env ray``."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        if "--vec-env" in args:
+            kwargs["choices"] = [*kwargs["choices"], "ray"]
+            self.add_argument("--n-workers", type=int, help="Workers of --vec-env ray (default: one per CPU of the cluster)")
+            self.add_argument("--ray-address", help="Cluster of --vec-env ray (default: one is started on this machine)")
+        return super().add_argument(*args, **kwargs)
+
+
 def register() -> None:
     """
-    Add ``grpo`` to the algorithms of rl-zoo3 and to its hyperparameter search. Other algorithms do not change, and a second
-    call has no effect.
+    Add ``grpo`` to the algorithms of rl-zoo3 and to its hyperparameter search, and ``ray`` to the choices of ``--vec-env``.
+    Other algorithms do not change, and a second call has no effect.
 
     Call it before a function of rl-zoo3 parses its arguments::
 
@@ -31,6 +45,7 @@ def register() -> None:
     rl_zoo3.utils.ALGOS[ALGO] = GRPO
     HYPERPARAMS_SAMPLER[ALGO] = sample_grpo_params
     HYPERPARAMS_CONVERTER[ALGO] = convert_grpo_params
+    rl_zoo3.train.argparse = SimpleNamespace(ArgumentParser=TrainParser)  # type: ignore[assignment]
     # Each module that uses the manager has imported it under a name of its own. A user's subclass is left in place.
     original = GRPOExperimentManager.__base__
     for name, module in list(sys.modules.items()):
