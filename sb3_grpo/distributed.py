@@ -2,7 +2,7 @@
 Environments on many machines, with Ray (https://docs.ray.io).
 
 :class:`RayVecEnv` takes the place of a ``SubprocVecEnv``. Its workers are Ray actors, anywhere in a cluster, and each has some
-of the environments. A call to an actor takes about a millisecond, far longer than a step of most environments. So GRPO lets
+of the environments. A call to an actor takes far longer than a step of most environments. So GRPO lets
 the workers act by themselves: once per rollout, a worker gets the weights, takes all its steps, and returns the transitions.
 
 A worker that dies, hangs, or is lost with its node is replaced. The environments of the new worker are brought back by the
@@ -28,10 +28,11 @@ from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
+from sb3_grpo.buffers.rollout import map_observations, take_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import EnvironmentFault, RolloutLost, SeededVecEnv, StartQueue
-from sb3_grpo.steps import Collected, Infos, part_of, stack, take_steps
+from sb3_grpo.steps import Collected, Infos, take_steps
 
 try:
     import ray
@@ -173,7 +174,7 @@ class RolloutWorker:
             self.venv.n_workers = queue.n_parts  # type: ignore[attr-defined]
             self.seeded, self.queue = SeededVecEnv(self.venv), queue
         vars(self.queue).update(vars(queue))
-        obs = stack([obs], lambda arrays: np.array(arrays[0]))  # what Ray delivers cannot be written to
+        obs = map_observations(np.array, obs)  # what Ray delivers cannot be written to
         set_random_seed(seed)
         before = self.seeded.mismatches
         self.seeded.attach(self.queue, share_starts)
@@ -191,7 +192,7 @@ class RolloutWorker:
         finally:
             self.seeded.detach()
         return Collected(
-            obs=stack([obs, *following], np.stack),
+            obs=map_observations(lambda *arrays: np.stack(arrays), obs, *following),
             actions=np.stack([step.actions for step in steps]),
             log_probs=np.stack([step.log_probs.numpy() for step in steps]),
             starts=np.stack([*(step.start_indices for step in steps), self.seeded.start_indices]),
@@ -376,7 +377,7 @@ class RayVecEnv(VecEnv):
         if any(history.seed is None or len(history) > self.max_replay for history in histories):
             raise RolloutLost(str(fault))
         found = self._wait(w, self._workers[w].restore.remote(histories), self.timeout)
-        if not all(equal(observation, part_of(self._obs, own.start + i)) for i, observation in enumerate(found)):
+        if not all(equal(observation, take_observations(self._obs, own.start + i)) for i, observation in enumerate(found)):
             raise RolloutLost(f"{fault} Its environments do not come to the same state again")
 
     def _lost(self, w: int, error: Exception) -> EnvironmentFault:
@@ -400,7 +401,7 @@ class RayVecEnv(VecEnv):
         self._seeds = [None] * self.num_envs  # both are for one reset
         self.set_options()
         self.reset_infos = [info for _, infos in answers for info in infos]
-        self._obs = stack([observations for observations, _ in answers], np.concatenate)
+        self._obs = map_observations(_joined_arrays, *(observations for observations, _ in answers))
         return self._obs
 
     def step_async(self, actions: np.ndarray) -> None:
@@ -426,7 +427,7 @@ class RayVecEnv(VecEnv):
             except RayError as error:
                 raise self._lost(w, error) from error
         observations, rewards, dones, infos = zip(*answers, strict=True)
-        self._obs = stack(observations, np.concatenate)
+        self._obs = map_observations(_joined_arrays, *observations)
         return (
             self._obs,
             np.concatenate(rewards),
@@ -516,7 +517,7 @@ class RayVecEnv(VecEnv):
         for w, own in enumerate(self._slices):
             own_seed = int(np.random.SeedSequence((seed, w)).generate_state(1)[0])
             settings = queue, share_starts, n_steps, sde_sample_freq, num_timesteps, own_seed
-            arguments.append((recipe, weights, part_of(obs, own), starts[own], *settings))
+            arguments.append((recipe, weights, take_observations(obs, own), starts[own], *settings))
         return self._joined(self._ask_all("collect", arguments), policy, queue, share_starts)
 
     def _joined(self, parts: list[Collected], policy: ActorPolicy, queue: StartQueue, share_starts: bool) -> Collected:
@@ -528,7 +529,7 @@ class RayVecEnv(VecEnv):
         for w, part in enumerate(parts):
             queue.follow(part.queue, w)
         whole = Collected(
-            obs=stack([part.obs for part in parts], along_envs),
+            obs=map_observations(lambda *arrays: along_envs(arrays), *(part.obs for part in parts)),
             actions=along_envs([part.actions for part in parts]),
             log_probs=along_envs([part.log_probs for part in parts]),
             starts=along_envs([part.starts for part in parts]),
@@ -539,7 +540,7 @@ class RayVecEnv(VecEnv):
             mismatches=sum(part.mismatches for part in parts),
             warnings=[each for part in parts for each in part.warnings],
         )
-        self._obs = part_of(whole.obs, -1)
+        self._obs = take_observations(whole.obs, -1)
         taken = policy.within_bounds(whole.actions)
         for env_idx in range(self.num_envs):
             ends = np.flatnonzero(whole.dones[:, env_idx])
@@ -549,6 +550,10 @@ class RayVecEnv(VecEnv):
             seed = queue.start(int(whole.starts[-1, env_idx])).seed if share_starts else None
             self._histories[env_idx] = History(seed, {}, [taken[ends[-1] + 1 :, env_idx]])
         return whole
+
+
+def _joined_arrays(*arrays: np.ndarray) -> np.ndarray:
+    return np.concatenate(arrays)
 
 
 def _pickled(env_fn: Callable[[], gym.Env], env_idx: int) -> bytes:

@@ -1,7 +1,7 @@
 """The steps of a rollout: a policy acts in a vectorised environment, in this process or in a worker."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
+from sb3_grpo.buffers.rollout import take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import SeededVecEnv, StartQueue
 
@@ -170,13 +171,13 @@ def arrived_steps(collected: Collected, policy: ActorPolicy, seeded_env: SeededV
             seeded_env.start_indices = collected.starts[t + 1]
             arrived = t + 1
             yield Step(
-                obs_as_tensor(part_of(collected.obs, t), policy.device),
+                obs_as_tensor(take_observations(collected.obs, t), policy.device),
                 collected.actions[t],
                 clipped[t],
                 log_probs[t],
                 None,
                 collected.starts[t],
-                part_of(collected.obs, t + 1),
+                take_observations(collected.obs, t + 1),
                 collected.rewards[t],
                 collected.dones[t],
                 [info for infos in collected.infos for info in infos.at(t)],
@@ -184,30 +185,3 @@ def arrived_steps(collected: Collected, policy: ActorPolicy, seeded_env: SeededV
     finally:
         if arrived < n_steps:  # a callback has stopped the training, and the environments are ahead of it
             seeded_env.stepped_while_detached = True
-
-
-def stack(batches: Sequence[Any], function: Callable[[Sequence[np.ndarray]], np.ndarray]) -> Any:
-    """
-    :param batches: Observations: arrays, dicts of arrays, or tuples of arrays
-    :param function: Function that joins arrays
-    :return: The joined observations
-    """
-    first = batches[0]
-    if isinstance(first, dict):
-        return {key: function([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(function(parts) for parts in zip(*batches, strict=True))
-    return function(batches)
-
-
-def part_of(observations: Any, index: Any) -> Any:
-    """
-    :param observations: Observations: an array, a dict of arrays, or a tuple of arrays
-    :param index: Index
-    :return: The part of each array
-    """
-    if isinstance(observations, dict):
-        return {key: array[index] for key, array in observations.items()}
-    if isinstance(observations, tuple):
-        return tuple(array[index] for array in observations)
-    return observations[index]

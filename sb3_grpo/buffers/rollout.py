@@ -20,15 +20,17 @@ MAX_REWARD = float(np.finfo(np.float32).max)
 
 def map_observations(function: Callable[..., Any], *batches: Any) -> Any:
     """
-    Apply a function to the array, or to each array of the dict, of one or several batches of observations.
+    Apply a function to the array, or to each array of the dict or tuple, of one or several batches of observations.
 
     :param function: Function of as many arrays as there are batches
     :param batches: Batches of the same observation space
-    :return: The result; a dict with the same keys if the observations are dicts
+    :return: The result; a dict or a tuple of results if the observations are dicts or tuples
     """
     first = batches[0]
     if isinstance(first, dict):
         return {key: function(*(batch[key] for batch in batches)) for key in first}
+    if isinstance(first, tuple):  # a VecEnv may have such a space, a policy may not
+        return tuple(function(*parts) for parts in zip(*batches, strict=True))
     return function(*batches)
 
 
