@@ -20,6 +20,14 @@ FOREIGN_ARGUMENTS = {
     "loss_type": "write `loss_aggregation='step'` (DAPO), 'trajectory' (DeepSeekMath) or 'constant' (Dr. GRPO)",
     "scale_rewards": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
     "reward_weights": "write `rollout_buffer_kwargs=dict(reward_weights={...})`",
+    "multi_objective_aggregation": "write `rollout_buffer_kwargs=dict(component_aggregation=...)`",
+    "sync_ref_model": "write `kl_reference=k` to renew the reference every k updates, or 'polyak'",
+    "ref_model_sync_steps": "write `kl_reference=k` to renew the reference every k updates",
+    "ref_model_mixup_alpha": "write `kl_reference='polyak'` and `kl_reference_tau`",
+    "max_completion_length": "set the time limit of the environment, `gym.make(..., max_episode_steps=...)`",
+    "temperature": "actions are sampled from the policy as it is; `ent_coef` rewards exploration",
+    "gradient_accumulation_steps": "the number of transitions per gradient step is `batch_size`",
+    "max_steps": "the number of environment steps is `learn(total_timesteps)`",
 }
 
 
