@@ -31,6 +31,8 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
+from sb3_grpo.buffers.rollout import map_observations, take_observations
+
 #: A function that checks what the environments return before a wrapper sees it: observations, and after a step also rewards,
 #: dones and infos, which are ``None`` after a reset.
 Check = Callable[[VecEnvObs, np.ndarray | None, np.ndarray | None, Sequence[dict[str, Any]] | None], None]
@@ -68,7 +70,7 @@ class EnvironmentFault(RuntimeError):
         )
 
 
-class RolloutLost(RuntimeError):
+class RolloutLost(EnvironmentFault):
     """A worker was lost, and its environments cannot be brought back to where they were: all of them have to be reset."""
 
 
@@ -359,8 +361,7 @@ def _insert(venv: VecEnv, env_indices: list[int], resets: list[tuple[Any, dict]]
     venv.reset_infos = list(venv.reset_infos)
     for env_idx, (observation, info) in zip(env_indices, resets, strict=True):
         venv.reset_infos[env_idx] = info
-        for key, batch in _parts(observations).items():
-            batch[env_idx] = observation if key is None else observation[key]
+        map_observations(lambda batch, part, row=env_idx: batch.__setitem__(row, part), observations, observation)
 
 
 # -- the innermost VecEnv ---------------------------------------------------------------------------------------------
@@ -436,7 +437,7 @@ class SeededVecEnv(VecEnv):
         self._streams_coincide = False
         self._warned: set[str] = set()
         # For each part of the queue its current group, and the first observation of that group
-        self._in_view: dict[int, tuple[int, dict[Any, np.ndarray]]] = {}
+        self._in_view: dict[int, tuple[int, Any]] = {}
 
     @property  # type: ignore[misc]  # read-only, unlike object's
     def __class__(self) -> Any:
@@ -628,12 +629,12 @@ class SeededVecEnv(VecEnv):
         Compare the first observation of an environment with that of the group's first member. The starts of a part are taken
         in order, so only the observation of its current group has to be kept.
         """
-        observation = {key: np.array(batch[env_idx]) for key, batch in _parts(observations).items()}
-        group, first_observation = self._in_view.get(self._parts[env_idx], (-1, {}))
+        observation = map_observations(np.array, take_observations(observations, env_idx))
+        group, first_observation = self._in_view.get(self._parts[env_idx], (-1, None))
         if start.group != group:
             self._in_view[self._parts[env_idx]] = start.group, observation
             return
-        if all(_same(observation[key], first) for key, first in first_observation.items()):
+        if same_observations(observation, first_observation):
             return
         self.mismatches += 1
         if self.mismatches == 1:
@@ -669,16 +670,17 @@ def _require_seed_argument(env_idx: int, env: gym.Env) -> None:
         _require_seed_argument(env_idx, env.env)
 
 
-def _parts(observations: VecEnvObs) -> dict[Any, np.ndarray]:
-    """The arrays of a batch of observations by their key or position; a single array has the key None."""
-    if isinstance(observations, dict):
-        return dict(observations)
-    if isinstance(observations, tuple):
-        return dict(enumerate(observations))
-    return {None: observations}
-
-
-def _same(left: np.ndarray, right: np.ndarray) -> bool:
+def same_observations(left: Any, right: Any) -> bool:
+    """
+    :param left: Observation
+    :param right: Observation of the same space
+    :return: Whether they are equal, and NaN is equal to NaN
+    """
+    if isinstance(left, dict):
+        return all(same_observations(left[key], right[key]) for key in left)
+    if isinstance(left, tuple):
+        return all(map(same_observations, left, right))
+    left, right = np.asarray(left), np.asarray(right)
     # Only floats and complex numbers can be NaN, and `equal_nan` fails for some of the other types.
     return np.array_equal(left, right, equal_nan=np.issubdtype(left.dtype, np.inexact))
 
