@@ -384,7 +384,8 @@ def test_between_rollouts_lost_environments_can_be_asked_and_the_next_rollout_be
     starts = model.rollout_buffer.starts[:, 0]
     firsts = [Walk().reset(seed=model.start_queue.start(int(start)).seed)[0] for start in starts]
     begins_anew = (model.rollout_buffer.observations[:, 0] == firsts).all(1)
-    assert begins_anew.all() if is_lost else not begins_anew.any()
+    assert begins_anew.tolist() == [is_lost] * 4
+    assert (model.rollout_buffer.steps[:, 0] == 0).tolist() == [is_lost] * 4
     assert (seen.rows[0]["obs_tensor"].numpy() == model.rollout_buffer.observations[:, 0]).all()
     env.close()
 
@@ -417,6 +418,7 @@ def test_a_worker_that_dies_again_and_again_is_given_up(max_replay: int):
         warnings.simplefilter("ignore")
         model.learn(N_STEPS * 4)
     assert type(fault.value) is EnvironmentFault
+    assert env._n_started == [1, 2]
     env.close()
 
 
@@ -548,6 +550,7 @@ class Panel(AnyEnv):
         return sign * (self.index + sum(numbers))
 
     def close(self) -> None:
+        time.sleep(0.5)
         with open(self.file, "a") as file:
             print(self.index, file=file)
 
