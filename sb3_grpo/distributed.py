@@ -511,7 +511,9 @@ class RayVecEnv(VecEnv):
         return [by_env.get(env_idx) for env_idx in wanted]
 
     def _numbers(self, indices: VecEnvIndices) -> list[int]:
-        return [range(self.num_envs)[env_idx] for env_idx in self._get_indices(indices)]  # from 0, also if it is negative
+        numbers = range(self.num_envs)
+        wanted = numbers if indices is None else [indices] if isinstance(indices, int) else indices
+        return [numbers[env_idx] for env_idx in wanted]  # negative ones count from the end
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
         return self._of_envs(indices, "get_attr", attr_name)

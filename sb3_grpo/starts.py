@@ -31,8 +31,6 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
-from sb3_grpo.buffers.rollout import map_observations, take_observations
-
 #: A function that checks what the environments return before a wrapper sees it: observations, and after a step also rewards,
 #: dones and infos, which are ``None`` after a reset.
 Check = Callable[[VecEnvObs, np.ndarray | None, np.ndarray | None, Sequence[dict[str, Any]] | None], None]
@@ -361,7 +359,8 @@ def _insert(venv: VecEnv, env_indices: list[int], resets: list[tuple[Any, dict]]
     venv.reset_infos = list(venv.reset_infos)
     for env_idx, (observation, info) in zip(env_indices, resets, strict=True):
         venv.reset_infos[env_idx] = info
-        map_observations(lambda batch, part, row=env_idx: batch.__setitem__(row, part), observations, observation)
+        for key, batch in _parts(observations).items():
+            batch[env_idx] = observation if key is None else observation[key]
 
 
 # -- the innermost VecEnv ---------------------------------------------------------------------------------------------
@@ -437,7 +436,7 @@ class SeededVecEnv(VecEnv):
         self._streams_coincide = False
         self._warned: set[str] = set()
         # For each part of the queue its current group, and the first observation of that group
-        self._in_view: dict[int, tuple[int, Any]] = {}
+        self._in_view: dict[int, tuple[int, dict[Any, np.ndarray]]] = {}
 
     @property  # type: ignore[misc]  # read-only, unlike object's
     def __class__(self) -> Any:
@@ -629,8 +628,8 @@ class SeededVecEnv(VecEnv):
         Compare the first observation of an environment with that of the group's first member. The starts of a part are taken
         in order, so only the observation of its current group has to be kept.
         """
-        observation = map_observations(np.array, take_observations(observations, env_idx))
-        group, first_observation = self._in_view.get(self._parts[env_idx], (-1, None))
+        observation = {key: np.array(batch[env_idx]) for key, batch in _parts(observations).items()}
+        group, first_observation = self._in_view.get(self._parts[env_idx], (-1, {}))
         if start.group != group:
             self._in_view[self._parts[env_idx]] = start.group, observation
             return
@@ -670,17 +669,26 @@ def _require_seed_argument(env_idx: int, env: gym.Env) -> None:
         _require_seed_argument(env_idx, env.env)
 
 
+def _parts(observations: Any) -> dict[Any, np.ndarray]:
+    """The arrays of a batch of observations, or of a single one, by their key or position; an array alone has the key None."""
+    if isinstance(observations, dict):
+        return dict(observations)
+    if isinstance(observations, tuple):
+        return dict(enumerate(observations))
+    return {None: observations}
+
+
 def same_observations(left: Any, right: Any) -> bool:
     """
-    :param left: Observation
-    :param right: Observation of the same space
+    :param left: Observation, or ``None`` for none
+    :param right: Observation
     :return: Whether they are equal, and NaN is equal to NaN
     """
-    if isinstance(left, dict):
-        return all(same_observations(left[key], right[key]) for key in left)
-    if isinstance(left, tuple):
-        return all(map(same_observations, left, right))
-    left, right = np.asarray(left), np.asarray(right)
+    mine, its = _parts(left), _parts(right)
+    return mine.keys() == its.keys() and all(_same(np.asarray(mine[key]), np.asarray(its[key])) for key in mine)
+
+
+def _same(left: np.ndarray, right: np.ndarray) -> bool:
     # Only floats and complex numbers can be NaN, and `equal_nan` fails for some of the other types.
     return np.array_equal(left, right, equal_nan=np.issubdtype(left.dtype, np.inexact))
 

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecEnv, V
 
 from sb3_grpo import GRPO, EnvironmentFault, distributed
 from sb3_grpo.distributed import History, Infos, RayVecEnv, RolloutWorker
+from sb3_grpo.starts import same_observations
 
 # Ray runs in this process once
 pytestmark = pytest.mark.xdist_group("ray")
@@ -37,6 +39,7 @@ distributed.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 distributed.cloudpickle.register_pickle_by_value(helpers)
 
 N_STEPS = 64
+PARTS = dict(vector=VECTOR, discrete=spaces.Discrete(4), binary=spaces.MultiBinary(3), multi=spaces.MultiDiscrete([2, 3]))
 
 
 class Walk(gym.Env):
@@ -357,6 +360,15 @@ def test_environments_without_seeds_begin_new_episodes(tmp_path: pathlib.Path):
     env.close()
 
 
+@pytest.mark.parametrize("space", [VECTOR, spaces.Discrete(4), spaces.Dict(PARTS), spaces.Tuple(tuple(PARTS.values()))])
+def test_observations_are_compared_part_by_part_and_none_is_like_none(space: spaces.Space):
+    space.seed(0)
+    observation, other = space.sample(), space.sample()
+    assert same_observations(deepcopy(observation), observation)
+    assert not same_observations(observation, other)
+    assert not same_observations(None, observation)
+
+
 def test_a_replay_that_ends_early_is_another_episode():
     worker = RolloutWorker(0)
     worker.build([distributed.cloudpickle.dumps(partial(monitored, Walk))] * 2, distributed.VERSION)
@@ -562,9 +574,6 @@ def panels(space: spaces.Space, folder: pathlib.Path) -> tuple[Any, Any]:
         return [partial(Panel, index, space, str(folder / where)) for index in range(3)]
 
     return RayVecEnv(fns("workers"), n_workers=2), DummyVecEnv(fns("here"))
-
-
-PARTS = dict(vector=VECTOR, discrete=spaces.Discrete(4), binary=spaces.MultiBinary(3), multi=spaces.MultiDiscrete([2, 3]))
 
 
 @pytest.fixture(scope="module")
