@@ -16,14 +16,18 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import gymnasium as gym
 import numpy as np
 import torch as th
+from stable_baselines3.common import monitor
+from stable_baselines3.common.monitor import Monitor, ResultsWriter
 from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
@@ -31,7 +35,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 from sb3_grpo.buffers.rollout import map_observations, take_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.starts import EnvironmentFault, RolloutLost, SeededVecEnv, StartQueue
+from sb3_grpo.starts import DeferredReset, EnvironmentFault, RolloutLost, SeededVecEnv, StartQueue, same_observations
 from sb3_grpo.steps import Collected, Infos, take_steps
 
 try:
@@ -44,6 +48,9 @@ except ImportError as error:
 CONNECT_TIMEOUT_S = 5.0
 #: How long to wait for a new worker.
 START_TIMEOUT_S = 120.0
+
+#: How long to wait until environments are closed.
+CLOSE_TIMEOUT_S = 5.0
 
 #: Index of a worker, name of one of its methods, arguments, and keyword arguments.
 Request = tuple[int, str, tuple[Any, ...], dict[str, Any]]
@@ -70,20 +77,6 @@ class History:
         return sum(map(len, self.actions))
 
 
-def equal(left: Any, right: Any) -> bool:
-    """
-    :param left: Observation
-    :param right: Observation of the same space
-    :return: Whether they are equal, and NaN is equal to NaN
-    """
-    if isinstance(left, dict):
-        return all(equal(left[key], right[key]) for key in left)
-    if isinstance(left, tuple):
-        return all(map(equal, left, right))
-    left, right = np.asarray(left), np.asarray(right)
-    return np.array_equal(left, right, equal_nan=left.dtype.kind == "f")
-
-
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
@@ -102,10 +95,11 @@ class RolloutWorker:
         self.queue: StartQueue | None = None
         self.policy: ActorPolicy | None = None
 
-    def build(self, env_fns: list[bytes], version: str) -> tuple[Any, Any, int, str]:
+    def build(self, env_fns: list[bytes], version: str, n_predecessors: int = 0) -> tuple[Any, Any, int, str]:
         """
         :param env_fns: Pickled functions that construct the environments
         :param version: Version of this package where the model learns
+        :param n_predecessors: Number of workers that were lost with these environments
         :return: Observation space, action space, process, and node
         :raises ValueError: If this package has another version here
         """
@@ -113,6 +107,9 @@ class RolloutWorker:
         if version != VERSION:
             raise ValueError(f"Node {node} has sb3-grpo {VERSION}, and the model learns with {version}: install the same.")
         th.set_num_threads(1)
+        if n_predecessors > 0:  # Monitor would begin its file anew, and the episodes so far would be lost
+            suffix = f".{n_predecessors}.{Monitor.EXT}"
+            monitor.ResultsWriter = partial(_results_writer, suffix)  # type: ignore[assignment, misc]
         self.venv = venv = DummyVecEnv([cloudpickle.loads(env_fn) for env_fn in env_fns])
         return venv.observation_space, venv.action_space, os.getpid(), node
 
@@ -123,22 +120,41 @@ class RolloutWorker:
     def reset(self, seeds: list[int | None], options: list[dict[str, Any]]) -> tuple[VecEnvObs, list[dict[str, Any]]]:
         """:return: First observations and infos"""
         self.venv._seeds, self.venv._options = list(seeds), list(options)
-        return self.venv.reset(), self.venv.reset_infos
+        with self._faults_named():
+            return self.venv.reset(), self.venv.reset_infos
+
+    def step(self, actions: Any) -> tuple[Any, ...]:
+        """:return: What a step of the ``VecEnv`` returns, and the info of each environment's last reset"""
+        return *self.venv.step(actions), self.venv.reset_infos
 
     def restore(self, histories: list[History]) -> list[Any]:
         """
         Bring the environments to where those of another worker were.
 
-        :param histories: History of each
-        :return: Observation of each
+        :param histories: History of each; one without a seed is a reset
+        :return: Observation of each; ``None`` if its episode has ended
         """
         observations = []
-        for env, history in zip(self.venv.envs, histories, strict=True):
-            observation, _ = env.reset(seed=history.seed, **({"options": history.options} if history.options else {}))
-            for action in (action for actions in history.actions for action in actions):
-                observation, *_ = env.step(action)
-            observations.append(observation)
+        with self._faults_named():
+            for env, history in zip(self.venv.envs, histories, strict=True):
+                observation, _ = env.reset(seed=history.seed, **({"options": history.options} if history.options else {}))
+                for action in chain(*history.actions):
+                    observation, _, terminated, truncated, _ = env.step(action)
+                    if terminated or truncated:  # which the lost one has not been
+                        observation = None
+                        break
+                observations.append(observation)
         return observations
+
+    @contextlib.contextmanager
+    def _faults_named(self) -> Iterator[None]:
+        # Errors become faults that have the index of the environment. No episode may end meanwhile.
+        bare = self.venv.envs
+        self.venv.envs = [DeferredReset(env, env_idx) for env_idx, env in enumerate(bare)]
+        try:
+            yield
+        finally:
+            self.venv.envs = bare
 
     def collect(
         self,
@@ -252,6 +268,8 @@ class RayVecEnv(VecEnv):
             slice(self.worker_of_env.index(w), n_envs - self.worker_of_env[::-1].index(w)) for w in range(self.n_workers)
         ]
         self._env_fns = [pickled[own] for own in self._slices]
+        # For each worker, how many were started in all, and how many were lost since the last transitions
+        self._n_started, self._n_lost = [0] * self.n_workers, [0] * self.n_workers
         started = [self._start_worker(w) for w in range(self.n_workers)]
         self._workers = [worker for worker, _ in started]
         self._described = [self._built(w, building) for w, (_, building) in enumerate(started)]
@@ -261,6 +279,8 @@ class RayVecEnv(VecEnv):
         self._attributes: dict[str, dict[int, Any]] = {}
         # Latest observations; None before the first reset
         self._obs: Any = None
+        # Why the present episodes cannot go on, although their environments can be asked
+        self._rollout_lost: RolloutLost | None = None
         self._pending: list[Any] = []
         self._has_warned = False
         self._closed = False
@@ -285,7 +305,8 @@ class RayVecEnv(VecEnv):
         n_cpus = 1 if len(ray.nodes()) > 1 else 0
         options = dict(num_cpus=n_cpus, max_restarts=0, scheduling_strategy="SPREAD")
         worker: Any = ray.remote(RolloutWorker).options(**options).remote(w)
-        return worker, worker.build.remote(self._env_fns[w], VERSION)
+        self._n_started[w] += 1
+        return worker, worker.build.remote(self._env_fns[w], VERSION, self._n_started[w] - 1)
 
     def _built(self, w: int, building: Any) -> tuple[Any, ...]:
         """
@@ -325,31 +346,31 @@ class RayVecEnv(VecEnv):
         :param requests: Requests
         :return: The answers
         :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
-        :raises RolloutLost: If a worker is lost and its environments cannot be brought back
+        :raises RolloutLost: If they are asked to act in episodes that cannot go on
         """
+        self._check_open()
 
         def send(request: Request) -> tuple[Any, float]:
             w, method, args, kwargs = request
+            if method == "collect" and self._rollout_lost is not None:
+                raise self._rollout_lost
             return getattr(self._workers[w], method).remote(*args, **kwargs), time.monotonic() + self.timeout
 
-        sent, answers = [send(request) for request in requests], []
+        answers: list[Any] = []
+        sent = [send(request) for request in requests]
         try:
             for i, (w, *_) in enumerate(requests):
-                for attempt in range(self.max_retries + 1):
+                while len(answers) == i:
                     reference, deadline = sent[i]
                     try:
                         answers.append(self._wait(w, reference, deadline - time.monotonic()))
-                        break
                     except RayError as error:
-                        if attempt == self.max_retries:
-                            raise self._lost(w, error) from error
                         self._replace(w, error)
                         # What else it was asked for is lost with it
                         sent = [send(each) if j >= i and each[0] == w else sent[j] for j, each in enumerate(requests)]
         except Exception:
-            for reference, deadline in sent[len(answers) + 1 :]:  # Ray would complain of answers that nobody has taken
-                with contextlib.suppress(Exception):
-                    ray.get(reference, timeout=max(deadline - time.monotonic(), 0.0))
+            for reference, deadline in sent[len(answers) + 1 :]:
+                _take_unwanted(reference, deadline)
             raise
         return answers
 
@@ -362,23 +383,56 @@ class RayVecEnv(VecEnv):
         return self._ask([(w, method, each, {}) for w, each in enumerate(arguments)])
 
     def _replace(self, w: int, error: Exception) -> None:
-        """Start another worker, and bring its environments to where those of the lost one were."""
+        """
+        Start another worker, and bring its environments to where those of the lost one were, if that is possible.
+
+        :param w: Index of the lost worker
+        :param error: Its error
+        :raises EnvironmentFault: If it was lost more than ``max_retries`` times since the last transitions
+        """
         fault, own = self._lost(w, error), self._slices[w]
+        self._n_lost[w] += 1
+        if self._n_lost[w] > self.max_retries:
+            raise fault from error
         ray.kill(self._workers[w])
         self._workers[w], building = self._start_worker(w)
-        self._described[w] = self._built(w, building)
-        for name, values in self._attributes.items():
-            for local, env_idx in enumerate(range(own.start, own.stop)):
-                if env_idx in values:
-                    self._wait(w, self._workers[w].run.remote("set_attr", name, values[env_idx], [local]), self.timeout)
-        if self._obs is None:  # they have not been reset yet
-            return
-        histories = self._histories[own]
-        if any(history.seed is None or len(history) > self.max_replay for history in histories):
-            raise RolloutLost(str(fault))
-        found = self._wait(w, self._workers[w].restore.remote(histories), self.timeout)
-        if not all(equal(observation, take_observations(self._obs, own.start + i)) for i, observation in enumerate(found)):
-            raise RolloutLost(f"{fault} Its environments do not come to the same state again")
+        try:
+            self._described[w] = self._built(w, building)
+            for name, values in self._attributes.items():
+                for local, env_idx in enumerate(range(own.start, own.stop)):
+                    if env_idx in values:
+                        self._wait(w, self._workers[w].run.remote("set_attr", name, values[env_idx], [local]), self.timeout)
+            if self._obs is not None:  # else they have not been reset yet
+                self._bring_back(w, fault)
+        except RayError as another:
+            self._replace(w, another)
+
+    def _bring_back(self, w: int, fault: EnvironmentFault) -> None:
+        """
+        Bring the environments of a new worker to where those of the lost one were. If that is impossible, they are reset, so
+        that they can be asked, and nobody can act in them before the next :meth:`reset`.
+
+        :param w: Index of the worker
+        :param fault: Description of the loss
+        """
+        own = self._slices[w]
+        histories, obstacle = self._histories[own], ""
+        if any(history.seed is None for history in histories):
+            obstacle = "Not all of its environments were reset with a seed"
+        elif any(len(history) > self.max_replay for history in histories):
+            obstacle = f"One of its episodes is longer than max_replay={self.max_replay} steps"
+        wanted = [History() for _ in histories] if obstacle else histories
+        found = self._wait(w, self._workers[w].restore.remote(wanted), self.timeout)
+        before = [take_observations(self._obs, env_idx) for env_idx in range(own.start, own.stop)]
+        if not obstacle and not all(map(same_observations, found, before)):
+            obstacle = "Its environments do not come to the same state again"
+        if obstacle:
+            env_idx, what, _ = fault.args
+            self._rollout_lost = RolloutLost(env_idx, f"{what}. {obstacle}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EnvironmentFault(0, "has no worker, because its RayVecEnv was closed")
 
     def _lost(self, w: int, error: Exception) -> EnvironmentFault:
         first = self._slices[w].start
@@ -395,16 +449,18 @@ class RayVecEnv(VecEnv):
 
     def reset(self) -> VecEnvObs:
         seeds, options = self._seeds, self._options
-        self._obs = None
+        self._obs = self._rollout_lost = None
+        self._pending = []
         answers = self._ask_all("reset", [(seeds[own], options[own]) for own in self._slices])
         self._histories = [History(seed, each) for seed, each in zip(seeds, options, strict=True)]
         self._seeds = [None] * self.num_envs  # both are for one reset
         self.set_options()
-        self.reset_infos = [info for _, infos in answers for info in infos]
+        self.reset_infos = list(chain(*(infos for _, infos in answers)))
         self._obs = map_observations(_joined_arrays, *(observations for observations, _ in answers))
         return self._obs
 
     def step_async(self, actions: np.ndarray) -> None:
+        self._check_open()
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -413,10 +469,10 @@ class RayVecEnv(VecEnv):
                 UserWarning,
                 stacklevel=2,
             )
-        self._histories = [History() for _ in range(self.num_envs)]
-        self._pending = [
-            worker.run.remote("step", actions[own]) for worker, own in zip(self._workers, self._slices, strict=True)
-        ]
+        if self._rollout_lost is not None:
+            raise self._rollout_lost
+        self._histories = [History() for _ in range(self.num_envs)]  # the actions are not kept
+        self._pending = [worker.step.remote(actions[own]) for worker, own in zip(self._workers, self._slices, strict=True)]
 
     def step_wait(self) -> VecEnvStepReturn:
         pending, self._pending = self._pending, []
@@ -426,20 +482,18 @@ class RayVecEnv(VecEnv):
                 answers.append(self._wait(w, reference, self.timeout))
             except RayError as error:
                 raise self._lost(w, error) from error
-        observations, rewards, dones, infos = zip(*answers, strict=True)
-        self._obs = map_observations(_joined_arrays, *observations)
-        return (
-            self._obs,
-            np.concatenate(rewards),
-            np.concatenate(dones),
-            [info for each in infos for info in each],
-        )
+        observations, rewards, dones, infos, reset_infos = zip(*answers, strict=True)
+        self._obs, self.reset_infos = map_observations(_joined_arrays, *observations), list(chain(*reset_infos))
+        self._n_lost = [0] * self.n_workers
+        return self._obs, np.concatenate(rewards), np.concatenate(dones), list(chain(*infos))
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for worker in self._workers:
+        closing, deadline = [worker.run.remote("close") for worker in self._workers], time.monotonic() + CLOSE_TIMEOUT_S
+        for worker, reference in zip(self._workers, closing, strict=True):
+            _take_unwanted(reference, deadline)
             ray.kill(worker)
 
     def _of_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -457,7 +511,9 @@ class RayVecEnv(VecEnv):
         return [by_env.get(env_idx) for env_idx in wanted]
 
     def _numbers(self, indices: VecEnvIndices) -> list[int]:
-        return list(range(self.num_envs)) if indices is None else [indices] if isinstance(indices, int) else list(indices)
+        numbers = range(self.num_envs)
+        wanted = numbers if indices is None else [indices] if isinstance(indices, int) else indices
+        return [numbers[env_idx] for env_idx in wanted]  # negative ones count from the end
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
         return self._of_envs(indices, "get_attr", attr_name)
@@ -476,7 +532,7 @@ class RayVecEnv(VecEnv):
         return self._of_envs(indices, "env_is_wrapped", wrapper_class)
 
     def get_images(self) -> Sequence[np.ndarray | None]:
-        return [image for images in self._ask_all("run", [("get_images",)] * self.n_workers) for image in images]
+        return list(chain(*self._ask_all("run", [("get_images",)] * self.n_workers)))
 
     # --- whole rollouts -----------------------------------------------------------------------------------------------
 
@@ -506,7 +562,7 @@ class RayVecEnv(VecEnv):
         :param num_timesteps: See :func:`~sb3_grpo.steps.take_steps`
         :return: The transitions of all environments
         :raises EnvironmentFault: If an environment raises an error, or a worker is lost more than ``max_retries`` times
-        :raises RolloutLost: If a worker is lost and its environments cannot be brought back
+        :raises RolloutLost: If a worker was lost, now or since the last rollout, and its environments cannot be brought back
         """
         seed = int(th.randint(2**31 - 1, ()))
         # Once in the object store of each machine, however many workers are there
@@ -518,30 +574,17 @@ class RayVecEnv(VecEnv):
             own_seed = int(np.random.SeedSequence((seed, w)).generate_state(1)[0])
             settings = queue, share_starts, n_steps, sde_sample_freq, num_timesteps, own_seed
             arguments.append((recipe, weights, take_observations(obs, own), starts[own], *settings))
-        return self._joined(self._ask_all("collect", arguments), policy, queue, share_starts)
-
-    def _joined(self, parts: list[Collected], policy: ActorPolicy, queue: StartQueue, share_starts: bool) -> Collected:
-        """:return: The transitions of all workers; the queue and the histories are brought up to date"""
-
-        def along_envs(arrays: Sequence[np.ndarray]) -> np.ndarray:
-            return np.concatenate(arrays, axis=1)
-
+        parts = self._ask_all("collect", arguments)
+        self._n_lost = [0] * self.n_workers
         for w, part in enumerate(parts):
             queue.follow(part.queue, w)
-        whole = Collected(
-            obs=map_observations(lambda *arrays: along_envs(arrays), *(part.obs for part in parts)),
-            actions=along_envs([part.actions for part in parts]),
-            log_probs=along_envs([part.log_probs for part in parts]),
-            starts=along_envs([part.starts for part in parts]),
-            rewards=along_envs([part.rewards for part in parts]),
-            dones=along_envs([part.dones for part in parts]),
-            infos=[infos for part in parts for infos in part.infos],
-            queue=queue,
-            mismatches=sum(part.mismatches for part in parts),
-            warnings=[each for part in parts for each in part.warnings],
-        )
+        whole = Collected.joined(parts)
+        self._note_histories(whole, policy.within_bounds(whole.actions), queue, share_starts)
+        return whole
+
+    def _note_histories(self, whole: Collected, taken: np.ndarray, queue: StartQueue, share_starts: bool) -> None:
+        """Note from which start, and with which actions, each environment came to its present state."""
         self._obs = take_observations(whole.obs, -1)
-        taken = policy.within_bounds(whole.actions)
         for env_idx in range(self.num_envs):
             ends = np.flatnonzero(whole.dones[:, env_idx])
             if len(ends) == 0:
@@ -549,7 +592,17 @@ class RayVecEnv(VecEnv):
                 continue
             seed = queue.start(int(whole.starts[-1, env_idx])).seed if share_starts else None
             self._histories[env_idx] = History(seed, {}, [taken[ends[-1] + 1 :, env_idx]])
-        return whole
+
+
+def _take_unwanted(reference: Any, deadline: float) -> None:
+    """Take an answer that nobody needs, because Ray complains of answers that nobody has taken."""
+    with contextlib.suppress(Exception):
+        ray.get(reference, timeout=max(deadline - time.monotonic(), 0.0))
+
+
+def _results_writer(suffix: str, filename: str = "", **kwargs: Any) -> ResultsWriter:
+    """:return: Writer of a file beside that of the lost worker; ``load_results`` reads both"""
+    return ResultsWriter(filename.removesuffix(f".{Monitor.EXT}") + suffix, **kwargs)
 
 
 def _joined_arrays(*arrays: np.ndarray) -> np.ndarray:

@@ -552,13 +552,15 @@ class GRPO(OnPolicyAlgorithm):
             sde_sample_freq=self.sde_sample_freq,
             num_timesteps=self.num_timesteps,
         )
-        try:
-            collected = collect(obs=obs, starts=seeded_env.start_indices)
-        except RolloutLost as error:
-            warnings.warn(f"{error}. All environments begin new episodes.", UserWarning, stacklevel=2)
-            self._last_obs = env.reset()  # type: ignore[assignment]
-            rollout_buffer.start_afresh()
-            collected = collect(obs=self._last_obs, starts=seeded_env.start_indices)
+        collected = None
+        while collected is None:
+            try:
+                collected = collect(obs=obs, starts=seeded_env.start_indices)
+            except RolloutLost as error:
+                env_idx, what, _ = error.args
+                warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
+                obs = self._last_obs = env.reset()  # type: ignore[assignment]
+                rollout_buffer.start_afresh()
         seeded_env.count_mismatches(collected.mismatches, collected.warnings)
         return arrived_steps(collected, self.policy, seeded_env)
 

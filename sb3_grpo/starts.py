@@ -68,7 +68,7 @@ class EnvironmentFault(RuntimeError):
         )
 
 
-class RolloutLost(RuntimeError):
+class RolloutLost(EnvironmentFault):
     """A worker was lost, and its environments cannot be brought back to where they were: all of them have to be reset."""
 
 
@@ -633,7 +633,7 @@ class SeededVecEnv(VecEnv):
         if start.group != group:
             self._in_view[self._parts[env_idx]] = start.group, observation
             return
-        if all(_same(observation[key], first) for key, first in first_observation.items()):
+        if same_observations(observation, first_observation):
             return
         self.mismatches += 1
         if self.mismatches == 1:
@@ -669,13 +669,23 @@ def _require_seed_argument(env_idx: int, env: gym.Env) -> None:
         _require_seed_argument(env_idx, env.env)
 
 
-def _parts(observations: VecEnvObs) -> dict[Any, np.ndarray]:
-    """The arrays of a batch of observations by their key or position; a single array has the key None."""
+def _parts(observations: Any) -> dict[Any, np.ndarray]:
+    """The arrays of a batch of observations, or of a single one, by their key or position; an array alone has the key None."""
     if isinstance(observations, dict):
         return dict(observations)
     if isinstance(observations, tuple):
         return dict(enumerate(observations))
     return {None: observations}
+
+
+def same_observations(left: Any, right: Any) -> bool:
+    """
+    :param left: Observation, or ``None`` for none
+    :param right: Observation
+    :return: Whether they are equal, and NaN is equal to NaN
+    """
+    mine, its = _parts(left), _parts(right)
+    return mine.keys() == its.keys() and all(_same(np.asarray(mine[key]), np.asarray(its[key])) for key in mine)
 
 
 def _same(left: np.ndarray, right: np.ndarray) -> bool:

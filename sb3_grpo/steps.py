@@ -1,7 +1,8 @@
 """The steps of a rollout: a policy acts in a vectorised environment, in this process or in a worker."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
-from sb3_grpo.buffers.rollout import take_observations
+from sb3_grpo.buffers.rollout import map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import SeededVecEnv, StartQueue
 
@@ -102,6 +103,20 @@ class Collected(NamedTuple):
     queue: StartQueue
     mismatches: int
     warnings: list[str]
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Collected]") -> "Collected":
+        """
+        :param parts: The part of each worker
+        :return: The whole rollout; its queue is that of the first worker
+        """
+
+        def along_envs(*arrays: np.ndarray) -> np.ndarray:
+            return np.concatenate(arrays, axis=1)
+
+        *transitions, infos, queues, mismatches, warnings = zip(*parts, strict=True)
+        arrays = (map_observations(along_envs, *each) for each in transitions)
+        return cls._make([*arrays, list(chain(*infos)), queues[0], sum(mismatches), list(chain(*warnings))])
 
 
 def take_steps(

@@ -7,31 +7,39 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
+import helpers
 import numpy as np
 import pytest
 import ray
 import torch as th
 from gymnasium import spaces
-from helpers import same, weights
+from helpers import VECTOR, AnyEnv, same, weights
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.monitor import load_results
 from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecEnv, VecNormalize
 
 from sb3_grpo import GRPO, EnvironmentFault, distributed
-from sb3_grpo.distributed import Infos, RayVecEnv, RolloutWorker
+from sb3_grpo.distributed import History, Infos, RayVecEnv, RolloutWorker
+from sb3_grpo.starts import same_observations
 
 # Ray runs in this process once
 pytestmark = pytest.mark.xdist_group("ray")
 
-# Workers cannot import this module
+# Workers cannot import these modules
 distributed.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+distributed.cloudpickle.register_pickle_by_value(helpers)
 
 N_STEPS = 64
+PARTS = dict(vector=VECTOR, discrete=spaces.Discrete(4), binary=spaces.MultiBinary(3), multi=spaces.MultiDiscrete([2, 3]))
 
 
 class Walk(gym.Env):
@@ -47,12 +55,15 @@ class Walk(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
+        if self.fault == "dies in its first reset if told so" and os.path.exists(self.marker):
+            os.remove(self.marker)
+            os.kill(os.getpid(), signal.SIGKILL)
         self.position, self.left = self.np_random.normal(), int(self.np_random.integers(5, 40))
         return self._observation(), {"first": self.position}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self.n_steps += 1
-        if self.fault and self.n_steps == self.at and not os.path.exists(self.marker):
+        if self.n_steps == self.at and not os.path.exists(self.marker):
             if self.marker:
                 pathlib.Path(self.marker).touch()
             self._fail()
@@ -67,22 +78,25 @@ class Walk(gym.Env):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "hangs":
             time.sleep(1000)
-        raise ZeroDivisionError("no way on")
+        if self.fault == "raises":
+            raise ZeroDivisionError("no way on")
 
     def _observation(self) -> np.ndarray:
         return np.array([self.position, self.left], np.float32)
 
 
-def ray_env(n_envs: int = 4, n_workers: int = 2, faulty: int = -1, timeout: float = 60.0, **kwargs: Any) -> Any:
+def ray_env(n_workers: int = 2, faulty: int = -1, timeout: float = 60.0, folder: Any = None, **kwargs: Any) -> Any:
     """:return: Environments of which one fails"""
-    fns = [partial(Walk, **(kwargs if env_idx == faulty else {})) for env_idx in range(n_envs)]
-    return RayVecEnv([partial(monitored, fn) for fn in fns], n_workers=n_workers, timeout=timeout)
+    fns = [partial(Walk, **(kwargs if env_idx == faulty else {})) for env_idx in range(4)]
+    files = [folder and str(folder / str(env_idx)) for env_idx in range(4)]
+    monitored_fns = [partial(monitored, fn, file) for fn, file in zip(fns, files, strict=True)]
+    return RayVecEnv(monitored_fns, n_workers=n_workers, timeout=timeout)
 
 
-def monitored(fn: Any) -> gym.Env:
+def monitored(fn: Any, file: str | None = None) -> gym.Env:
     from stable_baselines3.common.monitor import Monitor
 
-    return Monitor(fn())
+    return Monitor(fn(), file)
 
 
 def make(env: VecEnv, **kwargs: Any) -> Any:
@@ -192,22 +206,67 @@ def test_a_callback_that_stops_drops_the_rest_and_the_next_rollout_begins_anew()
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
+class Ledger(BaseCallback):
+    """Counts the transitions that were taken, and those of all updates. No two of a trajectory have the same observation."""
+
+    model: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: Counter[tuple[float, ...]] = Counter()
+        self.used: Counter[tuple[float, ...]] = Counter()
+
+    def _on_step(self) -> bool:
+        self.taken.update(keys(self.locals["start_indices"], self.locals["obs_tensor"]))
+        return True
+
+    def _on_rollout_end(self) -> None:
+        update = self.model.rollout_buffer._update
+        self.used.update(keys(update.starts, update.observations))
+
+
+def keys(starts: Any, observations: Any) -> list[tuple[float, ...]]:
+    return [(int(start), *row) for start, row in zip(starts, observations.tolist(), strict=True)]
+
+
 @pytest.mark.parametrize("at", [1, 70, 150])
 def test_a_worker_that_dies_changes_nothing(at: int, undisturbed: dict[str, th.Tensor], tmp_path: pathlib.Path):
     env = ray_env(faulty=3, fault="dies", marker=str(tmp_path / "marker"), at=at)
-    pids = env.worker_pids
-    model = make(env).learn(3 * N_STEPS * 4)
+    pids, ledger = env.worker_pids, Ledger()
+    model = make(env).learn(3 * N_STEPS * 4, callback=ledger)
     assert (tmp_path / "marker").exists()
     assert env.worker_pids[0] == pids[0] and env.worker_pids[1] != pids[1]
     assert same(weights(model), undisturbed)
+    assert ledger.used == ledger.taken and set(ledger.used.values()) == {1}, "a transition is not in one update"
+    assert ledger.used.total() == 3 * N_STEPS * 4
     env.close()
 
 
-def test_a_worker_that_dies_between_rollouts_changes_nothing(undisturbed: dict[str, th.Tensor]):
-    env = ray_env()
-    model = make(env).learn(N_STEPS * 4)
+def test_a_worker_that_dies_between_rollouts_changes_nothing_and_keeps_its_monitor_files(
+    undisturbed: dict[str, th.Tensor], tmp_path: pathlib.Path
+):
+    env = ray_env(folder=tmp_path)
+    model = make(env, stats_window_size=1000).learn(N_STEPS * 4)
     os.kill(env.worker_pids[0], signal.SIGKILL)
     model.learn(2 * N_STEPS * 4, reset_num_timesteps=False)
+    assert same(weights(model), undisturbed)
+    episodes = [(episode["r"], episode["l"]) for episode in model.ep_info_buffer]
+    assert len(episodes) > 20
+    rows = load_results(str(tmp_path))
+    assert sorted(zip(rows["r"], rows["l"], strict=True)) == sorted(episodes)
+    assert {path.name.removesuffix(".monitor.csv") for path in tmp_path.iterdir()} == {"0", "0.1", "1", "1.1", "2", "3"}
+    env.close()
+
+
+def test_a_worker_that_dies_while_it_replaces_another_changes_nothing(
+    undisturbed: dict[str, th.Tensor], tmp_path: pathlib.Path
+):
+    env = ray_env(faulty=3, fault="dies in its first reset if told so", marker=str(tmp_path / "marker"))
+    model = make(env).learn(N_STEPS * 4)
+    (tmp_path / "marker").touch()
+    os.kill(env.worker_pids[1], signal.SIGKILL)
+    model.learn(2 * N_STEPS * 4, reset_num_timesteps=False)
+    assert not (tmp_path / "marker").exists()
     assert same(weights(model), undisturbed)
     env.close()
 
@@ -219,19 +278,64 @@ def test_a_worker_that_hangs_costs_its_timeout_and_nothing_else(undisturbed: dic
     assert 6.0 < time.monotonic() - began < 60.0
 
 
-def test_after_the_learner_has_died_a_checkpoint_continues_the_run(tmp_path: pathlib.Path):
-    model = make(ray_env())
-    model.learn(N_STEPS * 4).save(tmp_path / "checkpoint")
-    model.env.close()
+class SavesAndDies(BaseCallback):
+    """Saves after the first update, and kills the learner in the next rollout."""
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = path
+
+    def _on_rollout_start(self) -> None:
+        if self.num_timesteps > 0:
+            self.model.save(self.path)
+
+    def _on_step(self) -> bool:
+        if self.num_timesteps > N_STEPS * 4 + 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+
+LEARNER = """
+import sys
+import torch as th
+th.set_num_threads(1)
+from sb3_grpo import distributed
+from test_distributed import SavesAndDies, make, ray_env
+distributed.connect(sys.argv[2])
+env = ray_env()
+print("workers:", *env.worker_pids, flush=True)
+make(env).learn(10_000, callback=SavesAndDies(sys.argv[1]))
+"""
+
+
+def test_after_the_learner_has_died_a_checkpoint_continues_as_if_it_had_been_saved_and_loaded(tmp_path: pathlib.Path):
+    env = ray_env()
+    make(env).learn(N_STEPS * 4).save(tmp_path / "undisturbed")
+    arguments = [str(tmp_path / "killed"), ray.get_runtime_context().gcs_address]
+    done = subprocess.run(
+        [sys.executable, "-c", LEARNER, *arguments], capture_output=True, text=True, timeout=240, env=with_tests_on_path()
+    )
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     continued = []
-    for _ in range(2):
-        env = ray_env()
-        again: Any = GRPO.load(tmp_path / "checkpoint", env=env).learn(2 * N_STEPS * 4, reset_num_timesteps=False)
+    for name in ("undisturbed", "killed"):
+        again: Any = GRPO.load(tmp_path / name, env=env).learn(2 * N_STEPS * 4, reset_num_timesteps=False)
         assert again.num_timesteps == 3 * N_STEPS * 4
         assert again.start_queue.start(int(again.rollout_buffer.starts.min())).group > 3  # no start comes twice
         continued.append(weights(again))
-        env.close()
     assert same(*continued)
+    env.close()
+    listed = done.stdout.partition("workers:")[2].splitlines()[0]
+    deadline, pids = time.monotonic() + 60.0, [int(pid) for pid in listed.split()]
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(pids) == 2 and not any(map(is_running, pids)), "workers have outlived their learner"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_values_that_were_set_are_set_in_the_new_worker():
@@ -250,22 +354,93 @@ def test_environments_that_do_not_repeat_themselves_begin_new_episodes(tmp_path:
     env.close()
 
 
-@pytest.mark.parametrize("share_starts", [False])
-def test_environments_without_seeds_begin_new_episodes(share_starts: bool, tmp_path: pathlib.Path):
+def test_environments_without_seeds_begin_new_episodes(tmp_path: pathlib.Path):
     env = ray_env(faulty=2, fault="dies", marker=str(tmp_path / "marker"), at=100)
-    with pytest.warns(UserWarning, match="All environments begin new episodes"):
-        make(env, share_starts=share_starts).learn(3 * N_STEPS * 4)
+    with pytest.warns(UserWarning, match="were reset with a seed. All environments begin new episodes"):
+        make(env, share_starts=False).learn(3 * N_STEPS * 4)
     env.close()
 
 
-def test_a_worker_that_dies_again_and_again_is_given_up():
+VECTORS = np.array([0.0, np.nan]), np.array([0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("observation", "other"),
+    [
+        pytest.param(*VECTORS, id="vector"),
+        pytest.param(3, 2, id="Discrete"),
+        pytest.param({"a": VECTORS[0], "b": 1}, {"a": VECTORS[0], "b": 2}, id="Dict"),
+        pytest.param((VECTORS[0], 1), (VECTORS[1], 1), id="Tuple"),
+    ],
+)
+def test_observations_are_compared_part_by_part_and_none_is_like_none(observation: Any, other: Any):
+    assert same_observations(deepcopy(observation), observation)
+    assert not same_observations(observation, other)
+    assert not same_observations(None, observation)
+
+
+def test_a_replay_that_ends_early_is_another_episode():
+    worker = RolloutWorker(0)
+    worker.build([distributed.cloudpickle.dumps(partial(monitored, Walk))] * 2, distributed.VERSION)
+    actions = [np.zeros((n, 1), np.float32) for n in (3, 1)]
+    observations = worker.restore([History(5, {}, actions), History(5, {}, [*actions, np.zeros((100, 1), np.float32)])])
+    assert observations[0].shape == (2,) and observations[1] is None
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_between_rollouts_lost_environments_can_be_asked_and_the_next_rollout_begins_anew(is_lost: bool):
+    env, seen = ray_env(), Observer()
+    env.max_replay = 0
+    model = make(env).learn(N_STEPS * 4)
+    if is_lost:
+        os.kill(env.worker_pids[1], signal.SIGKILL)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert env.get_attr("colour") == ["blue"] * 4
+        assert len(env.env_method("_observation")) == 4
+        model.learn(N_STEPS * 4, callback=seen, reset_num_timesteps=False)
+    messages = [str(each.message) for each in caught if "All environments begin new episodes" in str(each.message)]
+    assert [
+        "lost its worker 1" in each and "One of its episodes is longer than max_replay=0 steps" in each for each in messages
+    ] == [True] * is_lost
+    starts = model.rollout_buffer.starts[:, 0]
+    firsts = [Walk().reset(seed=model.start_queue.start(int(start)).seed)[0] for start in starts]
+    begins_anew = (model.rollout_buffer.observations[:, 0] == firsts).all(1)
+    assert begins_anew.tolist() == [is_lost] * 4
+    assert (model.rollout_buffer.steps[:, 0] == 0).tolist() == [is_lost] * 4
+    assert (seen.rows[0]["obs_tensor"].numpy() == model.rollout_buffer.observations[:, 0]).all()
+    env.close()
+
+
+def test_nobody_steps_from_an_episode_that_was_lost():
+    env = ray_env()
+    env.reset()
+    os.kill(env.worker_pids[0], signal.SIGKILL)
+    assert env.get_attr("n_steps") == [0] * 4
+    actions = np.zeros((4, 1), np.float32)
+    with pytest.raises(EnvironmentFault, match=r"Environment 0 has lost its worker 0 .* were reset with a seed"):
+        env.step(actions)
+    env.reset()
+    assert len(env.step(actions)[0]) == 4
+    env.close()
+
+
+@pytest.mark.parametrize("max_replay", [10_000, -1], ids=["brought-back", "reset"])
+def test_a_worker_that_dies_again_and_again_is_given_up(max_replay: int):
     env = ray_env(faulty=3, fault="dies", at=10)
-    env.max_retries = 1
+    env.max_retries, env.max_replay = 1, max_replay
     model = make(env)
-    with pytest.raises(
-        EnvironmentFault, match=r"Environment 2 has lost its worker 1 \(process \d+ on node .*was reset with seed \d+"
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(
+            EnvironmentFault,
+            match=r"Environment 2 has lost its worker 1 \(process \d+ on node [\d.]+\).*was reset with seed",
+        ) as fault,
     ):
+        warnings.simplefilter("ignore")
         model.learn(N_STEPS * 4)
+    assert type(fault.value) is EnvironmentFault
+    assert env._n_started == [1, 2]
     env.close()
 
 
@@ -276,12 +451,16 @@ def test_an_error_of_an_environment_is_not_repaired_but_named(tmp_path: pathlib.
     env.close()
 
 
+def with_tests_on_path() -> dict[str, str]:
+    here = pathlib.Path(__file__).parent
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])}
+
+
 CLUSTER = """
 import os
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-import ray, sys
+import ray
 from ray.cluster_utils import Cluster
-sys.path.insert(0, sys.argv[1])
 import torch as th
 from test_distributed import N_STEPS, make, monitored, Walk, same, weights
 from functools import partial
@@ -310,14 +489,7 @@ if __name__ == "__main__":
 def test_a_node_that_is_lost_changes_nothing(tmp_path: pathlib.Path):
     script = tmp_path / "cluster.py"
     script.write_text(CLUSTER)
-    here = pathlib.Path(__file__).parent
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, str(script), str(here)], capture_output=True, text=True, timeout=240, env=environment
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, env=with_tests_on_path())
     assert done.stdout.strip().endswith("SAME"), done.stdout + done.stderr
 
 
@@ -381,6 +553,161 @@ def test_it_gives_what_a_dummy_vec_env_gives():
     env.close()
 
 
+class Panel(AnyEnv):
+    """Shows its index, and keeps what it was told."""
+
+    def __init__(self, index: int, space: spaces.Space, file: str):
+        super().__init__(space)
+        self.render_mode = "rgb_array"
+        self.index, self.file = index, file
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.options = options
+        return super().reset(seed=seed)[0], {"options": options, "left": self.steps_left}
+
+    def render(self) -> Any:
+        return np.full((2, 2, 3), self.index, np.uint8)
+
+    def sum_of(self, *numbers: int, sign: int = 1) -> int:
+        return sign * (self.index + sum(numbers))
+
+    def close(self) -> None:
+        time.sleep(0.5)
+        with open(self.file, "a") as file:
+            print(self.index, file=file)
+
+
+def panels(space: spaces.Space, folder: pathlib.Path) -> tuple[Any, Any]:
+    """:return: The same environments in workers and in this process"""
+
+    def fns(where: str) -> list[Any]:
+        return [partial(Panel, index, space, str(folder / where)) for index in range(3)]
+
+    return RayVecEnv(fns("workers"), n_workers=2), DummyVecEnv(fns("here"))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    env, dummy = panels(spaces.Dict(PARTS), tmp_path_factory.mktemp("panels"))
+    yield env, dummy
+    env.close()
+
+
+def assert_steps_are_the_same(env: Any, dummy: Any) -> None:
+    assert env.seed(3) == dummy.seed(3) == [3, 4, 5]
+    first, expected = env.reset(), dummy.reset()
+    assert isinstance(first, (dict, tuple)) and isinstance(expected, type(first))
+    np.testing.assert_equal(first, expected)
+    n_ended = 0
+    for _ in range(8):
+        actions = [env.action_space.sample() for _ in range(3)]
+        step, expected = env.step(actions), dummy.step(actions)
+        np.testing.assert_equal(step, expected)
+        np.testing.assert_equal(env.reset_infos, dummy.reset_infos)
+        assert [array.dtype for array in step[1:3]] == [array.dtype for array in expected[1:3]]
+        n_ended += sum("terminal_observation" in info for info in step[3])
+    assert n_ended > 2
+
+
+def test_dict_observations_and_infos_are_those_of_a_dummy_vec_env(pair: tuple[Any, Any]):
+    assert_steps_are_the_same(*pair)
+
+
+def test_tuple_observations_are_too_and_a_closed_one_says_so(tmp_path: pathlib.Path):
+    env, dummy = panels(spaces.Tuple(tuple(PARTS.values())), tmp_path)
+    assert_steps_are_the_same(env, dummy)
+    pids = env.worker_pids
+    env.close()
+    assert sorted((tmp_path / "workers").read_text().split()) == ["0", "1", "2"], "the environments were not closed"
+    for call in (env.reset, partial(env.step, [0] * 3), partial(env.get_attr, "index"), env.get_images):
+        with pytest.raises(EnvironmentFault, match="Environment 0 has no worker, because its RayVecEnv was closed"):
+            call()
+    assert env.worker_pids == pids
+
+
+@pytest.mark.parametrize("indices", [None, 1, -1, [], [2, 0], [0, -1], (1, 1), range(1, 3)], ids=str)
+def test_indices_name_the_environments_of_a_dummy_vec_env(indices: Any, pair: tuple[Any, Any]):
+    for env in pair:
+        env.set_attr("told", 0)
+        assert env.set_attr("told", 7, indices) is None
+    env, dummy = pair
+    assert env.get_attr("told") == dummy.get_attr("told")
+    assert env.get_attr("index", indices) == dummy.get_attr("index", indices)
+    results = [each.env_method("sum_of", 10, 20, indices=indices, sign=-1) for each in pair]
+    assert results[0] == results[1]
+    for wrapper in (gym.Wrapper, gym.wrappers.TimeLimit):
+        assert env.env_is_wrapped(wrapper, indices) == dummy.env_is_wrapped(wrapper, indices)
+
+
+def test_an_index_that_is_too_large_is_refused(pair: tuple[Any, Any]):
+    for env in pair:
+        with pytest.raises(IndexError):
+            env.get_attr("index", 3)
+
+
+def test_seeds_and_options_are_for_one_reset(pair: tuple[Any, Any]):
+    options = [{"level": 1}, {"level": 2}, {}]
+    for env in pair:
+        env.set_options(options)
+    env, dummy = pair
+    assert_steps_are_the_same(env, dummy)
+    for each in (*options, {"level": 3}):
+        for either in pair:
+            either.set_options(options if each in options else each)
+            either.seed(0)
+            either.reset()
+        assert env.get_attr("options") == dummy.get_attr("options")
+        np.testing.assert_equal(env.reset_infos, dummy.reset_infos)
+    seeded = env.get_attr("first_observation")
+    env.reset()
+    assert env.get_attr("options") == [None] * 3
+    assert helpers.flat(env.get_attr("first_observation")[0]) != helpers.flat(seeded[0])
+
+
+def test_images_are_those_of_a_dummy_vec_env(pair: tuple[Any, Any]):
+    env, dummy = pair
+    assert env.render_mode == dummy.render_mode == "rgb_array"
+    np.testing.assert_equal(env.get_images(), dummy.get_images())
+    np.testing.assert_equal(env.render(), dummy.render(mode="rgb_array"))
+    with pytest.warns(UserWarning, match="has to be the same as the environment render mode"):
+        assert env.render(mode="ansi") is None
+
+
+def test_an_error_in_a_reset_names_the_environment(pair: tuple[Any, Any]):
+    env, _ = pair
+    env.set_attr("lengths", (5, 2), indices=2)
+    with pytest.raises(EnvironmentFault, match="Environment 2 raised ValueError in `reset`: low >= high"):
+        env.reset()
+    env.set_attr("lengths", (2, 6), indices=2)
+    assert len(env.reset()["vector"]) == 3
+
+
+def test_the_weights_travel_once_however_many_workers_there_are(monkeypatch: pytest.MonkeyPatch):
+    env = ray_env()
+    stored: list[Any] = []
+    asked: list[Any] = []
+    put, ask = ray.put, env._ask
+
+    def noted_put(value: Any) -> Any:
+        stored.append(value)
+        return put(value)
+
+    def noted_ask(requests: Any) -> Any:
+        asked.extend(requests)
+        return ask(requests)
+
+    monkeypatch.setattr(ray, "put", noted_put)
+    monkeypatch.setattr(env, "_ask", noted_ask)
+    model = make(env)
+    for n_rollouts in (1, 2):
+        model.learn(N_STEPS * 4, reset_num_timesteps=False)
+        assert sum(isinstance(value, dict) and value.keys() == weights(model).keys() for value in stored) == n_rollouts
+    arguments = [args for _, method, args, _ in asked if method == "collect"]
+    assert [len({args[1] for args in arguments[first : first + 2]}) for first in (0, 2)] == [1, 1]
+    assert not [each for args in arguments for each in args if isinstance(each, dict)]
+    env.close()
+
+
 def test_make_vec_env_takes_it_in_the_place_of_a_subproc_vec_env():
     env = make_vec_env("CartPole-v1", n_envs=3, seed=0, vec_env_cls=RayVecEnv, vec_env_kwargs=dict(n_workers=2))
     assert env.reset().shape == (3, 4)
@@ -429,11 +756,13 @@ def test_an_environment_that_cannot_be_sent_is_named():
         RayVecEnv([Walk, lambda: lock and Walk()], n_workers=1)
 
 
-def test_a_worker_with_another_version_is_refused():
+def test_a_worker_with_another_version_is_refused(monkeypatch: pytest.MonkeyPatch):
+    version = distributed.VERSION
+    monkeypatch.setattr(distributed, "VERSION", "9.9")  # the workers have their own
     with pytest.raises(
-        ValueError, match=rf"has sb3-grpo {distributed.VERSION}, and the model learns with 9.9: install the same"
+        ValueError, match=rf"Node [\d.]+ has sb3-grpo {version}, and the model learns with 9.9: install the same"
     ):
-        RolloutWorker(0).build([], "9.9")
+        RayVecEnv([Walk], n_workers=1)
 
 
 def test_an_address_that_does_not_answer_is_named():

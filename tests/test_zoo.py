@@ -202,6 +202,13 @@ def test_the_address_of_a_cluster_is_used_and_a_wrong_one_is_named():
         train("-n", "64", "--vec-env", "ray", "--ray-address", "127.0.0.1:9")
 
 
+@pytest.mark.parametrize(("option", "value"), [("--n-workers", "2"), ("--ray-address", "127.0.0.1:9")])
+def test_an_option_of_ray_without_ray_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        train("-n", "64", option, value)
+    assert f"`{option} {value}` is for `--vec-env ray`, not `--vec-env dummy`: pass `--vec-env ray`" in capsys.readouterr().err
+
+
 def test_without_ray_the_message_says_what_to_install_and_only_where_it_is_needed():
     code = "import sys; sys.modules['ray'] = None; from sb3_grpo.zoo.cli import main; main(sys.argv[1:])"
     arguments = ["train", "--algo", "grpo", "--env", "CartPole-v1", "--vec-env", "ray"]

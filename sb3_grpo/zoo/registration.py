@@ -27,6 +27,16 @@ class TrainParser(argparse.ArgumentParser):
             self.add_argument("--ray-address", help="Cluster of --vec-env ray (default: one is started on this machine)")
         return super().add_argument(*args, **kwargs)
 
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        given = super().parse_args(*args, **kwargs)
+        for option in ("--n-workers", "--ray-address"):
+            value = getattr(given, option[2:].replace("-", "_"))
+            if value is not None and given.vec_env != "ray":
+                self.error(
+                    f"`{option} {value}` is for `--vec-env ray`, not `--vec-env {given.vec_env}`: pass `--vec-env ray`."
+                )
+        return given
+
 
 def register() -> None:
     """
