@@ -5,12 +5,16 @@ How fast the workers of a `RayVecEnv` collect, as ratios of steps per second. Bo
     python -m benchmarks.workers --rounds 9 --n-steps 512
 
 Only collecting is timed, not the updates. With two workers, this process waits; so two cores are enough.
+
+The last table has what a transition costs. Workers wait while the model receives and learns, so N workers take
+``call / n + step / N + receive + learn`` per transition, where ``n`` is the size of the rollout. They reach half of N times
+the speed of one if a step of the environment takes ``N (receive + learn)``, and more if it takes longer.
 """
 
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 import gymnasium as gym
@@ -24,6 +28,8 @@ from benchmarks.statistics import median
 from benchmarks.tables import markdown_table
 from sb3_grpo import GRPO
 from sb3_grpo.distributed import RayVecEnv
+
+ENVIRONMENTS = ("CartPole-v1", "HalfCheetah-v5")
 
 
 class Slow(gym.Wrapper):
@@ -76,6 +82,96 @@ def ratio(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -
     return str(median(np.array([ours() / theirs() for _ in range(rounds)])))
 
 
+class Costs(NamedTuple):
+    """
+    What a transition costs, in bytes and milliseconds.
+
+    :param env: Gymnasium environment
+    :param size: Bytes that a worker sends
+    :param overhead: These over the bytes of its arrays
+    :param call: Time until all workers have answered with rollouts of a single step, for the whole rollout
+    :param receive: Time of the model to receive it: unpickling, callbacks, buffer
+    :param learn: Time of the model to learn from it: baseline, advantages, update
+    :param step: A step of all environments that is a call of its own
+    """
+
+    env: str
+    size: float
+    overhead: float
+    call: float
+    receive: float
+    learn: float
+    step: float
+
+
+def transition_costs(name: str, rounds: int, n_steps: int) -> Costs:
+    """
+    :param name: Gymnasium environment
+    :param rounds: Number of rollouts, of which the medians count
+    :param n_steps: Steps of each environment in a rollout
+    :return: Costs of two workers with four environments each
+    """
+    env = environments(name, 8, 2)
+    model = GRPO("MlpPolicy", env, n_steps=n_steps, seed=0, device="cpu")
+    _, callback = model._setup_learn(1, ConvertCallback(None))
+    assert model.env is not None and model.start_queue is not None
+    rollouts: list[Any] = []
+    waits, receives, learns = [], [], []
+    collect = env.collect  # type: ignore[attr-defined]
+
+    def timed_collect(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        rollouts[:] = [collect(*args, **kwargs)]
+        waits.append(time.perf_counter() - began)
+        return rollouts[0]
+
+    env.collect = timed_collect  # type: ignore[attr-defined]
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        model._collect(model.env, callback, model.rollout_buffer, n_steps)  # type: ignore[arg-type]
+        receives.append(time.perf_counter() - began - waits[-1])
+        began = time.perf_counter()
+        model.rollout_buffer.finish_rollout(model._last_obs, model.policy, True)  # type: ignore[arg-type]
+        model.train()
+        learns.append(time.perf_counter() - began)
+        model.rollout_buffer.reset()
+    n = 8 * n_steps
+    (rollout,) = rollouts
+    arrays = sum(getattr(rollout, name).nbytes for name in ("obs", "actions", "log_probs", "starts", "rewards", "dones"))
+    size = len(cloudpickle.dumps(rollout))
+    receive, learn = (1000 * float(np.median(times[1:])) / n for times in (receives, learns))
+    env.collect = collect  # type: ignore[attr-defined]
+    short = collector(env, 1)
+    short()
+    call = 1000 * float(np.median([8 / short() for _ in range(rounds)]))
+    model.env.reset()
+    actions = np.zeros((8, *env.action_space.shape), env.action_space.dtype)
+    calls = [time.perf_counter() for _ in range(200) if env.step(actions)]
+    env.close()
+    return Costs(name, size / n, size / arrays, call, receive, learn, 1000 * float(np.median(np.diff(calls))))
+
+
+def cost_table(costs: list[Costs]) -> str:
+    """
+    :param costs: Measured costs
+    :return: Table of them, and of what follows from them
+    """
+    lines = []
+    for each in costs:
+        busy = each.receive + each.learn
+        half = ", ".join(f"{n_workers * busy:.1f} ms" for n_workers in (8, 64, 1000))
+        lines.append([
+            each.env, f"{each.size:.0f} ({each.overhead:.2f})", f"{each.call:.1f}", f"{each.step:.1f}", f"{each.receive:.3f}",
+            f"{each.learn:.3f}", f"{1000 / busy:,.0f}", f"{each.size / busy / 1000:.1f}", half,
+        ])  # fmt: skip
+    header = (
+        "environment", "bytes per transition (over its arrays)", "call, ms", "step as a call, ms",
+        "receive, ms per transition", "learn, ms per transition", "transitions per second, at most", "MB per second then",
+        "step with which 8, 64 and 1,000 workers reach half of their speed",
+    )  # fmt: skip
+    return markdown_table(header, lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
@@ -101,22 +197,7 @@ def main() -> None:
             env.close()
     print(f"\n{markdown_table(['collecting', 'ratio of steps per second'], lines)}")
 
-    env = environments("CartPole-v1", 8, 2)
-    model = GRPO("MlpPolicy", env, n_steps=args.n_steps, seed=0, device="cpu")
-    model._setup_learn(1, ConvertCallback(None))
-    actions = np.zeros(8, dtype=np.int64)
-    calls = [time.perf_counter() for _ in range(200) if env.step(actions)]
-    print(f"\na step of 2 workers, one call each: {1000 * np.median(np.diff(calls)):.1f} ms")
-    obs = env.reset()
-    starts = np.arange(8, dtype=np.int64)
-    assert model.start_queue is not None
-    rollout = env.collect(  # type: ignore[attr-defined]
-        model._policy_recipe(), model.policy, obs, starts, model.start_queue, True, args.n_steps, -1, 0
-    )
-    arrays = sum(getattr(rollout, name).nbytes for name in ("obs", "actions", "log_probs", "starts", "rewards", "dones"))
-    size, n = len(cloudpickle.dumps(rollout)), args.n_steps * 8
-    print(f"CartPole-v1: {size / n:.0f} bytes per transition, {size / arrays:.2f} of the transitions themselves")
-    env.close()
+    print(f"\n{cost_table([transition_costs(name, args.rounds, args.n_steps) for name in ENVIRONMENTS])}")
 
 
 if __name__ == "__main__":
