@@ -128,7 +128,7 @@ def transition_costs(name: str, rounds: int, n_steps: int) -> Costs:
     env.collect = timed_collect  # type: ignore[attr-defined]
     for _ in range(rounds + 1):
         began = time.perf_counter()
-        model._collect(model.env, callback, model.rollout_buffer, n_steps)  # type: ignore[arg-type]
+        model._collect(model.env, callback, model.rollout_buffer, n_steps)
         receives.append(time.perf_counter() - began - waits[-1])
         began = time.perf_counter()
         model.rollout_buffer.finish_rollout(model._last_obs, model.policy, True)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def transition_costs(name: str, rounds: int, n_steps: int) -> Costs:
     short()
     call = 1000 * float(np.median([8 / short() for _ in range(rounds)]))
     model.env.reset()
-    actions = np.zeros((8, *env.action_space.shape), env.action_space.dtype)
+    actions = np.array([env.action_space.sample() for _ in range(8)])
     calls = [time.perf_counter() for _ in range(200) if env.step(actions)]
     env.close()
     return Costs(name, size / n, size / arrays, call, receive, learn, 1000 * float(np.median(np.diff(calls))))
