@@ -35,6 +35,7 @@ NEUTRAL: dict[str, Any] = dict(
     target_lambda=None,
     fit="regression",
     relative=False,
+    normalize_observations=False,
 )
 
 

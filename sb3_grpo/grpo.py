@@ -32,12 +32,8 @@ from stable_baselines3.common.vec_env import (
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import (
-    SMALL_GROUP,
-    GroupRolloutBuffer,
-    check_buffer_arguments,
-    resolve_buffer_class,
-)
+from sb3_grpo.buffers import SMALL_GROUP, GroupRolloutBuffer, check_buffer_arguments, resolve_buffer_class
+from sb3_grpo.buffers.rollout import map_observations
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
@@ -126,6 +122,8 @@ class GRPO(OnPolicyAlgorithm):
     :param target_kl: Limit of the approximate KL divergence: an update stops once it exceeds 1.5 times this value
     :param n_reused_rollouts: Number of previous rollouts that each update uses again, with truncated importance weights
         (Generalized PPO, https://arxiv.org/abs/2111.00072)
+    :param normalize_observations: Whether the policy standardises observations that are vectors of floating point numbers, see
+        :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
     :param tensorboard_log: Folder for TensorBoard logs; ``None`` for no logs
     :param policy_kwargs: Keyword arguments of the policy
@@ -179,6 +177,7 @@ class GRPO(OnPolicyAlgorithm):
         rollout_buffer_kwargs: dict[str, Any] | None = None,
         target_kl: float | None = None,
         n_reused_rollouts: int = 0,
+        normalize_observations: bool = False,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
         policy_kwargs: dict[str, Any] | None = None,
@@ -232,6 +231,7 @@ class GRPO(OnPolicyAlgorithm):
         self.kl_estimator = kl_estimator
         self.target_kl = target_kl
         self.n_reused_rollouts = n_reused_rollouts
+        self.normalize_observations = normalize_observations
 
         #: Metrics of the last update; empty if the last rollout led to no update.
         self.update_metrics: dict[str, float] = {}
@@ -261,12 +261,13 @@ class GRPO(OnPolicyAlgorithm):
             self.clip_range_high = FloatSchedule(self.clip_range_high)
 
         start_queue, last_obs = self.start_queue, self._last_obs
-        user_kwargs = self.rollout_buffer_kwargs
-        self.rollout_buffer_kwargs = {"group_size": self._max_group_size(), "horizon": self._time_limit(), **user_kwargs}
+        user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
+        self.rollout_buffer_kwargs = {"group_size": self._max_group_size(), "horizon": self._time_limit(), **user_kwargs[0]}
+        self.policy_kwargs = self._policy_arguments()
         try:
             super()._setup_model()
         finally:
-            self.rollout_buffer_kwargs = user_kwargs
+            self.rollout_buffer_kwargs, self.policy_kwargs = user_kwargs
         # SB3 has seeded the model, which made a new queue. A saved model continues with its own.
         if start_queue is not None and start_queue.max_group_size == self._max_group_size():
             self.start_queue, self._last_obs = start_queue, last_obs
@@ -351,10 +352,17 @@ class GRPO(OnPolicyAlgorithm):
         """
         :return: A policy like the one that is trained, with other weights
         """
-        policy = self.policy_class(
-            self.observation_space, self.action_space, self.lr_schedule, use_sde=self.use_sde, **self.policy_kwargs
-        )
-        return policy.to(self.device)  # type: ignore[return-value]
+        return self._policy_recipe()().to(self.device)
+
+    def _policy_recipe(self) -> Callable[[], ActorPolicy]:
+        """
+        :return: A function that makes a policy like the one that is trained, and that can be sent to a worker
+        """
+        spaces_and_rate = self.observation_space, self.action_space, self.policy._dummy_schedule
+        return partial(self.policy_class, *spaces_and_rate, use_sde=self.use_sde, **self._policy_arguments())  # type: ignore[return-value]
+
+    def _policy_arguments(self) -> dict[str, Any]:
+        return {**(dict(normalize_observations=True) if self.normalize_observations else {}), **self.policy_kwargs}
 
     def _time_limit(self) -> int | None:
         """
@@ -469,6 +477,9 @@ class GRPO(OnPolicyAlgorithm):
                 rollout_buffer.start_afresh()
             if not self._collect(env, callback, rollout_buffer, n_rollout_steps):
                 return False
+            if self.policy.normalizer is not None:
+                flat = map_observations(lambda array: array.reshape(-1, *array.shape[2:]), rollout_buffer.observations)
+                self.policy.normalizer.observe(flat)
             # If this fails, trajectories in progress have lost their beginnings, and the environments are reset.
             rollout_buffer.finish_rollout(
                 self._last_obs,  # type: ignore[arg-type]
@@ -564,13 +575,6 @@ class GRPO(OnPolicyAlgorithm):
         seeded_env.count_mismatches(collected.mismatches, collected.warnings)
         return arrived_steps(collected, self.policy, seeded_env)
 
-    def _policy_recipe(self) -> Callable[[], ActorPolicy]:
-        """
-        :return: A function that makes a policy like the one that is trained, and that can be sent to a worker
-        """
-        spaces_and_rate = self.observation_space, self.action_space, self.policy._dummy_schedule
-        return partial(self.policy_class, *spaces_and_rate, use_sde=self.use_sde, **self.policy_kwargs)  # type: ignore[return-value]
-
     def _workers_act(self, env: VecEnv) -> bool:
         """
         :param env: The training environment
@@ -617,13 +621,17 @@ class GRPO(OnPolicyAlgorithm):
     # --- updating -----------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Update the policy with the transitions in the rollout buffer. Without any, the policy stays as it is."""
+        """Update the policy with the transitions in the rollout buffer. Without any, the weights stay as they are."""
         self._update_learning_rate(self.policy.optimizer)
         # SB3 knows a single rate. The policy may have another one for some of its parameters.
         self.policy.set_learning_rate(self.lr_schedule(self._current_progress_remaining))
         self.update_metrics = {}
-        if self.rollout_buffer.n_samples == 0:
-            return
+        if self.rollout_buffer.n_samples > 0:
+            self._update()
+        if self.policy.normalizer is not None:
+            self.policy.normalizer.renew()
+
+    def _update(self) -> None:
         self.policy.set_training_mode(True)
         clip_range = self._current_clip_range()
         with self._undone_on_error():

@@ -27,6 +27,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
 from sb3_grpo.fast_actor import LEAN_DISTRIBUTIONS, FastActor, LeanDistribution, fast_actor, has_hooks, is_unaltered
+from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 from sb3_grpo.validation import require_between, require_positive
 
 #: Number of observations that are encoded at a time.
@@ -62,6 +63,8 @@ class ActorPolicy(BasePolicy):
     :param features_extractor_class: Features extractor; ``None`` for ``default_features_extractor_class`` of this class
     :param features_extractor_kwargs: Keyword arguments of the features extractor
     :param normalize_images: Whether to divide images by 255
+    :param normalize_observations: Whether to standardise vectors of floating point numbers with the statistics that GRPO
+        collects, see :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param optimizer_class: Optimizer
     :param optimizer_kwargs: Keyword arguments of the optimizer without the learning rate. ``None`` for ``eps=1e-5`` and
         ``fused=True`` with ``Adam``, and for no arguments with other optimizers
@@ -93,6 +96,7 @@ class ActorPolicy(BasePolicy):
         features_extractor_class: type[BaseFeaturesExtractor] | None = None,
         features_extractor_kwargs: dict[str, Any] | None = None,
         normalize_images: bool = True,
+        normalize_observations: bool = False,
         optimizer_class: type[th.optim.Optimizer] = th.optim.Adam,
         optimizer_kwargs: dict[str, Any] | None = None,
         log_std_lr_factor: float = 1.0,
@@ -132,6 +136,7 @@ class ActorPolicy(BasePolicy):
         self.activation_fn = activation_fn
         self.ortho_init = ortho_init
         self.use_sde = use_sde
+        self.normalize_observations = normalize_observations
         self.log_std_init = log_std_init
         self.log_std_lr_factor = log_std_lr_factor
         self.full_std = full_std
@@ -151,6 +156,9 @@ class ActorPolicy(BasePolicy):
 
         :param lr_schedule: Learning rate schedule; ``lr_schedule(1)`` is the initial learning rate
         """
+        self.normalizer: ObservationNormalizer | None = None
+        if self.normalize_observations and normalized_parts(self.observation_space):
+            self.normalizer = ObservationNormalizer(self.observation_space)
         self.features_extractor = self.make_features_extractor()
         self.features_dim = self.features_extractor.features_dim
         self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, self.net_arch, self.activation_fn))
@@ -195,6 +203,7 @@ class ActorPolicy(BasePolicy):
             activation_fn=self.activation_fn,
             ortho_init=self.ortho_init,
             use_sde=self.use_sde,
+            normalize_observations=self.normalize_observations,
             log_std_init=self.log_std_init,
             log_std_lr_factor=self.log_std_lr_factor,
             full_std=self.full_std,
@@ -216,6 +225,15 @@ class ActorPolicy(BasePolicy):
         if not isinstance(self.action_dist, StateDependentNoiseDistribution):
             raise ValueError(f"reset_noise() is for gSDE, and this policy has use_sde={self.use_sde}: pass use_sde=True.")
         self.action_dist.sample_weights(self.log_std, batch_size=n_envs)
+
+    def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor) -> th.Tensor:
+        """
+        :param obs: Observations, shape ``(n, *obs_shape)``
+        :param features_extractor: Features extractor
+        :return: Its output for the standardised observations, shape ``(n, features_dim)``
+        """
+        obs = obs if self.normalizer is None else self.normalizer(obs)
+        return super().extract_features(obs, features_extractor)
 
     # --- acting -------------------------------------------------------------------------------------------------------
 

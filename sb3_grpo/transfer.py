@@ -12,6 +12,9 @@ _CRITIC_PREFIXES = ("value_net.", "mlp_extractor.value_net.", "vf_features_extra
 _ACTOR_PREFIXES = {"mlp_extractor.policy_net.": "policy_net.", "pi_features_extractor.": "features_extractor."}
 
 
+_NORMALIZER = "normalizer."
+
+
 class HasPolicy(Protocol):
     """Any object that keeps its networks in ``policy``, as SB3's models do."""
 
@@ -27,6 +30,9 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     A2C target stays as it is, except for a features extractor that it shares with the actor. With gSDE, the exploration
     matrices of the target are sampled again from the copied ``log_std``.
 
+    The copy maps the same observations to the same actions. If the source standardises observations and the target does not,
+    the statistics become part of the first layer, which does not clip. If only the target does, it no longer does so.
+
     Not copied are the state of the optimizer and the statistics of a ``VecNormalize``. Only names and shapes of weights are
     compared: make sure that the activation function, ``squash_output``, ``use_expln`` and the kind of action space agree.
 
@@ -36,6 +42,11 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     """
     policy = _policy_of(target, "target")
     target_state, source_state = policy.state_dict(), _source_state(source)
+    is_standardised, was_standardised = (f"{_NORMALIZER}mean" in state for state in (source_state, target_state))
+    if is_standardised and not was_standardised:
+        source_state = _folded(source_state)
+    elif was_standardised and not is_standardised:
+        target_state = {key: value for key, value in target_state.items() if not key.startswith(_NORMALIZER)}
     # For each weight of the actor: the name or names that it has in the state.
     target_keys, source_keys = _actor_keys(target_state), _actor_keys(source_state)
 
@@ -53,6 +64,9 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
         )
 
     actor = {key: source_state[max(source_keys[name])] for name, keys in target_keys.items() for key in keys}
+    if was_standardised and not is_standardised:
+        policy.normalizer = None  # type: ignore[assignment]
+        policy.normalize_observations = target.normalize_observations = False  # type: ignore[assignment, attr-defined]
     policy.load_state_dict(actor, strict=False)
     if getattr(policy, "use_sde", False):
         policy.reset_noise()  # type: ignore[operator]
@@ -84,6 +98,23 @@ def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
     if not isinstance(policy, nn.Module):
         raise ValueError(f"{argument}={model!r} has no policy network: pass a GRPO, PPO or A2C model.")
     return policy
+
+
+def _folded(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
+    """
+    Make the standardisation of observations a part of the first layer: ``W (s (x - m)) + b = (W s) x + (b - W s m)``.
+
+    :param state: State dict of an actor that standardises observations
+    :return: State dict of the same actor without; the argument if the first layer does not see the observations themselves
+    """
+    shift, scale = state[f"{_NORMALIZER}shift"], state[f"{_NORMALIZER}scale"]
+    first = "policy_net.0" if "policy_net.0.weight" in state else "action_net"
+    weight = state.get(f"{first}.weight", th.empty(0, 0))
+    if weight.shape[-1] != len(shift) or any(key.startswith("features_extractor.") for key in state):
+        return state
+    weight = weight * scale
+    folded = {f"{first}.weight": weight, f"{first}.bias": state[f"{first}.bias"] - weight @ shift}
+    return {key: value for key, value in (state | folded).items() if not key.startswith(_NORMALIZER)}
 
 
 def _actor_keys(state: dict[str, th.Tensor]) -> dict[str, list[str]]:

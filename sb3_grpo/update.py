@@ -191,5 +191,5 @@ def check_update(policy: ActorPolicy, gradient_norms: list[th.Tensor], n_updates
     what = f"weights after update {n_updates} are" if is_finite else f"gradient of update {n_updates} is"
     raise ValueError(
         f"The {what} not finite. The update has been undone, so the model can be saved. Lower `learning_rate`, or limit the "
-        "scale of observations and advantages (`VecNormalize`, `normalize_advantage`, `scale`)."
+        "scale of observations and advantages (`normalize_observations`, `normalize_advantage`, `scale`)."
     )

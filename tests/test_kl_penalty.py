@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from helpers import same
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
@@ -43,10 +44,6 @@ def make_penalty(reference: Any = "initial", estimator: Any = "exact", tau: floa
 
 def weights(policy: th.nn.Module) -> dict[str, th.Tensor]:
     return {name: value.clone() for name, value in policy.state_dict().items()}
-
-
-def same(left: dict[str, th.Tensor], right: dict[str, th.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(th.equal(value, right[name]) for name, value in left.items())
 
 
 def perturb(policy: th.nn.Module, scale: float = 0.1) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch as th
+from helpers import same, weights
 from stable_baselines3 import DQN, PPO
 from stable_baselines3.common.callbacks import CheckpointCallback
 from stable_baselines3.common.env_util import make_vec_env
@@ -24,14 +25,6 @@ from sb3_grpo.persistence import FORMAT, check_format, random_state, replace_fil
 def make_model(cls: Any = GRPO, **kwargs: Any) -> Any:
     small: dict[str, Any] = dict(n_steps=32, batch_size=32, n_epochs=2, seed=0, policy_kwargs=dict(net_arch=[8]))
     return cls("MlpPolicy", "CartPole-v1", device="cpu", **{**small, **kwargs})
-
-
-def weights(model: Any) -> dict[str, th.Tensor]:
-    return {name: value.clone() for name, value in model.policy.state_dict().items()}
-
-
-def same(left: dict[str, th.Tensor], right: dict[str, th.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(th.equal(value, right[name]) for name, value in left.items())
 
 
 # --- replacing a file ---

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from helpers import same, weights
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecNormalize
@@ -27,14 +28,6 @@ from sb3_grpo.buffers import BUFFERS
 
 BROKEN = 1  # index of the environment that fails
 Weights = dict[str, th.Tensor]
-
-
-def weights(model: GRPO) -> Weights:
-    return {name: weight.clone() for name, weight in model.policy.state_dict().items()}
-
-
-def same(left: Weights, right: Weights) -> bool:
-    return all(th.equal(weight, right[name]) for name, weight in left.items())
 
 
 def is_finite(model: GRPO) -> bool:

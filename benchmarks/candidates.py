@@ -1,0 +1,94 @@
+"""
+Which settings should be the default: the score of each candidate, from the rows of the suite `candidates`.
+
+    python -m benchmarks.run --suite candidates --seeds 0 1 --jobs 2    # run what is missing
+    python -m benchmarks.candidates                                     # the table
+    python -m benchmarks.candidates --reference                         # write results/ppo.csv anew, from the rows of PPO
+
+The score of a run is the mean of its area and its evaluation, each above that of random actions and divided by the same for
+the best stored arm of PPO in that environment, and at most 2. The candidate with the largest interquartile mean over
+environments and seeds is the best. The reference is a file, so that scores do not change when PPO gets more rows.
+"""
+
+import argparse
+import csv
+import math
+
+import numpy as np
+
+from benchmarks.results import RESULTS, Suite, read_rows
+from benchmarks.statistics import interquartile_mean
+from benchmarks.tables import markdown_table
+
+REFERENCE = RESULTS / "ppo.csv"
+#: Suites with rows of PPO at the budgets of the candidates
+SUITES_OF_PPO = ("short", "minigrid", "inputs")
+MAX_SCORE = 2.0
+
+
+def write_reference() -> None:
+    """Write for each environment of the candidates the arm of PPO with the largest sum of area and evaluation."""
+    suites = [Suite(name) for name in SUITES_OF_PPO]
+    lines = []
+    for env, timesteps in Suite("candidates").timesteps.items():
+        scores = []
+        for suite in (suite for suite in suites if suite.timesteps.get(env) == timesteps):
+            for arm in (arm for arm in suite.arms if arm.startswith("ppo") and suite.runs(arm, env)):
+                area, evaluation = (suite.column(arm, env, name).mean() for name in ("auc", "eval_mean"))
+                scores.append((area, evaluation, arm, len(suite.runs(arm, env)), suite.random_area(env)))
+        area, evaluation, arm, n_seeds, random = max(scores, key=lambda score: score[0] + score[1])
+        lines.append([env, timesteps, arm, n_seeds, f"{random:.4f}", f"{area:.4f}", f"{evaluation:.4f}"])
+    with REFERENCE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([["env", "timesteps", "arm", "n_seeds", "random", "area", "evaluation"], *lines])
+
+
+def score(area: np.ndarray, evaluation: np.ndarray, reference: dict[str, str]) -> np.ndarray:
+    """
+    :param area: Areas of runs, shape ``(n,)``
+    :param evaluation: Evaluations after training, shape ``(n,)``
+    :param reference: Row of the environment in the file of the reference
+    :return: Scores, shape ``(n,)``
+    """
+    random = float(reference["random"])
+    shares = [
+        (values - random) / (float(reference[name]) - random) for name, values in (("area", area), ("evaluation", evaluation))
+    ]
+    return np.minimum(np.mean(shares, axis=0), MAX_SCORE)
+
+
+def table(suite: Suite, references: dict[str, dict[str, str]]) -> str:
+    """
+    :param suite: Finished runs of candidates
+    :param references: Rows of the reference, by environment
+    :return: One line per candidate, the best first: its score, and the mean score in each environment
+    """
+    envs = list(suite.timesteps)
+    lines = []
+    for arm in suite.arms:
+        by_env: dict[str, dict[int, float]] = {}
+        for env in envs:
+            seeds = [each.run.seed for each in suite.runs(arm, env)]
+            area, evaluation = (suite.values(arm, env, seeds, name) for name in ("auc", "eval_mean"))
+            by_env[env] = dict(zip(seeds, score(area, evaluation, references[env]), strict=True))
+        means = [float(np.mean(list(each.values()))) if each else math.nan for each in by_env.values()]
+        if all(map(math.isnan, means)):
+            continue
+        common = sorted(set.intersection(*(set(each) for each in by_env.values())))
+        total = interquartile_mean(np.array([[by_env[env][seed] for env in envs] for seed in common])) if common else None
+        cells = ["" if math.isnan(mean) else f"{mean:.2f}" for mean in means]
+        lines.append((total.value if total else -np.inf, [arm, len(common), total or "", *cells]))
+    header = ["candidate", "seeds", "score", *(env.removeprefix("sb3_grpo/") for env in envs)]
+    return markdown_table(header, [cells for _, cells in sorted(lines, key=lambda line: -line[0])])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reference", action="store_true", help="write the reference anew")
+    if parser.parse_args().reference:
+        write_reference()
+    print(table(Suite("candidates"), {row["env"]: row for row in read_rows(REFERENCE)}))
+
+
+if __name__ == "__main__":
+    main()

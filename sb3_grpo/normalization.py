@@ -1,0 +1,107 @@
+"""Standardisation of observations, as a part of the policy."""
+
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.running_mean_std import RunningMeanStd
+from torch import nn
+
+#: Standardised observations are clipped to this range, as in SB3's ``VecNormalize``.
+MAX_STANDARDISED = 10.0
+#: An input whose standard deviation is below this fraction of its mean counts as constant: it is centred and not scaled.
+MIN_VARIATION = 1e-6
+
+
+class ObservationNormalizer(nn.Module):
+    """
+    Standardises observations: ``clip((x - mean) / std, -10, 10)``, with the mean and the standard deviation of each input over
+    all observations so far. The statistics are buffers of the module, so they are saved, loaded and copied with the weights.
+
+    Observations that arrive change nothing until :meth:`renew`, so that the policy is the same function throughout a rollout
+    and its update. Only the first ones are used at once: before them, observations stay as they are.
+
+    :param observation_space: Observation space. Vectors of floating point numbers are standardised, and so are those in a
+        ``Dict``, except parts whose name is not in :func:`normalized_parts`
+    """
+
+    count: th.Tensor
+    mean: th.Tensor
+    var: th.Tensor
+    shift: th.Tensor
+    scale: th.Tensor
+
+    def __init__(self, observation_space: spaces.Space):
+        super().__init__()
+        self.slices: dict[str | None, slice] = {}
+        n_inputs = 0
+        for name, space in normalized_parts(observation_space).items():
+            self.slices[name] = slice(n_inputs, n_inputs + int(np.prod(space.shape)))
+            n_inputs = self.slices[name].stop
+        # The statistics so far
+        self.register_buffer("count", th.zeros((), dtype=th.int64))
+        self.register_buffer("mean", th.zeros(n_inputs))
+        self.register_buffer("var", th.ones(n_inputs))
+        # Those in use
+        self.register_buffer("shift", th.zeros(n_inputs))
+        self.register_buffer("scale", th.ones(n_inputs))
+
+    def forward(self, observations: Any) -> Any:
+        """
+        :param observations: Observations, tensors of shape ``(n, *obs_shape)`` or a dict of such
+        :return: The same, standardised
+        """
+        if not isinstance(observations, dict):
+            return self._standardised(observations, self.shift, self.scale)
+        return {
+            name: (
+                self._standardised(part, self.shift[self.slices[name]], self.scale[self.slices[name]])
+                if name in self.slices
+                else part
+            )
+            for name, part in observations.items()
+        }
+
+    @staticmethod
+    def _standardised(part: th.Tensor, shift: th.Tensor, scale: th.Tensor) -> th.Tensor:
+        return ((part.flatten(1) - shift) * scale).clamp_(-MAX_STANDARDISED, MAX_STANDARDISED).view_as(part)
+
+    def observe(self, observations: Any) -> None:
+        """
+        Add observations to the statistics.
+
+        :param observations: Observations, arrays of shape ``(n, *obs_shape)`` or a dict of such
+        """
+        parts = observations if isinstance(observations, dict) else {None: observations}
+        inputs = [parts[name].reshape(len(parts[name]), -1).astype(np.float64) for name in self.slices]
+        statistics = RunningMeanStd(epsilon=0.0)
+        for name in ("mean", "var", "count"):
+            setattr(statistics, name, getattr(self, name).double().cpu().numpy())
+        is_first = statistics.count == 0
+        statistics.update(np.concatenate(inputs, axis=1))
+        for name in ("mean", "var", "count"):
+            getattr(self, name).copy_(th.as_tensor(getattr(statistics, name)))
+        if is_first:
+            self.renew()
+
+    def renew(self) -> None:
+        """Use the statistics of all observations so far."""
+        self.shift.copy_(self.mean)
+        std = self.var.sqrt()
+        self.scale.copy_(th.where(std > MIN_VARIATION * self.mean.abs(), 1.0 / std, 1.0))
+
+
+def normalized_parts(observation_space: spaces.Space) -> dict[str | None, spaces.Box]:
+    """
+    :param observation_space: Observation space
+    :return: The vectors of floating point numbers in it, by their name in a ``Dict``, or ``None`` for the whole. Images, other
+        arrays with more than two axes, integers and discrete observations are not among them
+    """
+    is_dict = isinstance(observation_space, spaces.Dict)
+    parts: dict[str | None, spaces.Space] = dict(observation_space.spaces) if is_dict else {None: observation_space}  # type: ignore[attr-defined]
+    return {
+        name: space
+        for name, space in parts.items()
+        if isinstance(space, spaces.Box) and space.dtype.kind == "f" and len(space.shape) <= 2
+    }

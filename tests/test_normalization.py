@@ -1,0 +1,251 @@
+"""Observations that the policy standardises itself."""
+
+import pathlib
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_grpo import GRPO, load_actor
+from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
+
+VECTOR = spaces.Box(-np.inf, np.inf, (3,))
+ROLLOUTS = np.random.default_rng(0).normal(5.0, [0.1, 1.0, 100.0], (2, 40, 3)).astype(np.float32)
+
+
+class Affine(gym.ObservationWrapper):
+    """Gives observations in other units."""
+
+    factor, offset = 1.0, 0.0
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.observation_space = spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float64)
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        return self.factor * observation.astype(np.float64) + self.offset
+
+
+class Thousandfold(Affine):
+    factor, offset = 1000.0, 300.0
+
+
+class Watcher(BaseCallback):
+    """Remembers all observations, and the statistics in use at each step and at the end of each rollout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observations: list[np.ndarray] = []
+        self.shifts: list[th.Tensor] = []
+
+    def _on_rollout_start(self) -> None:
+        self.observations.append(self.model._last_obs)  # type: ignore[arg-type]
+
+    def _on_step(self) -> bool:
+        self.observations.append(self.locals["new_obs"])
+        self.shifts.append(self.model.policy.normalizer.shift.clone())  # type: ignore[union-attr, operator]
+        return True
+
+    def _on_rollout_end(self) -> None:
+        self.observations.pop()  # belongs to the next rollout
+
+
+def make_model(env: Any = "Pendulum-v1", **kwargs: Any) -> GRPO:
+    options: dict[str, Any] = dict(n_steps=32, batch_size=16, n_epochs=2, normalize_observations=True, seed=0, device="cpu")
+    return GRPO("MlpPolicy", env, **{**options, **kwargs})
+
+
+def wide_box(*shape: int, dtype: Any = np.float32) -> spaces.Box:
+    return spaces.Box(0, 255, shape, dtype)
+
+
+# --- the statistics ---------------------------------------------------------------------------------------------------
+
+
+def test_the_statistics_are_those_of_all_observations():
+    normalizer = ObservationNormalizer(VECTOR)
+    for rollout in ROLLOUTS:
+        normalizer.observe(rollout)
+    normalizer.renew()
+    everything = ROLLOUTS.reshape(-1, 3).astype(np.float64)
+    expected = (everything - everything.mean(axis=0)) / everything.std(axis=0)
+    np.testing.assert_allclose(normalizer(th.as_tensor(everything)), expected, atol=1e-4)
+
+
+def test_the_first_observations_are_used_at_once_and_later_ones_only_after_renewal():
+    normalizer = ObservationNormalizer(VECTOR)
+    x = th.as_tensor(ROLLOUTS[0])
+    assert th.equal(normalizer(x / 100.0), x / 100.0)
+    normalizer.observe(ROLLOUTS[0])
+    first = normalizer(x)
+    np.testing.assert_allclose(first.mean(dim=0), 0.0, atol=1e-4)
+    normalizer.observe(ROLLOUTS[1] + 1.0)
+    assert th.equal(normalizer(x), first)
+    normalizer.renew()
+    assert not th.equal(normalizer(x), first)
+
+
+def test_an_input_that_has_never_changed_is_centred_and_not_scaled():
+    normalizer = ObservationNormalizer(VECTOR)
+    normalizer.observe(np.full((50, 3), [0.0, 0.1, 1e6], dtype=np.float32))
+    later = th.tensor([[0.5, 0.6, 1e6 + 0.5]])
+    np.testing.assert_allclose(normalizer(later), [[0.5, 0.5, 0.5]], rtol=1e-5)
+
+
+def test_far_away_observations_are_clipped():
+    normalizer = ObservationNormalizer(VECTOR)
+    normalizer.observe(ROLLOUTS[0])
+    assert normalizer(th.tensor([[-1e9, 1e9, 5.0]]))[0, :2].tolist() == [-10.0, 10.0]
+
+
+SPACES: dict[str, tuple[spaces.Space, list[str | None]]] = {
+    "vector": (wide_box(4), [None]),
+    "stacked vectors": (wide_box(3, 4), [None]),
+    "image": (wide_box(36, 36, 3, dtype=np.uint8), []),
+    "float image": (wide_box(36, 36, 3), []),
+    "integers": (wide_box(4, dtype=np.int32), []),
+    "small integers": (wide_box(147, dtype=np.uint8), []),
+    "discrete": (spaces.Discrete(4), []),
+    "dict": (
+        spaces.Dict(a=wide_box(2), b=spaces.Discrete(3), c=wide_box(5), d=wide_box(36, 36, 3, dtype=np.uint8)),
+        ["a", "c"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("space", "names"), SPACES.values(), ids=SPACES)
+def test_vectors_of_floats_are_standardised_and_nothing_else(space: spaces.Space, names: list[str | None]):
+    assert list(normalized_parts(space)) == names
+
+
+def test_parts_of_a_dict_have_statistics_of_their_own():
+    space = spaces.Dict(a=wide_box(2), b=wide_box(3), c=wide_box(4, dtype=np.int32))
+    normalizer = ObservationNormalizer(space)
+    batch = {name: 100 * np.random.default_rng(1).random((50, *part.shape)) for name, part in space.items()}
+    normalizer.observe(batch)
+    result = normalizer({name: th.as_tensor(part) for name, part in batch.items()})
+    for name in ("a", "b"):
+        alone = ObservationNormalizer(space[name])
+        alone.observe(batch[name])
+        assert th.equal(result[name], alone(th.as_tensor(batch[name])))
+    np.testing.assert_array_equal(result["c"], batch["c"])
+
+
+# --- in training ------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_is_the_same_function_throughout_a_rollout_and_its_update(monkeypatch: pytest.MonkeyPatch):
+    model, watcher, in_updates = make_model(), Watcher(), []
+    update = GRPO._update_policy
+
+    def watched_update(self: GRPO, *args: Any) -> Any:
+        in_updates.append(self.policy.normalizer.shift.clone())  # type: ignore[union-attr]
+        return update(self, *args)
+
+    monkeypatch.setattr(GRPO, "_update_policy", watched_update)
+    model.learn(3 * 32, callback=watcher)
+    of_rollouts = [th.stack(watcher.shifts[first : first + 32]) for first in (0, 32, 64)]
+    assert all(th.equal(rollout, rollout[:1].expand_as(rollout)) for rollout in of_rollouts)
+    # The first update has the statistics of the first rollout, which had none.
+    assert not of_rollouts[0].any()
+    assert th.equal(in_updates[0], of_rollouts[1][0])
+    assert th.equal(in_updates[1], of_rollouts[1][0])
+    assert th.equal(in_updates[2], of_rollouts[2][0])
+    assert not th.equal(of_rollouts[1][0], of_rollouts[2][0])
+    seen = np.concatenate(watcher.observations[:64])
+    np.testing.assert_allclose(of_rollouts[2][0], seen.mean(axis=0), rtol=1e-4, atol=1e-5)
+
+
+def final_weights(wrapper: Any, **kwargs: Any) -> np.ndarray:
+    env = make_vec_env("Pendulum-v1", n_envs=2, seed=0, wrapper_class=wrapper)
+    model = make_model(env, learning_rate=0.01, policy_kwargs=dict(net_arch=[8]), **kwargs)
+    th.nn.init.zeros_(model.policy.action_net.weight)  # type: ignore[arg-type]
+    model.learn(192)
+    return np.concatenate([parameter.detach().numpy().ravel() for parameter in model.policy.parameters()])
+
+
+def test_learning_does_not_depend_on_the_units_of_observations():
+    """The policy is the same in both, because its first actions depend on no observation."""
+    np.testing.assert_allclose(final_weights(Affine), final_weights(Thousandfold), atol=1e-3)
+
+
+def test_without_normalisation_it_does():
+    without = [final_weights(each, normalize_observations=False) for each in (Affine, Thousandfold)]
+    assert np.abs(without[0] - without[1]).max() > 0.05
+
+
+def test_a_vec_normalize_outside_leaves_little_to_do():
+    model = make_model(VecNormalize(make_vec_env("Pendulum-v1", n_envs=2, seed=0))).learn(2000)
+    normalizer = model.policy.normalizer
+    assert normalizer is not None
+    np.testing.assert_allclose(normalizer.shift, 0.0, atol=0.25)
+    np.testing.assert_allclose(normalizer.scale, 1.0, atol=0.25)
+
+
+# --- saved and copied -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalizes", [True, False], ids=["with", "without"])
+def test_a_loaded_model_acts_as_the_saved_one(normalizes: bool, tmp_path: pathlib.Path):
+    model = make_model(normalize_observations=normalizes).learn(64)
+    model.save(tmp_path / "model.zip")
+    loaded = GRPO.load(tmp_path / "model.zip", device="cpu")
+    assert (loaded.policy.normalizer is not None) == normalizes
+    observations = np.stack([model.observation_space.sample() for _ in range(20)])
+    np.testing.assert_array_equal(
+        loaded.predict(observations, deterministic=True)[0], model.predict(observations, deterministic=True)[0]
+    )
+    model.policy.save(str(tmp_path / "policy.pth"))
+    policy = type(model.policy).load(str(tmp_path / "policy.pth"), device="cpu")
+    np.testing.assert_array_equal(
+        policy.predict(observations, deterministic=True)[0], model.predict(observations, deterministic=True)[0]
+    )
+
+
+@pytest.mark.parametrize("net_arch", [[8], []], ids=["hidden layer", "no hidden layer"])
+def test_ppo_gets_the_statistics_in_its_first_layer(net_arch: list[int], tmp_path: pathlib.Path):
+    model = make_model(policy_kwargs=dict(net_arch=net_arch), learning_rate=0.01).learn(128)
+    model.save(tmp_path / "model.zip")
+    observations = np.stack([model.observation_space.sample() for _ in range(20)])
+    for source in (model, tmp_path / "model.zip"):
+        ppo = PPO("MlpPolicy", "Pendulum-v1", policy_kwargs=dict(net_arch=net_arch), device="cpu")
+        load_actor(ppo, source)
+        expected = model.predict(observations, deterministic=True)[0]
+        np.testing.assert_allclose(ppo.predict(observations, deterministic=True)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_actor_of_ppo_goes_on_without_statistics(tmp_path: pathlib.Path):
+    ppo = PPO("MlpPolicy", "Pendulum-v1", n_steps=64, policy_kwargs=dict(net_arch=[8]), device="cpu").learn(64)
+    observations = np.stack([ppo.observation_space.sample() for _ in range(20)])
+    model = make_model(policy_kwargs=dict(net_arch=[8])).learn(64)
+    load_actor(model, ppo)
+    expected = ppo.predict(observations, deterministic=True)[0]
+    np.testing.assert_allclose(model.predict(observations, deterministic=True)[0], expected, rtol=1e-5)
+    model.save(tmp_path / "model.zip")
+    loaded = GRPO.load(tmp_path / "model.zip", device="cpu")
+    np.testing.assert_allclose(loaded.predict(observations, deterministic=True)[0], expected, rtol=1e-5)
+    model.learn(32)
+    assert model.policy.normalizer is None
+
+
+def test_statistics_that_cannot_be_folded_are_named():
+    env = make_vec_env("Pendulum-v1", n_envs=1)
+    space = spaces.Dict(a=wide_box(2), b=spaces.Discrete(3))
+
+    class Mixed(gym.Env):
+        observation_space, action_space = space, env.action_space
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return space.sample(), {}
+
+    model = GRPO("MultiInputPolicy", Mixed(), normalize_observations=True, share_starts=False, device="cpu")
+    ppo = PPO("MultiInputPolicy", Mixed(), device="cpu")
+    with pytest.raises(ValueError, match=r"normalizer.mean: \(2,\) in the source, absent in the target"):
+        load_actor(ppo, model)
