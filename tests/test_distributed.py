@@ -177,11 +177,12 @@ def test_transitions_are_those_of_the_environments_with_these_actions(n_workers:
     env.close()
 
 
-def test_workers_take_actions_with_the_probabilities_of_the_policy():
+@pytest.mark.parametrize("normalizes", [False, True], ids=["raw", "standardised"])
+def test_workers_take_actions_with_the_probabilities_of_the_policy(normalizes: bool):
     env, seen = ray_env(), Observer()
-    model = make(env)
+    model = make(env, normalize_observations=normalizes).learn(N_STEPS * 4)
     before = weights(model)
-    model.learn(N_STEPS * 4, callback=seen)
+    model.learn(N_STEPS * 4, callback=seen, reset_num_timesteps=False)
     model.policy.load_state_dict(before)
     for row in seen.rows[::8]:
         expected = model.policy.evaluate_actions(row["obs_tensor"], th.as_tensor(row["actions"]))[0]
