@@ -18,17 +18,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
 from stable_baselines3.common.utils import FloatSchedule
-from stable_baselines3.common.vec_env import (
-    VecCheckNan,
-    VecEnv,
-    VecEnvWrapper,
-    VecExtractDictObs,
-    VecFrameStack,
-    VecMonitor,
-    VecNormalize,
-    VecTransposeImage,
-    VecVideoRecorder,
-)
+from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import losses
@@ -51,22 +41,12 @@ from sb3_grpo.validation import (
     require_positive,
     require_schedule,
 )
+from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper, reward_normalizer
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
 #: Number of transitions per rollout that ``n_steps=None`` aims at.
 DEFAULT_ROLLOUT_SIZE = 2048
-#: Wrappers of SB3 that leave rewards as they are.
-KEEP_REWARDS = (VecCheckNan, VecExtractDictObs, VecFrameStack, VecMonitor, VecTransposeImage, VecVideoRecorder)
-
-
-#: Wrappers of SB3 that keep workers from collecting whole rollouts, and what to use inside the environments instead.
-INSIDE_WORKERS = {
-    "VecNormalize": "`gymnasium.wrappers.NormalizeObservation` and `NormalizeReward`",
-    "VecFrameStack": "`gymnasium.wrappers.FrameStackObservation`",
-    "VecTransposeImage": "a wrapper that returns images with the channels first",
-    "VecMonitor": "`stable_baselines3.common.monitor.Monitor`",
-}
 
 
 class GRPO(OnPolicyAlgorithm):
@@ -507,7 +487,7 @@ class GRPO(OnPolicyAlgorithm):
         Fill the buffer. Arguments and result are those of :meth:`collect_rollouts`; local names are SB3's, because callbacks
         read them.
         """
-        normalizer = _reward_normalizer(env) if rollout_buffer.takes_original_rewards else None
+        normalizer = reward_normalizer(env) if rollout_buffer.takes_original_rewards else None
         n_steps = 0
         rollout_buffer.reset()
 
@@ -582,22 +562,17 @@ class GRPO(OnPolicyAlgorithm):
         """
         if not hasattr(find_seeded_vec_env(env).venv, "collect"):
             return False
-        wrapper = env
-        while isinstance(wrapper, VecCheckNan):
-            wrapper = wrapper.venv
-        if not isinstance(wrapper, VecEnvWrapper):
-            return True
-        name = type(wrapper).__name__
-        if name not in self._slow_wrappers:
-            self._slow_wrappers.add(name)
-            instead = INSIDE_WORKERS.get(name, "a wrapper of Gymnasium")
+        wrapper = data_changing_wrapper(env)
+        if wrapper is not None and wrapper not in self._slow_wrappers:
+            self._slow_wrappers.add(wrapper)
             warnings.warn(
-                f"{name} changes what the workers return, so each step is a call to all workers, which takes milliseconds. "
-                f"Use {instead} inside the environments instead (`make_vec_env(..., wrapper_class=...)`).",
+                f"{wrapper} changes what the workers return, so each step is a call to all workers, which takes milliseconds. "
+                f"Use {INSIDE_WORKERS.get(wrapper, 'a wrapper of Gymnasium')} inside the environments instead "
+                "(`make_vec_env(..., wrapper_class=...)`).",
                 UserWarning,
                 stacklevel=2,
             )
-        return False
+        return wrapper is None
 
     def _check_environments(
         self,
@@ -805,21 +780,6 @@ class GRPO(OnPolicyAlgorithm):
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "kl_penalty", "_random_state"]
-
-
-def _reward_normalizer(env: VecEnv) -> VecNormalize | None:
-    """
-    :param env: The training environment
-    :return: The ``VecNormalize`` that scales the rewards, unless a wrapper outside it may change them again
-    """
-    wrapper = env
-    while isinstance(wrapper, VecEnvWrapper):
-        if isinstance(wrapper, VecNormalize):
-            return wrapper if wrapper.norm_reward else None
-        if type(wrapper) not in KEEP_REWARDS:
-            return None
-        wrapper = wrapper.venv
-    return None
 
 
 def _check_policy_class(policy: Any) -> None:

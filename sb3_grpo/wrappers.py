@@ -1,0 +1,50 @@
+"""Which of SB3's wrappers around the environments change rewards, or what workers return."""
+
+from stable_baselines3.common.vec_env import (
+    VecCheckNan,
+    VecEnv,
+    VecEnvWrapper,
+    VecExtractDictObs,
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+    VecTransposeImage,
+    VecVideoRecorder,
+)
+
+#: Wrappers that leave rewards as they are.
+KEEP_REWARDS = (VecCheckNan, VecExtractDictObs, VecFrameStack, VecMonitor, VecTransposeImage, VecVideoRecorder)
+
+#: Wrappers that keep workers from collecting whole rollouts, and what to use inside the environments instead.
+INSIDE_WORKERS = {
+    "VecNormalize": "`gymnasium.wrappers.NormalizeObservation` and `NormalizeReward`",
+    "VecFrameStack": "`gymnasium.wrappers.FrameStackObservation`",
+    "VecTransposeImage": "a wrapper that returns images with the channels first",
+    "VecMonitor": "`stable_baselines3.common.monitor.Monitor`",
+}
+
+
+def reward_normalizer(env: VecEnv) -> VecNormalize | None:
+    """
+    :param env: The training environment
+    :return: The ``VecNormalize`` that scales the rewards, unless a wrapper outside it may change them again
+    """
+    wrapper = env
+    while isinstance(wrapper, VecEnvWrapper):
+        if isinstance(wrapper, VecNormalize):
+            return wrapper if wrapper.norm_reward else None
+        if type(wrapper) not in KEEP_REWARDS:
+            return None
+        wrapper = wrapper.venv
+    return None
+
+
+def data_changing_wrapper(env: VecEnv) -> str | None:
+    """
+    :param env: The training environment
+    :return: Name of the outermost wrapper that may change what the environments return; ``None`` if there is none
+    """
+    wrapper = env
+    while isinstance(wrapper, VecCheckNan):
+        wrapper = wrapper.venv
+    return type(wrapper).__name__ if isinstance(wrapper, VecEnvWrapper) else None
