@@ -94,6 +94,7 @@ class RolloutWorker:
         self.seeded: SeededVecEnv | None = None
         self.queue: StartQueue | None = None
         self.policy: ActorPolicy | None = None
+        self.make_policy = b""
 
     def build(self, env_fns: list[bytes], version: str, n_predecessors: int = 0) -> tuple[Any, Any, int, str]:
         """
@@ -158,8 +159,7 @@ class RolloutWorker:
 
     def collect(
         self,
-        make_policy: bytes,
-        weights: dict[str, np.ndarray],
+        policy: tuple[bytes, dict[str, np.ndarray]],
         obs: VecEnvObs,
         starts: np.ndarray,
         queue: StartQueue,
@@ -170,8 +170,7 @@ class RolloutWorker:
         seed: int,
     ) -> Collected:
         """
-        :param make_policy: Pickled function that makes a policy, used once
-        :param weights: Its weights
+        :param policy: Pickled function that makes a policy, used if it is another one than last time, and weights
         :param obs: Present observations
         :param starts: Index of the start of each trajectory, shape ``(n,)``
         :param queue: Queue of the run
@@ -182,8 +181,9 @@ class RolloutWorker:
         :param seed: Seed of the random numbers
         :return: The transitions
         """
-        if self.policy is None:
-            self.policy = cloudpickle.loads(make_policy)().to("cpu")
+        make_policy, weights = policy
+        if self.policy is None or make_policy != self.make_policy:
+            self.policy, self.make_policy = cloudpickle.loads(make_policy)().to("cpu"), make_policy
         self.policy.load_state_dict({name: th.as_tensor(np.array(array)) for name, array in weights.items()})
         if self.seeded is None or self.queue is None:
             self.venv.worker_of_env = [self.index] * self.venv.num_envs  # type: ignore[attr-defined]
@@ -566,14 +566,14 @@ class RayVecEnv(VecEnv):
         """
         seed = int(th.randint(2**31 - 1, ()))
         # Once in the object store of each machine, however many workers are there
-        recipe = ray.put(cloudpickle.dumps(make_policy))
-        weights = ray.put({name: tensor.cpu().numpy() for name, tensor in policy.state_dict().items()})
+        weights = {name: tensor.cpu().numpy() for name, tensor in policy.state_dict().items()}
+        sent = ray.put((cloudpickle.dumps(make_policy), weights))
 
         arguments = []
         for w, own in enumerate(self._slices):
             own_seed = int(np.random.SeedSequence((seed, w)).generate_state(1)[0])
             settings = queue, share_starts, n_steps, sde_sample_freq, num_timesteps, own_seed
-            arguments.append((recipe, weights, take_observations(obs, own), starts[own], *settings))
+            arguments.append((sent, take_observations(obs, own), starts[own], *settings))
         parts = self._ask_all("collect", arguments)
         self._n_lost = [0] * self.n_workers
         for w, part in enumerate(parts):

@@ -71,7 +71,9 @@ class Infos:
         :param t: Step of the rollout
         :return: Info of each environment
         """
-        rows = [{key: kind(array[t, env]) for key, (kind, array) in self.arrays.items()} for env in range(self.shape[1])]
+        columns = [map(kind, array[t].tolist()) for kind, array in self.arrays.values()]
+        rows = [dict(zip(self.arrays, values, strict=True)) for values in zip(*columns, strict=True)]
+        rows = rows or [{} for _ in range(self.shape[1])]
         for env, row in enumerate(rows):
             row.update(self.others.get((t, env), {}))
         return rows
@@ -180,13 +182,14 @@ def arrived_steps(collected: Collected, policy: ActorPolicy, seeded_env: SeededV
     n_steps = len(collected.rewards)
     clipped = policy.within_bounds(collected.actions)
     log_probs = th.as_tensor(collected.log_probs)
+    obs_tensors = obs_as_tensor(collected.obs, policy.device)
     arrived = 0
     try:
         for t in range(n_steps):
             seeded_env.start_indices = collected.starts[t + 1]
             arrived = t + 1
             yield Step(
-                obs_as_tensor(take_observations(collected.obs, t), policy.device),
+                take_observations(obs_tensors, t),
                 collected.actions[t],
                 clipped[t],
                 log_probs[t],

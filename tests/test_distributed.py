@@ -702,10 +702,23 @@ def test_the_weights_travel_once_however_many_workers_there_are(monkeypatch: pyt
     model = make(env)
     for n_rollouts in (1, 2):
         model.learn(N_STEPS * 4, reset_num_timesteps=False)
-        assert sum(isinstance(value, dict) and value.keys() == weights(model).keys() for value in stored) == n_rollouts
+        assert [value[1].keys() for value in stored] == [weights(model).keys()] * n_rollouts
     arguments = [args for _, method, args, _ in asked if method == "collect"]
-    assert [len({args[1] for args in arguments[first : first + 2]}) for first in (0, 2)] == [1, 1]
-    assert not [each for args in arguments for each in args if isinstance(each, dict)]
+    assert [len({args[0] for args in arguments[first : first + 2]}) for first in (0, 2)] == [1, 1]
+    assert not [each for args in arguments for each in args if isinstance(each, (dict, tuple))]
+    env.close()
+
+
+def test_another_model_may_act_in_the_same_environments():
+    env = ray_env()
+    make(env).learn(N_STEPS * 4)
+    second, seen = make(env, policy_kwargs=dict(net_arch=[5, 3])), Observer()
+    before = weights(second)
+    second.learn(N_STEPS * 4, callback=seen)
+    second.policy.load_state_dict(before)
+    row = seen.rows[-1]
+    expected = second.policy.evaluate_actions(row["obs_tensor"], th.as_tensor(row["actions"]))[0]
+    th.testing.assert_close(row["log_probs"], expected.detach(), atol=1e-5, rtol=1e-5)
     env.close()
 
 
@@ -721,9 +734,14 @@ def test_infos_come_back_as_they_were():
         [{"a": 1.5, "b": True, "n": 3}, {"a": 2.5, "b": False, "n": "three", "c": {"x": [1]}}],
         [{"a": np.float64(1.5), "b": True, "n": 4}, {"b": False, "n": 5}],
     ]
+    for step in infos:
+        for info in step:
+            info["f"] = np.float32(0.1)
     packed = Infos(infos)
     assert [packed.at(t) for t in range(2)] == infos
-    assert set(packed.arrays) == {"b"}
+    assert set(packed.arrays) == {"b", "f"}
+    assert [[type(info["b"]), type(info["f"])] for info in packed.at(0)] == [[bool, np.float32]] * 2
+    assert Infos([[{}, {"x": "only here"}]]).at(0) == [{}, {"x": "only here"}]
 
 
 def test_a_rollout_travels_in_little_more_than_its_own_bytes():
@@ -735,7 +753,7 @@ def test_a_rollout_travels_in_little_more_than_its_own_bytes():
     recipe = distributed.cloudpickle.dumps(model._policy_recipe())
     assert len(recipe) < 20_000
     state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
-    arguments = recipe, state, obs, np.arange(8), model.start_queue, True, 128, -1, 0, 0
+    arguments = (recipe, state), obs, np.arange(8), model.start_queue, True, 128, -1, 0, 0
     collected = worker.collect(*arguments)
     fields = ("obs", "actions", "log_probs", "starts", "rewards", "dones")
     transitions = sum(getattr(collected, name).nbytes for name in fields)
