@@ -1,5 +1,6 @@
 import os
 import random
+from collections.abc import Iterator
 
 # No window, no display: set before pygame or matplotlib are imported by anything.
 os.environ["SDL_VIDEODRIVER"] = "dummy"
@@ -39,3 +40,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
     for name, value in (figure for report in reports for figure in report.user_properties):
         terminalreporter.write_line(f"{name}: {value}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, th.Tensor]:
+    """Weights after a training with two workers of Ray of which none is lost."""
+    from ray_helpers import ray_env, trained
+
+    return trained(ray_env())
+
+
+@pytest.fixture(scope="module")
+def ray_ends_with_the_module() -> Iterator[None]:
+    yield
+    import ray
+
+    ray.shutdown()
