@@ -22,6 +22,7 @@ from benchmarks.tables import (
     gains_table,
     learning_table,
     paired_table,
+    rivals_table,
     seconds_table,
     throughput_table,
     variance_table,
@@ -74,6 +75,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "inputs_evaluation": lambda: gains_table(
             inputs, "grpo, defaults", {**rivals, "heuristic": ["heuristic"]}, "eval_mean"
         ),
+        "inputs_rivals": lambda: rivals_table(inputs, "grpo, defaults", rivals["PPO"]),
         "variance_removed": lambda: variance_table(inputs, "grpo, defaults"),
         "ordinary": lambda: paired_table(Suite("ordinary", results), "grpo, defaults", "grpo, no relative term"),
         "tokens": lambda: variants_table(Suite("tokens", results)),

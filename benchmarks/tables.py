@@ -208,6 +208,26 @@ def gains_table(suite: Suite, arm: str, rivals: dict[str, Sequence[str]], column
     return f"{markdown_table(header, lines)}\n\nInterquartile mean of ratios: {', '.join(pooled)}."
 
 
+def rivals_table(suite: Suite, arm: str, rivals: Sequence[str]) -> str:
+    """
+    :return: One line per environment: areas and evaluations of the rivals; and the ratio of areas above random actions that
+        the arm would have over the best of them if it had its final score from the first step on
+    """
+    header = [
+        "environment",
+        *(f"{what}, {LABELS[each]}" for each in rivals for what in ("area", "evaluation")),
+        "ratio at most",
+    ]
+    lines = []
+    for env in suite.compared(arm, *rivals):
+        cells = [mean_over_seeds(suite.column(each, env, name)) for each in rivals for name in ("auc", "eval_mean")]
+        best = suite.column(best_of(suite, rivals, env, "auc"), env, "auc").mean()
+        random = suite.random_area(env)
+        ratio = (suite.column(arm, env, "eval_mean").mean() - random) / (best - random)
+        lines.append([env.removeprefix("sb3_grpo/"), *cells, format_number(ratio)])
+    return markdown_table(header, lines)
+
+
 def paired_table(suite: Suite, arm: str, reference: str) -> str:
     """
     :return: One line per environment: areas and evaluations, and the ratio of the areas above random actions; and the mean of

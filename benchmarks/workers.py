@@ -156,20 +156,20 @@ def cost_table(costs: list[Costs]) -> str:
     :param costs: Measured costs
     :return: Table of them, and of what follows from them
     """
-    lines = []
-    for each in costs:
-        busy = each.receive + each.learn
-        half = ", ".join(f"{n_workers * busy:.1f} ms" for n_workers in (8, 64, 1000))
-        lines.append([
-            each.env, f"{each.size:.0f} ({each.overhead:.2f})", f"{each.call:.1f}", f"{each.step:.1f}", f"{each.receive:.3f}",
-            f"{each.learn:.3f}", f"{1000 / busy:,.0f}", f"{each.size / busy / 1000:.1f}", half,
-        ])  # fmt: skip
-    header = (
-        "environment", "bytes per transition (over its arrays)", "call, ms", "step as a call, ms",
-        "receive, ms per transition", "learn, ms per transition", "transitions per second, at most", "MB per second then",
+    names = (
+        "bytes per transition (over its arrays)", "a rollout of one step, ms", "a step that is a call, ms",
+        "to receive a transition, ms", "to learn from it, ms", "transitions per second, at most", "MB per second then",
         "step with which 8, 64 and 1,000 workers reach half of their speed",
     )  # fmt: skip
-    return markdown_table(header, lines)
+    columns = []
+    for each in costs:
+        busy = each.receive + each.learn
+        columns.append([
+            f"{each.size:.0f} ({each.overhead:.2f})", f"{each.call:.1f}", f"{each.step:.1f}", f"{each.receive:.3f}",
+            f"{each.learn:.3f}", f"{1000 / busy:,.0f}", f"{each.size / busy / 1000:.1f}",
+            ", ".join(f"{n_workers * busy:.1f} ms" for n_workers in (8, 64, 1000)),
+        ])  # fmt: skip
+    return markdown_table(["", *(each.env for each in costs)], zip(names, *columns, strict=True))
 
 
 def main() -> None:

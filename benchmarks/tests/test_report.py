@@ -56,6 +56,13 @@ def test_a_rival_whose_runs_are_not_finished_is_left_out(tmp_path: pathlib.Path)
     assert "gain over PPO" in table and "defaults" not in table
 
 
+def test_a_ratio_is_at_most_that_of_the_final_score_from_the_first_step_on(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": [50.0], "ppo": [30.0], "ppo-default": [20.0]}
+    suite = toy_suite(tmp_path, {arm: {"CartPole-v1": each} for arm, each in areas.items()}, random=10.0)
+    line = tables.rivals_table(suite, "grpo", ["ppo", "ppo-default"]).splitlines()[-1]
+    assert line == "| CartPole-v1 | 30.0 | 30.0 | 20.0 | 20.0 | 2.00 |"  # (50 - 10) / (30 - 10)
+
+
 def test_paired_ratios_are_drawn_together(tmp_path: pathlib.Path) -> None:
     theirs = [10.0, 200.0, 3000.0]
     suite = toy_suite(
