@@ -142,13 +142,13 @@ def take_steps(
     :raises ValueError: If the output of the policy is not finite
     """
     policy.set_training_mode(False)
-    act = policy.actor()
+    act, device = policy.actor(), policy.device
     if policy.use_sde:
         policy.reset_noise(env.num_envs)
     for n in range(n_steps):
         if policy.use_sde and sde_sample_freq > 0 and n % sde_sample_freq == 0:
             policy.reset_noise(env.num_envs)
-        obs_tensor = obs_as_tensor(obs, policy.device)  # type: ignore[arg-type]
+        obs_tensor = obs_as_tensor(obs, device)  # type: ignore[arg-type]
         with th.no_grad():
             actions, log_probs, features = act(obs_tensor)
         check_policy_output(log_probs, num_timesteps + n * env.num_envs)

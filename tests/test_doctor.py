@@ -137,9 +137,7 @@ def unexplained() -> Any:
         pytest.param(few_have_the_weight, "effective sample size", ["learning_rate", "n_epochs"], 12, id="few-have-weight"),
         # Transitions are dropped from 20,000 on
         pytest.param(never_complete, "incomplete groups", ["'kernel'", "time limit"], 48, id="incomplete"),
-        pytest.param(
-            unexplained, "explained variance", ["n_steps", "ridge", "forgetting", "VecNormalize"], 10, id="unexplained"
-        ),
+        pytest.param(unexplained, "explained variance", ["n_steps", "ridge", "forgetting"], 10, id="unexplained"),
     ],
 )
 def test_a_fault_is_reported_once_with_a_remedy(make_faulty: Any, name: str, advice: list[str], n_updates: int):
