@@ -22,8 +22,8 @@ class ObservationNormalizer(nn.Module):
     Observations that arrive change nothing until :meth:`renew`, so that the policy is the same function throughout a rollout
     and its update. Only the first ones are used at once: before them, observations stay as they are.
 
-    :param observation_space: Observation space. Vectors of floating point numbers are standardised, and so are those in a
-        ``Dict``, except parts whose name is not in :func:`normalized_parts`
+    :param observation_space: Observation space. Vectors of floating point numbers are standardised, also within a ``Dict``,
+        see :func:`normalized_parts`
     """
 
     count: th.Tensor
