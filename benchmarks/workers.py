@@ -90,7 +90,7 @@ class Costs(NamedTuple):
     :param size: Bytes that a worker sends
     :param overhead: These over the bytes of its arrays
     :param call: Time until all workers have answered with rollouts of a single step, for the whole rollout
-    :param receive: Time of the model to receive it: unpickling, callbacks, buffer
+    :param receive: Time of the model to receive it: callbacks and buffer
     :param learn: Time of the model to learn from it: baseline, advantages, update
     :param step: A step of all environments that is a call of its own
     """

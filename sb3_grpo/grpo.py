@@ -23,7 +23,6 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import losses
 from sb3_grpo.buffers import SMALL_GROUP, GroupRolloutBuffer, check_buffer_arguments, resolve_buffer_class
-from sb3_grpo.buffers.rollout import map_observations
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
@@ -458,8 +457,7 @@ class GRPO(OnPolicyAlgorithm):
             if not self._collect(env, callback, rollout_buffer, n_rollout_steps):
                 return False
             if self.policy.normalizer is not None:
-                flat = map_observations(lambda array: array.reshape(-1, *array.shape[2:]), rollout_buffer.observations)
-                self.policy.normalizer.observe(flat)
+                self.policy.normalizer.observe(rollout_buffer.observations)
             # If this fails, trajectories in progress have lost their beginnings, and the environments are reset.
             rollout_buffer.finish_rollout(
                 self._last_obs,  # type: ignore[arg-type]

@@ -71,10 +71,10 @@ class ObservationNormalizer(nn.Module):
         """
         Add observations to the statistics.
 
-        :param observations: Observations, arrays of shape ``(n, *obs_shape)`` or a dict of such
+        :param observations: Observations, arrays of shape ``(..., *obs_shape)`` or a dict of such
         """
         parts = observations if isinstance(observations, dict) else {None: observations}
-        inputs = [parts[name].reshape(len(parts[name]), -1).astype(np.float64) for name in self.slices]
+        inputs = [parts[name].reshape(-1, own.stop - own.start).astype(np.float64) for name, own in self.slices.items()]
         statistics = RunningMeanStd(epsilon=0.0)
         for name in ("mean", "var", "count"):
             setattr(statistics, name, getattr(self, name).double().cpu().numpy())
