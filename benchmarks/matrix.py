@@ -23,6 +23,7 @@ MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
 #: hash leaves them out there, so that a new option does not make finished runs stale.
 NEUTRAL: dict[str, Any] = dict(
     clip_range_high=None,
+    surrogate="clip",
     importance_sampling_level="step",
     loss_aggregation="step",
     adaptive_kl_target=None,

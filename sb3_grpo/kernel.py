@@ -24,6 +24,8 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 #: Penalty on the weight of the constant feature. It only keeps the normal equations positive definite if the samples do not
 #: determine the level of the returns, as with ``gamma=1`` and no terminations. The level then cancels out of the advantages.
 LEVEL_RIDGE = 1e-12
+#: Bandwidth for a single input, in the rule for several.
+BANDWIDTH = 1.1
 
 
 def fourier_features(
@@ -266,7 +268,8 @@ class KernelBaseline:
 
     :param n_features: Number of random Fourier features ``D``
     :param bandwidth: Standard deviation of the random frequencies. Its reciprocal is the length scale of the Gaussian kernel
-        in standard deviations of the inputs
+        in standard deviations of the inputs. ``None`` for :data:`BANDWIDTH` over the root of the number of inputs that vary in
+        the first rollout, because distances between standardised inputs grow with that root
     :param ridge: Penalty on the squared weights, per sample
     :param forgetting: Factor for the weight of earlier samples in each fit, from 0 to 1
     :param time_feature: Whether the baseline depends on the step within the episode
@@ -278,7 +281,7 @@ class KernelBaseline:
     def __init__(
         self,
         n_features: int = 128,
-        bandwidth: float = 0.5,
+        bandwidth: float | None = 0.5,
         ridge: float = 1e-5,
         forgetting: float = 0.8,
         time_feature: bool = True,
@@ -308,11 +311,11 @@ class KernelBaseline:
         :param inputs: Inputs, shape ``(n, d)``
         """
         if self._input_statistics is None:
-            self._draw_features(inputs.shape[1])
+            self._draw_features(inputs.shape[1], int((inputs != inputs[0]).any(axis=0).sum()))
             self._first_input = inputs[0].copy()
             self._varies = np.zeros(inputs.shape[1], dtype=bool)
             self._statistics = FitStatistics(len(self._feature_columns(self._varies)), self.lstd)
-            updated = RunningMeanStd(epsilon=1e-4, shape=(inputs.shape[1],))
+            updated = RunningMeanStd(epsilon=0.0, shape=(inputs.shape[1],))
         else:
             updated = self._input_statistics.copy()
         updated.update(inputs)
@@ -332,10 +335,11 @@ class KernelBaseline:
         n_others = int(self.time_feature) + self.n_features
         return np.flatnonzero(np.concatenate([[True], varies, np.ones(n_others, dtype=bool)]))
 
-    def _draw_features(self, input_dim: int) -> None:
+    def _draw_features(self, input_dim: int, n_varying: int) -> None:
         rng = np.random.default_rng(self.seed)
         argument_dim = input_dim + int(self.time_feature)
-        self._frequencies = th.from_numpy(self.bandwidth * rng.standard_normal((argument_dim, self.n_features)))
+        bandwidth = BANDWIDTH / math.sqrt(max(n_varying, 1)) if self.bandwidth is None else self.bandwidth
+        self._frequencies = th.from_numpy(bandwidth * rng.standard_normal((argument_dim, self.n_features)))
         self._phases = th.from_numpy(rng.uniform(0.0, 2.0 * np.pi, size=self.n_features))
 
     def features(self, inputs: np.ndarray, times: np.ndarray) -> th.Tensor:
@@ -349,7 +353,7 @@ class KernelBaseline:
         if not self._varies.all():
             inputs, mean, var = inputs[:, self._varies], mean[self._varies], var[self._varies]
             frequencies = frequencies[np.flatnonzero(np.append(self._varies, [True] * self.time_feature))]
-        standardised = np.clip((inputs - mean) / np.sqrt(var + 1e-8), -self.clip, self.clip)
+        standardised = np.clip((inputs - mean) / np.sqrt(var), -self.clip, self.clip)
         return fourier_features(
             th.as_tensor(standardised, dtype=th.float64),
             th.as_tensor(times, dtype=th.float64),

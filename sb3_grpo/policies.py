@@ -55,6 +55,8 @@ class ActorPolicy(BasePolicy):
     :param ortho_init: Whether to initialise the layers orthogonally
     :param use_sde: Whether to explore with state-dependent noise (gSDE) instead of independent Gaussian noise
     :param log_std_init: Initial value of the log standard deviation
+    :param std_fraction: Initial standard deviation as a fraction of half of the range of each action, in the place of
+        ``log_std_init``; an unbounded action counts as having a range of 2
     :param full_std: With gSDE: whether to learn one standard deviation for each pair of a feature and an action, instead of
         one for each feature
     :param use_expln: With gSDE: whether to keep the standard deviation positive with ``expln()``, which grows more slowly than
@@ -90,6 +92,7 @@ class ActorPolicy(BasePolicy):
         ortho_init: bool = True,
         use_sde: bool = False,
         log_std_init: float = 0.0,
+        std_fraction: float | None = None,
         full_std: bool = True,
         use_expln: bool = False,
         squash_output: bool = False,
@@ -103,11 +106,6 @@ class ActorPolicy(BasePolicy):
     ):
         require_between("log_std_init", log_std_init, -np.inf)
         require_positive("log_std_lr_factor", log_std_lr_factor)
-        if log_std_lr_factor != 1.0 and not isinstance(action_space, spaces.Box):
-            raise ValueError(
-                f"log_std_lr_factor={log_std_lr_factor} is for Box actions, and {action_space} has no standard deviation: "
-                "leave it out."
-            )
         if squash_output and not use_sde:
             raise ValueError(f"squash_output={squash_output} needs gSDE: pass use_sde=True, or squash_output=False.")
         if features_extractor_class is None:
@@ -138,6 +136,7 @@ class ActorPolicy(BasePolicy):
         self.use_sde = use_sde
         self.normalize_observations = normalize_observations
         self.log_std_init = log_std_init
+        self.std_fraction = std_fraction
         self.log_std_lr_factor = log_std_lr_factor
         self.full_std = full_std
         self.use_expln = use_expln
@@ -166,6 +165,11 @@ class ActorPolicy(BasePolicy):
         latent_dim = self.net_arch[-1] if self.net_arch else self.features_dim
         if isinstance(self.action_dist, (DiagGaussianDistribution, StateDependentNoiseDistribution)):
             self.action_net, self.log_std = self.action_dist.proba_distribution_net(latent_dim, log_std_init=self.log_std_init)
+            if self.std_fraction is not None:
+                low, high = (np.ravel(each).astype(np.float64) for each in (self.action_space.low, self.action_space.high))  # type: ignore[attr-defined]
+                half = np.where(np.isfinite(high - low), 0.5 * (high - low), 1.0)
+                with th.no_grad():
+                    self.log_std.copy_(th.as_tensor(np.log(self.std_fraction * half)).expand_as(self.log_std))
         else:
             self.action_net = self.action_dist.proba_distribution_net(latent_dim)  # type: ignore[assignment]
 
@@ -183,7 +187,7 @@ class ActorPolicy(BasePolicy):
         """
         :return: Parameter groups of the optimizer: all parameters, or ``log_std`` in a group of its own
         """
-        if self.log_std_lr_factor == 1.0:
+        if self.log_std_lr_factor == 1.0 or not hasattr(self, "log_std"):
             return [{"params": list(self.parameters())}]
         others = [parameter for parameter in self.parameters() if parameter is not self.log_std]
         return [{"params": others}, {"params": [self.log_std], "lr_factor": self.log_std_lr_factor}]
@@ -205,6 +209,7 @@ class ActorPolicy(BasePolicy):
             use_sde=self.use_sde,
             normalize_observations=self.normalize_observations,
             log_std_init=self.log_std_init,
+            std_fraction=self.std_fraction,
             log_std_lr_factor=self.log_std_lr_factor,
             full_std=self.full_std,
             use_expln=self.use_expln,

@@ -54,7 +54,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param horizon: Number of steps that is one unit of time; ``None`` for the length of the longest trajectory so far, rounded
         up to a power of two
     :param n_features: Number of random Fourier features
-    :param bandwidth: Standard deviation of the random frequencies
+    :param bandwidth: Standard deviation of the random frequencies; ``None`` for a rule, see
+        :class:`~sb3_grpo.kernel.KernelBaseline`
     :param ridge: Penalty on the squared weights, per sample
     :param forgetting: Factor for the weight of earlier rollouts in each fit
     :param n_folds: Number of folds
@@ -85,7 +86,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         group_size: int = 2,
         horizon: int | None = None,
         n_features: int = 128,
-        bandwidth: float = 0.5,
+        bandwidth: float | None = 0.5,
         ridge: float = 1e-5,
         forgetting: float = 0.8,
         n_folds: int = 4,
@@ -109,7 +110,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             reward_weights,
         )
         require_at_least("n_features", n_features, 1)
-        require_positive("bandwidth", bandwidth)
+        if bandwidth is not None:
+            require_positive("bandwidth", bandwidth)
         require_between("ridge", ridge, MIN_RIDGE)
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
