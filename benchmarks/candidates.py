@@ -2,20 +2,25 @@
 Which settings should be the default: the score of each candidate, from the rows of the suite `candidates`.
 
     python -m benchmarks.run --suite candidates --seeds 0 1 --jobs 2    # run what is missing
-    python -m benchmarks.candidates                                     # the table
+    python -m benchmarks.candidates                                     # the tables
     python -m benchmarks.candidates --reference                         # write results/ppo.csv anew, from the rows of PPO
 
 The score of a run is the mean of its area and its evaluation, each above that of random actions and divided by the same for
 the best stored arm of PPO in that environment, and at most 2. The candidate with the largest interquartile mean over
 environments and seeds is the best. The reference is a file, so that scores do not change when PPO gets more rows.
+
+The second table has the effects of the changes in the factorial design (Box, Hunter & Hunter 2005, "Statistics for
+Experimenters", chapter 6): each is the difference of two means, over the half of the runs with the change and the half without.
 """
 
 import argparse
 import csv
 import math
+from typing import Any
 
 import numpy as np
 
+from benchmarks.matrix import load_matrix
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.statistics import interquartile_mean
 from benchmarks.tables import markdown_table
@@ -24,6 +29,9 @@ REFERENCE = RESULTS / "ppo.csv"
 #: Suites with rows of PPO at the budgets of the candidates
 SUITES_OF_PPO = ("short", "minigrid", "inputs")
 MAX_SCORE = 2.0
+COLUMNS = ("auc", "eval_mean")
+#: The arm of the factorial design without changes, and the beginning of the names of the others
+BASE, DESIGN = "normalised, 1024", "design "
 
 
 def write_reference() -> None:
@@ -34,7 +42,7 @@ def write_reference() -> None:
         scores = []
         for suite in (suite for suite in suites if suite.timesteps.get(env) == timesteps):
             for arm in (arm for arm in suite.arms if arm.startswith("ppo") and suite.runs(arm, env)):
-                area, evaluation = (suite.column(arm, env, name).mean() for name in ("auc", "eval_mean"))
+                area, evaluation = (suite.column(arm, env, name).mean() for name in COLUMNS)
                 scores.append((area, evaluation, arm, len(suite.runs(arm, env)), suite.random_area(env)))
         area, evaluation, arm, n_seeds, random = max(scores, key=lambda score: score[0] + score[1])
         lines.append([env, timesteps, arm, n_seeds, f"{random:.4f}", f"{area:.4f}", f"{evaluation:.4f}"])
@@ -69,7 +77,7 @@ def table(suite: Suite, references: dict[str, dict[str, str]]) -> str:
         by_env: dict[str, dict[int, float]] = {}
         for env in envs:
             seeds = [each.run.seed for each in suite.runs(arm, env)]
-            area, evaluation = (suite.values(arm, env, seeds, name) for name in ("auc", "eval_mean"))
+            area, evaluation = (suite.values(arm, env, seeds, name) for name in COLUMNS)
             by_env[env] = dict(zip(seeds, score(area, evaluation, references[env]), strict=True))
         means = [float(np.mean(list(each.values()))) if each else math.nan for each in by_env.values()]
         if all(map(math.isnan, means)):
@@ -82,12 +90,78 @@ def table(suite: Suite, references: dict[str, dict[str, str]]) -> str:
     return markdown_table(header, [cells for _, cells in sorted(lines, key=lambda line: -line[0])])
 
 
+def changes_of(settings: dict[str, Any], base: dict[str, Any], prefix: str = "") -> set[str]:
+    """
+    :param settings: Hyperparameters
+    :param base: Other hyperparameters
+    :param prefix: Names of the mappings that contain both
+    :return: What differs from the others, one ``name=value`` for each
+    """
+    changes = set()
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            changes |= changes_of(value, base.get(name, {}), f"{prefix}{name}.")
+        elif name not in base or base[name] != value:
+            changes.add(f"{prefix}{name}={value}")
+    return changes
+
+
+def effects(levels: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Least squares with an intercept: ``y = a + sum_j x_j b_j``.
+
+    :param levels: Whether each run has each change, zeros and ones, shape ``(n_runs, n_changes)``
+    :param scores: Scores of the runs, shape ``(n_runs, n_columns)``
+    :return: Effects ``b`` and their standard errors, shapes ``(n_changes, n_columns)``
+    """
+    design = np.column_stack([np.ones(len(levels)), levels])
+    inverse = np.linalg.inv(design.T @ design)
+    weights = inverse @ design.T @ scores
+    variances = np.sum((scores - design @ weights) ** 2, axis=0) / (len(design) - design.shape[1])
+    return weights[1:], np.sqrt(np.outer(np.diag(inverse)[1:], variances))
+
+
+def effects_table(suite: Suite, references: dict[str, dict[str, str]], arms: dict[str, Any]) -> str:
+    """
+    :param suite: Finished runs of candidates
+    :param references: Rows of the reference, by environment
+    :param arms: Settings of all arms of the matrix
+    :return: One line per change of the design: its effect on the mean score, with a standard error, and on that of each
+        environment. Empty until all runs of the design are there
+    """
+    names = [BASE, *(arm for arm in suite.arms if arm.startswith(DESIGN))]
+    envs = list(suite.timesteps)
+    seeds = set.intersection(*({each.run.seed for each in suite.runs(arm, env)} for arm in names for env in envs))
+    if not seeds:
+        return ""
+    scores = np.array(
+        [
+            [score(*(suite.values(arm, env, sorted(seeds), name) for name in COLUMNS), references[env]).mean() for env in envs]
+            for arm in names
+        ]
+    )
+    has = [changes_of(arms[arm]["set"], arms[BASE]["set"]) for arm in names]
+    changes = sorted(set.union(*has))
+    found, errors = effects(
+        np.array([[change in each for change in changes] for each in has], dtype=float),
+        np.column_stack([scores.mean(axis=1), scores]),
+    )
+    lines = [
+        [change, f"{effect[0]:+.3f} ({error[0]:.3f})", *(f"{each:+.2f}" for each in effect[1:])]
+        for change, effect, error in zip(changes, found, errors, strict=True)
+    ]
+    return markdown_table(["change", "mean", *(env.removeprefix("sb3_grpo/") for env in envs)], lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", action="store_true", help="write the reference anew")
     if parser.parse_args().reference:
         write_reference()
-    print(table(Suite("candidates"), {row["env"]: row for row in read_rows(REFERENCE)}))
+    suite, references = Suite("candidates"), {row["env"]: row for row in read_rows(REFERENCE)}
+    print(table(suite, references))
+    print()
+    print(effects_table(suite, references, load_matrix()["arms"]))
 
 
 if __name__ == "__main__":

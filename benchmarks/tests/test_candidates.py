@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from benchmarks.candidates import REFERENCE, score, table
+from benchmarks.candidates import REFERENCE, changes_of, effects, score, table
 from benchmarks.results import Suite, read_rows
 from benchmarks.tests.toys import toy_suite
 
@@ -43,3 +43,22 @@ def test_the_best_candidate_comes_first_and_an_unfinished_one_has_no_score(tmp_p
 def test_the_reference_has_the_environments_and_budgets_of_the_candidates():
     references = {row["env"]: int(row["timesteps"]) for row in read_rows(REFERENCE)}
     assert references == Suite("candidates").timesteps
+
+
+def test_changes_are_named_with_their_place():
+    base = {"n_envs": 8, "policy_kwargs": {"a": 1}}
+    assert changes_of({"n_envs": 8, "n_steps": 64, "policy_kwargs": {"a": 2, "b": 3}}, base) == {
+        "n_steps=64",
+        "policy_kwargs.a=2",
+        "policy_kwargs.b=3",
+    }
+
+
+def test_the_effect_of_a_change_is_the_difference_of_two_halves():
+    levels = np.array([[0, 0], [1, 0], [0, 1], [1, 1], [0, 0], [1, 0], [0, 1], [1, 1]], dtype=float)
+    scores = np.array([1.0, 2.0, 4.0, 5.0, 1.2, 1.8, 4.2, 4.8])[:, None]
+    found, errors = effects(levels, scores)
+    assert found[:, 0] == pytest.approx([scores[1::2].mean() - scores[::2].mean(), 3.0])
+    # Five degrees of freedom; the difference of two means of four each
+    residuals = np.array([-0.1, 0.1, -0.1, 0.1, 0.1, -0.1, 0.1, -0.1])
+    assert errors[:, 0] == pytest.approx(np.sqrt((residuals**2).sum() / 5 * (1 / 4 + 1 / 4)))
