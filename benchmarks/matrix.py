@@ -39,6 +39,13 @@ NEUTRAL: dict[str, Any] = dict(
     normalize_observations=False,
 )
 
+#: The newest generation of default settings, see `matrix.yml`, and the defaults of earlier ones where they were others
+LATEST_GENERATION = 3
+FORMER_DEFAULTS: dict[int, dict[str, Any]] = {2: dict(normalize_observations=False)}
+FORMER_DEFAULTS[1] = FORMER_DEFAULTS[2]
+#: Transitions per rollout with ``n_steps=None`` in those generations
+FORMER_ROLLOUT_SIZE = 2048
+
 
 @dataclass(frozen=True)
 class Run:
@@ -53,6 +60,7 @@ class Run:
     :param threshold: Mean return of 20 training episodes whose first step and second are recorded
     :param n_episodes: Episodes of the evaluation
     :param entry: Hyperparameters, as in a file of rl-zoo3
+    :param generation: Generation of GRPO's defaults
     """
 
     arm: str
@@ -63,6 +71,7 @@ class Run:
     threshold: float
     n_episodes: int
     entry: dict[str, Any] = field(default_factory=dict)
+    generation: int = LATEST_GENERATION
 
     def settings_hash(self) -> str:
         """:return: Eight characters that change with whatever determines the outcome, except for seed and versions"""
@@ -70,11 +79,18 @@ class Run:
         if self.algo == "ppo":
             settings = {**defaults(PPO), **settings}
         elif self.algo == "grpo":
-            settings = {**defaults(GRPO), **settings}
+            settings = {**defaults(GRPO), **FORMER_DEFAULTS.get(self.generation, {}), **settings}
             buffer = buffer_settings(settings)
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """:return: The entry with what the present version has to be told to have the defaults of the generation"""
+        if self.algo != "grpo" or self.generation == LATEST_GENERATION:
+            return self.entry
+        n_steps = FORMER_ROLLOUT_SIZE // self.entry.get("n_envs", 1)
+        return {**FORMER_DEFAULTS[self.generation], "n_steps": n_steps, **self.entry}
 
     def key(self) -> tuple[str, str, str]:
         """:return: Environment, seed and hash as they are in the CSV, which identify the row of the run"""
@@ -149,7 +165,7 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
     :return: For each arm in each environment of the suite, or for each of its cases, a run with seed 0, and the seeds
     """
     chosen = matrix["suites"][suite]
-    is_old = chosen.get("before_relative_term", False)
+    generation = chosen.get("generation", LATEST_GENERATION)
     n_episodes = chosen.get("eval_episodes", 20)
 
     def cell(arm: str, env: str, timesteps: int, threshold: float, settings: dict[str, Any]) -> Run:
@@ -159,9 +175,9 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
         for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
             entry[key] = {**entry[key], **value} if both_mappings else value
-        if is_old and algo == "grpo":
+        if generation == 1 and algo == "grpo":
             entry = before_relative_term(entry)
-        return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry)
+        return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry, generation)
 
     if "cases" in chosen:
         return [

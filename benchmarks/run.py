@@ -72,7 +72,7 @@ def experiment(run: Run) -> Iterator[tuple[ExperimentManager, BaseAlgorithm]]:
     manager_class = GRPOExperimentManager if run.algo == "grpo" else ExperimentManager
     with tempfile.TemporaryDirectory() as folder:
         config = pathlib.Path(folder, f"{run.algo}.yml")
-        config.write_text(yaml.safe_dump({run.env: run.entry}), encoding="utf-8")
+        config.write_text(yaml.safe_dump({run.env: run.hyperparameters()}), encoding="utf-8")
         with contextlib.redirect_stdout(io.StringIO()):
             manager = manager_class(
                 argparse.Namespace(), run.algo, run.env, folder, eval_freq=-1, seed=run.seed, verbose=0, device="cpu",

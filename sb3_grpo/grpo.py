@@ -159,7 +159,7 @@ class GRPO(OnPolicyAlgorithm):
         rollout_buffer_kwargs: dict[str, Any] | None = None,
         target_kl: float | None = None,
         n_reused_rollouts: int = 0,
-        normalize_observations: bool = False,
+        normalize_observations: bool = True,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
         policy_kwargs: dict[str, Any] | None = None,

@@ -246,6 +246,28 @@ def test_inputs_are_standardised_by_what_was_observed_and_clipped():
     assert features.shape == (501, 1 + 2 + 1 + 128)
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_features_do_not_depend_on_the_units_of_inputs(scale: float):
+    rollouts = np.random.default_rng(0).normal(5.0, [0.1, 3.0], size=(2, 200, 2))
+    features = []
+    for factor in (1.0, scale):
+        baseline = KernelBaseline()
+        for rollout in rollouts:
+            baseline.observe(factor * (rollout - 2.0))
+        features.append(baseline.features(factor * (rollouts[0] - 2.0), np.zeros(200)).numpy())
+    np.testing.assert_allclose(*features, atol=1e-9)
+
+
+@pytest.mark.parametrize(("n_varying", "expected"), [(0, 1.1), (1, 1.1), (4, 0.55), (16, 0.275)])
+def test_the_bandwidth_falls_with_the_root_of_the_number_of_inputs_that_vary(n_varying: int, expected: float):
+    inputs = np.zeros((50, 20))
+    inputs[:, :n_varying] = np.random.default_rng(0).normal(size=(50, n_varying))
+    by_rule, by_hand = KernelBaseline(bandwidth=None), KernelBaseline(bandwidth=expected)
+    for baseline in (by_rule, by_hand):
+        baseline.observe(inputs)
+    np.testing.assert_allclose(*(each.features(inputs, np.arange(50) / 50).numpy() for each in (by_rule, by_hand)))
+
+
 def test_a_nonlinear_return_is_foreseen_while_a_linear_baseline_does_not():
     inputs, times, targets = draw_regression(3000, seed=0)
     unseen_inputs, unseen_times, unseen_targets = draw_regression(1000, seed=1)

@@ -171,7 +171,7 @@ class Samples(NamedTuple):
 
 def slow_features(state: dict[str, Any], inputs: np.ndarray, time: float, time_feature: bool) -> np.ndarray:
     statistics, phases = state["input_statistics"], state["phases"].numpy()
-    z = np.clip((inputs - statistics.mean) / np.sqrt(statistics.var + 1e-8), -5.0, 5.0)
+    z = np.clip((inputs - statistics.mean) / np.sqrt(np.where(statistics.var > 0, statistics.var, 1.0)), -5.0, 5.0)
     linear, argument = ([1.0, *z, time], [*z, 2.0 * time]) if time_feature else ([1.0, *z], z)
     cosines = [np.cos(np.dot(f, argument) + c) for f, c in zip(state["frequencies"].numpy().T, phases, strict=True)]
     return np.array([*linear, *(np.sqrt(2.0 / len(phases)) * np.array(cosines))])

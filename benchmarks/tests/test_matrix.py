@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from benchmarks import matrix
-from benchmarks.matrix import Run, expand, load_matrix
+from benchmarks.matrix import FORMER_DEFAULTS, Run, expand, load_matrix
+from benchmarks.results import RESULTS, read_rows
 from benchmarks.tests.toys import SMALL
 
 MATRIX = load_matrix()
@@ -67,14 +68,27 @@ def test_default_arms_have_nothing_but_defaults() -> None:
     assert all({key: value for key, value in run.entry.items() if key not in ours} in added for run in runs)
 
 
-def test_arms_of_older_rows_are_what_the_defaults_were() -> None:
-    old = {"arms": {"a": {"algo": "grpo", "entry": "zoo"}}, "seeds": [0], "timesteps": {"CartPole-v1": 1000}}
-    of_zoo = {**MATRIX, "arms": old["arms"], "suites": {"toy": old, "old": {**old, "before_relative_term": True}}}
-    (now,), (before,) = ([run for run in expand(of_zoo, name) if run.arm == "a"] for name in ("toy", "old"))
-    assert "group_size" not in now.entry
-    assert before.entry["group_size"] == 2
-    assert before.entry["rollout_buffer_kwargs"] == {"relative": False, **now.entry["rollout_buffer_kwargs"]}
-    assert before.settings_hash() != now.settings_hash()
+def test_arms_of_older_rows_have_what_the_defaults_were() -> None:
+    old = {
+        "arms": {"a": {"algo": "grpo", "entry": "default", "set": {"n_envs": 8}}},
+        "seeds": [0],
+        "timesteps": {"CartPole-v1": 1000},
+    }
+    suites = {"now": old, "2": {**old, "generation": 2}, "1": {**old, "generation": 1}}
+    of_suites = {**MATRIX, "arms": old["arms"], "suites": suites}
+    now, second, first = (next(run for run in expand(of_suites, name) if run.arm == "a") for name in suites)
+    assert now.hyperparameters() == {"policy": "MlpPolicy", "n_envs": 8, "n_timesteps": 1000}
+    assert FORMER_DEFAULTS[2]["normalize_observations"] is False
+    assert second.hyperparameters() == {**now.entry, **FORMER_DEFAULTS[2], "n_steps": 256}
+    groups = {"group_size": 2, "rollout_buffer_kwargs": {"relative": False}}
+    assert first.hyperparameters() == {**second.hyperparameters(), **groups}
+    assert len({run.settings_hash() for run in (now, second, first)}) == 3
+
+
+def test_the_hash_of_older_rows_does_not_change_with_the_defaults() -> None:
+    row = next(row for row in read_rows(RESULTS / "candidates.csv") if row["arm"] == "now")
+    run = next(run for run in expand(MATRIX, "candidates") if run.arm == "now" and run.env == row["env"])
+    assert run.settings_hash() == row["settings_hash"]
 
 
 def test_reported_seeds_are_not_those_of_tuning() -> None:
