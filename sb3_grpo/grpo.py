@@ -22,7 +22,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import SMALL_GROUP, GroupRolloutBuffer, check_buffer_arguments, resolve_buffer_class
+from sb3_grpo.buffers import BUFFERS, SMALL_GROUP, GroupRolloutBuffer, check_buffer_arguments, resolve_buffer_class
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
@@ -221,6 +221,8 @@ class GRPO(OnPolicyAlgorithm):
         self._random_state: dict[str, Any] | None = None
         # Names of the wrappers that were warned of.
         self._slow_wrappers: set[str] = set()
+        # The settings of the run as they were last printed.
+        self._printed_settings = ""
 
         if _init_setup_model:
             self._setup_model()
@@ -410,7 +412,33 @@ class GRPO(OnPolicyAlgorithm):
             self.rollout_buffer.start_afresh()
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
             self.rollout_buffer.horizon = self._time_limit()
+        if self.verbose >= 1 and self._printed_settings != self._describe_settings():
+            self._printed_settings = self._describe_settings()
+            print(self._printed_settings)
         return result
+
+    def _describe_settings(self) -> str:
+        """
+        :return: The settings that depend on each other or on the environment, as they are in this run
+        """
+        buffer_names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
+        buffer = buffer_names.get(type(self.rollout_buffer), type(self.rollout_buffer).__name__)
+        group_size = self.group_size or SMALL_GROUP
+        groups = f"{group_size} or {self.rollout_buffer.max_group_size}" if self._chooses_group_size() else str(group_size)
+        starts = "shared" if self.share_starts else "independent"
+        return (
+            f"Using the {buffer} buffer, groups of {groups} ({starts} starts), rollouts of {self.n_steps * self.n_envs} "
+            f"transitions, {self._describe_observations()}"
+        )
+
+    def _describe_observations(self) -> str:
+        vec_normalize = self.get_vec_normalize_env()
+        normalizers = ["VecNormalize"] if vec_normalize is not None and vec_normalize.norm_obs else []
+        normalizers += ["the policy"] if self.policy.normalizer is not None else []
+        return f"observations normalised by {' and by '.join(normalizers)}" if normalizers else "observations not normalised"
+
+    def _chooses_group_size(self) -> bool:
+        return self.group_size is None and self.share_starts and self.rollout_buffer.max_group_size > SMALL_GROUP
 
     @contextmanager
     def _starts_handed_out(self, env: VecEnv) -> Iterator[None]:
@@ -467,12 +495,13 @@ class GRPO(OnPolicyAlgorithm):
                 self.n_reused_rollouts,
             )
         for name, value in rollout_buffer.metrics.items():
-            if name.startswith("rollout/"):
+            if name.startswith("rollout/") and name not in rollout_buffer.unlogged:
                 self.logger.record(name, value)
         assert self.start_queue is not None
         if self.group_size is None:
             self.start_queue.group_size = rollout_buffer.preferred_group_size
-        self.logger.record("rollout/group_size", self.start_queue.group_size)
+        if self._chooses_group_size():
+            self.logger.record("rollout/group_size", self.start_queue.group_size)
         if self.share_starts:
             self.logger.record("rollout/start_mismatches", find_seeded_vec_env(env).mismatches)
 
@@ -777,7 +806,7 @@ class GRPO(OnPolicyAlgorithm):
         return model
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "kl_penalty", "_random_state"]
+        return [*super()._excluded_save_params(), "kl_penalty", "_random_state", "_printed_settings"]
 
 
 def _check_policy_class(policy: Any) -> None:
