@@ -76,7 +76,8 @@ def main() -> None:
 
     curve = TrainingCurve()
     model = GRPO("MlpPolicy", args.env, seed=args.seed, verbose=1)
-    model.learn(args.timesteps, callback=curve, log_interval=None, progress_bar=True)  # a bar instead of tables
+    # A bar instead of tables
+    model.learn(args.timesteps, callback=curve, log_interval=None, progress_bar=True)  # type: ignore[arg-type]
     model.save(model_path)
     if not curve.returns:
         sys.exit(f"No episode of {args.env} ended within {model.num_timesteps} steps: pass more --timesteps.")

@@ -1,6 +1,7 @@
 """The algorithm: Group Relative Policy Optimization on Stable-Baselines3's ``OnPolicyAlgorithm``."""
 
 import copy
+import inspect
 import io
 import math
 import pathlib
@@ -31,8 +32,10 @@ from sb3_grpo.steps import Step, arrived_steps, take_steps
 from sb3_grpo.update import ClipRange, MinibatchLoss, Objective, check_update, describe_update
 from sb3_grpo.validation import (
     check_discrete_spaces,
+    check_environment,
     check_final_observations,
     check_finite,
+    check_registered,
     refuse_unknown_arguments,
     require_at_least,
     require_between,
@@ -170,6 +173,8 @@ class GRPO(OnPolicyAlgorithm):
         _check_policy_class(policy)
         if env is None and _init_setup_model:
             raise ValueError("`env` is None: pass an environment or its Gymnasium id, such as 'CartPole-v1'.")
+        if isinstance(env, str):
+            check_registered(env)
         super().__init__(
             policy,  # type: ignore[arg-type]
             env,  # type: ignore[arg-type]
@@ -223,6 +228,8 @@ class GRPO(OnPolicyAlgorithm):
         self._slow_wrappers: set[str] = set()
         # The settings of the run as they were last printed.
         self._printed_settings = ""
+        # Whether a VecNormalize normalised the observations that the model learned from last.
+        self._learned_from_normalized = False
 
         if _init_setup_model:
             self._setup_model()
@@ -231,6 +238,7 @@ class GRPO(OnPolicyAlgorithm):
 
     @staticmethod
     def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+        check_environment(env)
         return insert_seeded_vec_env(OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper))
 
     def _setup_model(self) -> None:
@@ -412,6 +420,7 @@ class GRPO(OnPolicyAlgorithm):
             self.rollout_buffer.start_afresh()
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
             self.rollout_buffer.horizon = self._time_limit()
+        self._warn_without_vec_normalize()
         if self.verbose >= 1 and self._printed_settings != self._describe_settings():
             self._printed_settings = self._describe_settings()
             print(self._printed_settings)
@@ -426,16 +435,27 @@ class GRPO(OnPolicyAlgorithm):
         group_size = self.group_size or SMALL_GROUP
         groups = f"{group_size} or {self.rollout_buffer.max_group_size}" if self._chooses_group_size() else str(group_size)
         starts = "shared" if self.share_starts else "independent"
+        normalizers = ["VecNormalize"] if self._has_normalized_observations() else []
+        normalizers += ["the policy"] if self.policy.normalizer is not None else []
+        observations = f"normalised by {' and by '.join(normalizers)}" if normalizers else "not normalised"
         return (
             f"Using the {buffer} buffer, groups of {groups} ({starts} starts), rollouts of {self.n_steps * self.n_envs} "
-            f"transitions, {self._describe_observations()}"
+            f"transitions, observations {observations}"
         )
 
-    def _describe_observations(self) -> str:
+    def _has_normalized_observations(self) -> bool:
         vec_normalize = self.get_vec_normalize_env()
-        normalizers = ["VecNormalize"] if vec_normalize is not None and vec_normalize.norm_obs else []
-        normalizers += ["the policy"] if self.policy.normalizer is not None else []
-        return f"observations normalised by {' and by '.join(normalizers)}" if normalizers else "observations not normalised"
+        return vec_normalize is not None and vec_normalize.norm_obs
+
+    def _warn_without_vec_normalize(self) -> None:
+        if self._learned_from_normalized and not self._has_normalized_observations():
+            warnings.warn(
+                "The policy has learned from observations normalised by VecNormalize, and these environments have none. Wrap "
+                "them as before: `VecNormalize.load(path, venv)` takes the statistics from the file of `VecNormalize.save(path)`.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._learned_from_normalized = self._has_normalized_observations()
 
     def _chooses_group_size(self) -> bool:
         return self.group_size is None and self.share_starts and self.rollout_buffer.max_group_size > SMALL_GROUP
@@ -797,7 +817,11 @@ class GRPO(OnPolicyAlgorithm):
         :param kwargs: Arguments to change
         :return: The model
         :raises ValueError: If the file is of another algorithm or of another file format
+        :raises TypeError: If there is an unknown argument
         """
+        classes = [each for each in cls.__mro__ if issubclass(each, GRPO)]
+        accepted = [name for each in classes for name in inspect.signature(each).parameters if name != "unknown"]
+        refuse_unknown_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
         check_format(path)
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         if kwargs.get("seed") is not None:  # a new run

@@ -791,8 +791,8 @@ def test_the_line_about_the_settings_is_repeated_once_they_change(capsys: pytest
     assert printed(reload(model, env=make_envs())) != ""
     model.set_env(VecNormalize(make_envs()))
     assert "normalised by VecNormalize and by the policy\n" in printed(model) and printed(model) == ""
-    model.set_env(VecNormalize(make_envs(), norm_obs=False))
-    assert "normalised by the policy\n" in printed(model)
+    model = make_model(VecNormalize(make_envs(), norm_obs=False), verbose=1)
+    assert "observations not normalised\n" in printed(model)
 
 
 def test_tensorboard_gets_the_curves(tmp_path: pathlib.Path):
