@@ -451,7 +451,8 @@ class GRPO(OnPolicyAlgorithm):
         if self._learned_from_normalized and not self._has_normalized_observations():
             warnings.warn(
                 "The policy has learned from observations normalised by VecNormalize, and these environments have none. Wrap "
-                "them as before: `VecNormalize.load(path, venv)` takes the statistics from the file of `VecNormalize.save(path)`.",
+                "them as before: `VecNormalize.load(path, venv)` takes the statistics from the file of "
+                "`VecNormalize.save(path)`.",
                 UserWarning,
                 stacklevel=2,
             )
