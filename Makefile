@@ -31,7 +31,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 train: $(STAMP) ## train GRPO on CartPole, evaluate it, draw the learning curve
 	$(PY) -m benchmarks.quickstart $(ARGS)
 
-learning: $(STAMP) ## what GRPO learns: run what is missing of the suite, print the table
+learning: $(STAMP) ## run the missing runs of the learning suite, print its table
 	$(PY) -m benchmarks.run --suite learning --jobs $(JOBS) $(ARGS)
 	$(PY) -m benchmarks.report --print learning
 

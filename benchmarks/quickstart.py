@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import torch as th
 from matplotlib.figure import Figure
 from stable_baselines3.common.env_util import make_vec_env
@@ -74,8 +75,9 @@ def main() -> None:
     model_path, curve_path = Path(f"{stem}.zip"), Path(f"{stem}.png")
 
     curve = TrainingCurve()
-    model = GRPO("MlpPolicy", args.env, seed=args.seed, verbose=0)
-    model.learn(args.timesteps, callback=curve, progress_bar=True)
+    model = GRPO("MlpPolicy", args.env, seed=args.seed, verbose=1)
+    # A bar instead of tables
+    model.learn(args.timesteps, callback=curve, log_interval=None, progress_bar=True)  # type: ignore[arg-type]
     model.save(model_path)
     if not curve.returns:
         sys.exit(f"No episode of {args.env} ended within {model.num_timesteps} steps: pass more --timesteps.")
@@ -85,10 +87,12 @@ def main() -> None:
     eval_env.close()
     plot_learning_curve(curve, f"GRPO on {args.env}, seed {args.seed}", curve_path)
 
-    print(f"mean return over {N_EVAL_EPISODES} evaluation episodes: {mean:.1f} +/- {std:.1f}")
-    print(f"model:          {model_path}")
-    print(f"learning curve: {curve_path}")
-    print(f"load and watch: {watch_command(args.env, model_path)}")
+    threshold = gym.spec(args.env).reward_threshold
+    solved = "" if threshold is None else f" ({args.env} counts as solved from {threshold:g})"
+    print(f"Mean return over {N_EVAL_EPISODES} evaluation episodes: {mean:.1f} +/- {std:.1f}{solved}")
+    print(f"Model:          {model_path}")
+    print(f"Learning curve: {curve_path}")
+    print(f"Watch it:       {watch_command(args.env, model_path)}")
 
 
 if __name__ == "__main__":

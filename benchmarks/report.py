@@ -1,5 +1,5 @@
 """
-Write tables and figures of finished runs into the pages of `docs/` and into the README.
+Write tables and figures of finished runs into the pages of `docs/`, the README and the log.
 
     python -m benchmarks.report                     # from the rows in benchmarks/results alone; nothing is run
     python -m benchmarks.report --print             # to the terminal, pages stay as they are
@@ -34,7 +34,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
-    *(DOCS / f"{name}.md" for name in ("benchmark", "which_buffer", "learning", "variants", "zoo", "grpo", "when_groups_win")),
+    ROOT / "benchmarks" / "LOG.md",
+    *(DOCS / f"{name}.md" for name in ("benchmark", "when_groups_win", "images_and_gpus", "zoo")),
 )
 ABLATIONS = ("minigrid", "cheetah_reuse", "buffers", "groups", "starts", "baseline")
 
@@ -63,6 +64,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     return {
         "provenance": lambda: provenance(read_rows(results / "runs.csv")),
         "aggregate": lambda: aggregate_table(short, pairs),
+        "summary": lambda: aggregate_table(short, pairs, with_notes=False),
         "short": lambda: area_table(short, "grpo", "ppo"),
         "default": lambda: area_table(short, "grpo-default", "ppo-default"),
         "seconds": lambda: seconds_table(short, "grpo", "ppo"),

@@ -106,11 +106,12 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
     return markdown_table(header, lines)
 
 
-def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
+def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]], with_notes: bool = True) -> str:
     """
     :param suite: Finished runs
-    :param pairs: Arms, and what each is compared with
-    :return: One line per pair, and a note for each pair that has environments without a ratio
+    :param pairs: Arms, and the reference of each
+    :param with_notes: Whether to add a note for each pair that has environments without a ratio
+    :return: One line per pair, and the notes
     """
     header = (
         "comparison", "environments", "seeds", "area at least as large", "interquartile mean of ratios",
@@ -143,7 +144,7 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
             notes.append(
                 f"{note} With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
             )
-    return "\n".join([markdown_table(header, lines), *(["", *notes] if notes else [])])
+    return "\n".join([markdown_table(header, lines), *(["", *notes] if notes and with_notes else [])])
 
 
 def ablation_table(suite: Suite) -> str:

@@ -1,6 +1,7 @@
 """Sphinx configuration: `make docs` builds the site into docs/_build/html, warnings being errors."""
 
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -9,9 +10,10 @@ author = "sb3-grpo contributors"
 copyright = "the sb3-grpo contributors"
 release = version = (ROOT / "sb3_grpo" / "version.txt").read_text(encoding="utf-8").strip()
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "myst_parser", "sphinx_gallery.gen_gallery"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode", "myst_parser", "sphinx_gallery.gen_gallery"]
 exclude_patterns = ["_build", "tour"]
 myst_heading_anchors = 4
+myst_enable_extensions = ["dollarmath"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
@@ -32,3 +34,40 @@ html_theme = "furo"
 html_title = "sb3-grpo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+
+#: Parameters that users do not pass
+INTERNAL = ("_init_setup_model", "unknown")
+
+
+def hide_internal_parameters(lines: list[str]) -> None:
+    """
+    Remove the parameters in :data:`INTERNAL` from a docstring.
+
+    :param lines: Docstring, changed in place
+    """
+    is_hidden, kept = False, []
+    for line in lines:
+        if line.startswith(":"):
+            is_hidden = any(line.startswith(f":param {name}:") for name in INTERNAL)
+        if not is_hidden:
+            kept.append(line)
+    lines[:] = kept
+
+
+def without_internal_parameters(signature: str | None, returns: str | None) -> tuple[str, str | None] | None:
+    """
+    :param signature: Signature as text; ``None`` if there is none
+    :param returns: Annotation of the result
+    :return: The same without the parameters in :data:`INTERNAL`; ``None`` to leave it as it is
+    """
+    if signature is None:
+        return None
+    return signature.replace(", _init_setup_model=True", "").replace(", **unknown", ""), returns
+
+
+def setup(app: Any) -> None:
+    """
+    :param app: Sphinx
+    """
+    app.connect("autodoc-process-docstring", lambda *args: hide_internal_parameters(args[-1]))
+    app.connect("autodoc-process-signature", lambda *args: without_internal_parameters(*args[-2:]))

@@ -370,5 +370,6 @@ def explained_variance(predictions: np.ndarray, targets: np.ndarray) -> float:
     :param targets: ``y``, shape ``(n,)``
     :return: Explained variance; NaN if the targets do not vary
     """
-    variance = np.mean(centre_within(targets, np.zeros(len(targets), dtype=np.int64)) ** 2)
-    return float("nan") if variance == 0 else float(1.0 - np.var(targets - predictions) / variance)
+    one_group = np.zeros(len(targets), dtype=np.int64)
+    variance, residual = (np.mean(centre_within(each, one_group) ** 2) for each in (targets, targets - predictions))
+    return float("nan") if variance == 0 else float(1.0 - residual / variance)

@@ -42,7 +42,7 @@ try:
     import ray
     from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 except ImportError as error:
-    raise ImportError("RayVecEnv needs Ray, which is not installed: run `pip install sb3-grpo[ray]`.") from error
+    raise ImportError("RayVecEnv needs Ray, which is not installed: run `pip install 'sb3-grpo[ray]'`.") from error
 
 #: How long to wait until the address of a cluster answers.
 CONNECT_TIMEOUT_S = 5.0

@@ -1,6 +1,7 @@
 """The algorithm: Group Relative Policy Optimization on Stable-Baselines3's ``OnPolicyAlgorithm``."""
 
 import copy
+import inspect
 import io
 import math
 import pathlib
@@ -22,7 +23,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import SMALL_GROUP, GroupRolloutBuffer, check_buffer_arguments, resolve_buffer_class
+from sb3_grpo.buffers import BUFFERS, SMALL_GROUP, GroupRolloutBuffer, check_buffer_arguments, resolve_buffer_class
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
@@ -31,8 +32,10 @@ from sb3_grpo.steps import Step, arrived_steps, take_steps
 from sb3_grpo.update import ClipRange, MinibatchLoss, Objective, check_update, describe_update
 from sb3_grpo.validation import (
     check_discrete_spaces,
+    check_environment,
     check_final_observations,
     check_finite,
+    check_registered,
     refuse_unknown_arguments,
     require_at_least,
     require_between,
@@ -173,6 +176,8 @@ class GRPO(OnPolicyAlgorithm):
         _check_policy_class(policy)
         if env is None and _init_setup_model:
             raise ValueError("`env` is None: pass an environment or its Gymnasium id, such as 'CartPole-v1'.")
+        if isinstance(env, str):
+            check_registered(env)
         super().__init__(
             policy,  # type: ignore[arg-type]
             env,  # type: ignore[arg-type]
@@ -225,6 +230,10 @@ class GRPO(OnPolicyAlgorithm):
         self._random_state: dict[str, Any] | None = None
         # Names of the wrappers that were warned of.
         self._slow_wrappers: set[str] = set()
+        # The settings of the run as they were last printed.
+        self._printed_settings = ""
+        # Whether a VecNormalize normalised the observations that the model learned from last.
+        self._learned_from_normalized = False
 
         if _init_setup_model:
             self._setup_model()
@@ -233,6 +242,7 @@ class GRPO(OnPolicyAlgorithm):
 
     @staticmethod
     def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+        check_environment(env)
         return insert_seeded_vec_env(OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper))
 
     def _setup_model(self) -> None:
@@ -415,7 +425,46 @@ class GRPO(OnPolicyAlgorithm):
             self.rollout_buffer.start_afresh()
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
             self.rollout_buffer.horizon = self._time_limit()
+        self._warn_without_vec_normalize()
+        if self.verbose >= 1 and self._printed_settings != self._describe_settings():
+            self._printed_settings = self._describe_settings()
+            print(self._printed_settings)
         return result
+
+    def _describe_settings(self) -> str:
+        """
+        :return: The settings that depend on each other or on the environment, as they are in this run
+        """
+        buffer_names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
+        buffer = buffer_names.get(type(self.rollout_buffer), type(self.rollout_buffer).__name__)
+        group_size = self.group_size or SMALL_GROUP
+        groups = f"{group_size} or {self.rollout_buffer.max_group_size}" if self._chooses_group_size() else str(group_size)
+        starts = "shared" if self.share_starts else "independent"
+        normalizers = ["VecNormalize"] if self._has_normalized_observations() else []
+        normalizers += ["the policy"] if self.policy.normalizer is not None else []
+        observations = f"normalised by {' and by '.join(normalizers)}" if normalizers else "not normalised"
+        return (
+            f"Using the {buffer} buffer, groups of {groups} ({starts} starts), rollouts of {self.n_steps * self.n_envs} "
+            f"transitions, observations {observations}"
+        )
+
+    def _has_normalized_observations(self) -> bool:
+        vec_normalize = self.get_vec_normalize_env()
+        return vec_normalize is not None and vec_normalize.norm_obs
+
+    def _warn_without_vec_normalize(self) -> None:
+        if self._learned_from_normalized and not self._has_normalized_observations():
+            warnings.warn(
+                "The policy has learned from observations normalised by VecNormalize, and these environments have none. Wrap "
+                "them as before: `VecNormalize.load(path, venv)` takes the statistics from the file of "
+                "`VecNormalize.save(path)`.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._learned_from_normalized = self._has_normalized_observations()
+
+    def _chooses_group_size(self) -> bool:
+        return self.group_size is None and self.share_starts and self.rollout_buffer.max_group_size > SMALL_GROUP
 
     @contextmanager
     def _starts_handed_out(self, env: VecEnv) -> Iterator[None]:
@@ -472,12 +521,13 @@ class GRPO(OnPolicyAlgorithm):
                 self.n_reused_rollouts,
             )
         for name, value in rollout_buffer.metrics.items():
-            if name.startswith("rollout/"):
+            if name.startswith("rollout/") and name not in rollout_buffer.unlogged:
                 self.logger.record(name, value)
         assert self.start_queue is not None
         if self.group_size is None:
             self.start_queue.group_size = rollout_buffer.preferred_group_size
-        self.logger.record("rollout/group_size", self.start_queue.group_size)
+        if self._chooses_group_size():
+            self.logger.record("rollout/group_size", self.start_queue.group_size)
         if self.share_starts:
             self.logger.record("rollout/start_mismatches", find_seeded_vec_env(env).mismatches)
 
@@ -779,7 +829,11 @@ class GRPO(OnPolicyAlgorithm):
         :param kwargs: Arguments to change
         :return: The model
         :raises ValueError: If the file is of another algorithm or of another file format
+        :raises TypeError: If there is an unknown argument
         """
+        classes = [each for each in cls.__mro__ if issubclass(each, GRPO)]
+        accepted = [name for each in classes for name in inspect.signature(each).parameters if name != "unknown"]
+        refuse_unknown_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
         check_format(path)
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         if kwargs.get("seed") is not None:  # a new run
@@ -788,7 +842,7 @@ class GRPO(OnPolicyAlgorithm):
         return model
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "kl_penalty", "_random_state"]
+        return [*super()._excluded_save_params(), "kl_penalty", "_random_state", "_printed_settings"]
 
 
 def _check_policy_class(policy: Any) -> None:

@@ -43,6 +43,9 @@ TAKE_A_SEED = (
     "`self.env.reset(seed=seed, options=options)`."
 )
 
+#: What the methods of an environment return. Those of older versions of Gym returned less.
+RETURNED = {"reset": "observation, info", "step": "observation, reward, terminated, truncated, info"}
+
 
 class EnvironmentFault(RuntimeError):
     """
@@ -254,7 +257,10 @@ class DeferredReset(gym.Wrapper):
         return observation, info
 
     def _fault(self, method: str, error: Exception) -> EnvironmentFault:
-        return EnvironmentFault(self._env_idx, f"raised {type(error).__name__} in `{method}`: {error}")
+        hint = ""
+        if isinstance(error, ValueError) and "values to unpack" in str(error):
+            hint = f"In Gymnasium, `{method}` returns `{RETURNED[method]}`."
+        return EnvironmentFault(self._env_idx, f"raised {type(error).__name__} in `{method}`: {error}", hint)
 
     def _check_shape(self, observation: Any) -> None:
         # DummyVecEnv would broadcast it.

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
@@ -28,6 +29,13 @@ FOREIGN_ARGUMENTS = {
     "temperature": "actions are sampled from the policy as it is; `ent_coef` rewards exploration",
     "gradient_accumulation_steps": "the number of transitions per gradient step is `batch_size`",
     "max_steps": "the number of environment steps is `learn(total_timesteps)`",
+    "total_timesteps": "the number of environment steps is `learn(total_timesteps)`",
+    "lr": "the learning rate is `learning_rate`",
+    "lam": "the lambda of the advantages is `gae_lambda`",
+    "n_envs": "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`",
+    "net_arch": "write `policy_kwargs=dict(net_arch=[64, 64])`",
+    "scale": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
+    "leave_one_out": "write `rollout_buffer_kwargs=dict(leave_one_out=True)`",
 }
 
 
@@ -119,6 +127,40 @@ def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
     choices = list(choices)
     if value not in choices:
         raise ValueError(f"`{name}` must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {value!r}.")
+
+
+def check_environment(env: Any) -> None:
+    """
+    :param env: Environment, as it is passed to a model
+    :raises ValueError: If it is no object of an environment, or if an action has no finite bounds
+    """
+    if isinstance(env, type) or not hasattr(env, "action_space"):
+        raise ValueError(
+            f"`env` is {env!r}: pass an environment, such as `gymnasium.make('CartPole-v1')`, or several, such as "
+            "`make_vec_env('CartPole-v1', n_envs=4)`."
+        )
+    if isinstance(env.action_space, spaces.Box) and not env.action_space.is_bounded():
+        raise ValueError(
+            f"The action space {env.action_space} is unbounded: give it a finite `low` and `high` in the environment, such as "
+            "those of the actuators. Actions beyond them are clipped."
+        )
+
+
+def check_registered(env_id: str) -> None:
+    """
+    :param env_id: Gymnasium id
+    :raises gymnasium.error.UnregisteredEnv: If there is no environment of this id
+    """
+    if ":" in env_id:  # gymnasium imports the module before the colon
+        return
+    try:
+        gym.spec(env_id)
+    except gym.error.UnregisteredEnv as error:
+        raise type(error)(
+            f"{error} If it belongs to another package, import that package first, as in `import minigrid`."
+        ) from None
+    except gym.error.Error:  # an id without a version, of which gymnasium takes the latest
+        pass
 
 
 def check_discrete_spaces(observation_space: spaces.Space, action_space: spaces.Space) -> None:

@@ -698,3 +698,8 @@ def test_explained_variance_is_as_worked_out_by_hand(predictions: list[float], e
 @pytest.mark.parametrize("targets", [[0.0] * 3, [0.1] * 7, [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1]])
 def test_explained_variance_of_targets_that_do_not_vary_is_undefined(targets: list[float]):
     assert math.isnan(A.explained_variance(np.arange(float(len(targets))), np.array(targets)))
+
+
+def test_predictions_of_zero_explain_exactly_nothing():
+    targets = np.random.default_rng(0).normal(size=(50, 999))
+    assert {A.explained_variance(np.zeros(999), each) for each in targets} == {0.0}

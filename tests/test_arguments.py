@@ -90,7 +90,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(seed=-1), "`seed` must be an integer of at least 0, not -1"),
     (dict(seed=0.5), "`seed` must be an integer of at least 0, not 0.5"),
     # Buffers
-    (dict(rollout_buffer_class="critic"), "`rollout_buffer_class` must be 'kernel', 'outcome', 'process', 'return_to_go' or"),
     (dict(rollout_buffer_class=RolloutBuffer), "SB3's own rollout buffers need a critic"),
     (kernel(rigde=0.1), "KernelRolloutBuffer does not take ['rigde'] in `rollout_buffer_kwargs`: it takes ['actor_features'"),
     (kernel(tied_groups="skip"), "KernelRolloutBuffer does not take ['tied_groups']"),
@@ -159,7 +158,6 @@ def test_a_model_needs_an_environment():
     ("kwargs", "message"),
     cases(
         [
-            (dict(vf_coef=0.5), "GRPO does not take `vf_coef=0.5`: GRPO has no value network, so leave it out."),
             (dict(clip_range_vf=None), "GRPO has no value network, so leave it out."),
             (dict(beta=0.04), "the coefficient of the KL penalty is `kl_coef`."),
             (dict(num_generations=8), "the number of trajectories per group is `group_size`."),
@@ -177,7 +175,13 @@ def test_a_model_needs_an_environment():
             (dict(temperature=0.9), "actions are sampled from the policy as it is"),
             (dict(gradient_accumulation_steps=4), "the number of transitions per gradient step is `batch_size`."),
             (dict(max_steps=100), "the number of environment steps is `learn(total_timesteps)`."),
-            (dict(learning_rat=1e-3), "did you mean `learning_rate`?"),
+            (dict(total_timesteps=100), "the number of environment steps is `learn(total_timesteps)`."),
+            (dict(lr=1e-3), "the learning rate is `learning_rate`."),
+            (dict(lam=0.9), "the lambda of the advantages is `gae_lambda`."),
+            (dict(n_envs=4), "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`."),
+            (dict(net_arch=[8]), "write `policy_kwargs=dict(net_arch=[64, 64])`."),
+            (dict(scale="none"), "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'."),
+            (dict(leave_one_out=True), "write `rollout_buffer_kwargs=dict(leave_one_out=True)`."),
             (dict(n_step=8), "did you mean `n_steps`?"),
             (dict(xyzzy=1), "GRPO does not take `xyzzy=1`: see the documentation of GRPO."),
         ]
@@ -200,9 +204,8 @@ def test_an_unknown_argument_is_refused_with_what_to_write_instead(kwargs: dict[
             spaces.Dict({"a": spaces.MultiDiscrete([3, 2], start=[0, 1])}), BOX, ValueError, r"observation 'a' .* at \[0, 1\]",
             id="in a Dict",
         ),
-        # The errors of SB3
+        # The error of SB3
         pytest.param(VECTOR, spaces.Tuple([BOX]), AssertionError, r"only supports .* but Tuple\(", id="Tuple action"),
-        pytest.param(VECTOR, spaces.Box(-np.inf, 1, (2,)), AssertionError, "finite lower and upper bound", id="unbounded"),
     ],
 )  # fmt: skip
 def test_a_space_that_no_policy_supports_is_refused(observation_space: Any, action_space: Any, error: Any, message: str):

@@ -407,4 +407,4 @@ def test_an_address_that_does_not_answer_is_named():
 def test_without_ray_the_extra_is_named():
     code = "import sys; sys.modules['ray'] = None; import sb3_grpo; from sb3_grpo.distributed import RayVecEnv"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "pip install sb3-grpo[ray]" in done.stderr
+    assert "pip install 'sb3-grpo[ray]'" in done.stderr

@@ -45,7 +45,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
 
-from sb3_grpo import GRPO, Doctor, load_actor
+from sb3_grpo import GRPO, Doctor, OutcomeRolloutBuffer, load_actor
 from sb3_grpo.buffers import BUFFERS
 
 # --- Spaces, wrappers, episodes ---------------------------------------------------------------------------------------
@@ -686,13 +686,7 @@ def test_gsde_draws_its_noise_as_often_as_asked(sample_freq: int, n_matrices: in
 
 #: What is logged by default and has no counterpart in PPO.
 OURS_ALONE = {
-    *(
-        "rollout/start_mismatches",
-        "rollout/group_size",
-        "rollout/groups_completed",
-        "rollout/group_return_mean",
-        "rollout/group_return_spread",
-    ),
+    *("rollout/start_mismatches", "rollout/group_size"),
     *("train/advantage_mean", "train/advantage_std", "train/baseline_variance_reduction", "train/clip_fraction_low"),
     *("train/clip_fraction_high", "train/effective_sample_size", "train/grad_norm"),
 }
@@ -760,7 +754,46 @@ def test_the_metrics_of_advantages_stand_in_the_row_of_the_update_that_uses_them
     assert len(rows.rows) == 5 and len(set(logged)) == 4
     assert logged == callback.pairs
     assert "train/advantage_std" not in rows.rows[0]  # it is written before the first update
-    assert all("rollout/groups_completed" in row for row in rows.rows)
+    assert all("rollout/start_mismatches" in row for row in rows.rows)
+
+
+class OwnBuffer(OutcomeRolloutBuffer):
+    """A user's buffer."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        pytest.param({}, "kernel buffer, groups of 2 or 8 (shared starts), rollouts of 32", id="defaults"),
+        pytest.param(dict(group_size=4), "kernel buffer, groups of 4 (shared", id="group size"),
+        pytest.param(dict(share_starts=False), "kernel buffer, groups of 2 (independent starts)", id="independent starts"),
+        pytest.param(dict(rollout_buffer_kwargs=dict(relative=False)), "groups of 2 (shared", id="no relative term"),
+        pytest.param(dict(rollout_buffer_class="stepwise"), "stepwise buffer, groups of 2 (shared", id="buffer"),
+        pytest.param(dict(rollout_buffer_class=OwnBuffer), "Using the OwnBuffer buffer, groups of 2", id="own buffer"),
+        pytest.param(dict(n_steps=8), "rollouts of 16 transitions, observations not normalised", id="rollout"),
+        pytest.param(dict(normalize_observations=True), "observations normalised by the policy", id="normalised"),
+    ],
+)
+def test_a_run_begins_with_a_line_about_its_settings(settings: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str]):
+    make_model(verbose=1, **settings).learn(16, log_interval=None)
+    printed = capsys.readouterr().out
+    assert line in printed and printed.count("buffer, groups of") == 1
+    make_model(**settings).learn(16)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_line_about_the_settings_is_repeated_once_they_change(capsys: pytest.CaptureFixture[str]):
+    def printed(model: Any) -> str:
+        model.learn(16, log_interval=None)
+        return capsys.readouterr().out
+
+    model = make_model(verbose=1, normalize_observations=True)
+    assert "normalised by the policy\n" in printed(model) and printed(model) == ""
+    assert printed(reload(model, env=make_envs())) != ""
+    model.set_env(VecNormalize(make_envs()))
+    assert "normalised by VecNormalize and by the policy\n" in printed(model) and printed(model) == ""
+    model = make_model(VecNormalize(make_envs(), norm_obs=False), verbose=1)
+    assert "observations not normalised\n" in printed(model)
 
 
 def test_tensorboard_gets_the_curves(tmp_path: pathlib.Path):

@@ -179,7 +179,7 @@ def test_every_exported_name_has_a_docstring():
 
 def test_the_readme_and_the_docs_have_examples():
     pages = {str(example.id).split(" ")[0] for example in EXAMPLES}
-    assert {"README.md", "grpo.md"} <= pages
+    assert {"README.md", "quickstart.md", "buffers.md"} <= pages
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

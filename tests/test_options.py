@@ -523,6 +523,13 @@ def test_the_upper_clip_range_follows_the_progress():
     assert [update["train/clip_range"] for update in logged] == pytest.approx([0.1] * 4)
 
 
+RELATIVE = {"train/relative_coefficient", "train/relative_variance_removed"}
+BASELINE = {"train/explained_variance", "train/baseline_shrinkage", "train/baseline_variance_reduction"}
+OF_KERNEL = {"rollout/group_size", "train/advantage_mean", *BASELINE, *RELATIVE}
+WAITING = {f"rollout/transitions_{name}" for name in ("waiting", "waiting_age", "dropped")}
+GROUPS = {f"rollout/group{name}" for name in ("s_completed", "s_tied", "_return_mean", "_return_spread")} | WAITING
+
+
 @pytest.mark.parametrize(
     ("option", "added", "removed"),
     [
@@ -530,9 +537,15 @@ def test_the_upper_clip_range_follows_the_progress():
         (dict(kl_coef=0.1), {"train/kl_loss"}, set()),
         (dict(kl_coef=0.1, adaptive_kl_target=0.1), {"train/kl_loss", "train/kl_coef", "train/kl_to_reference"}, set()),
         (dict(loss_aggregation="trajectory", importance_sampling_level="trajectory"), set(), set()),
-        (dict(share_starts=False), set(), {"rollout/start_mismatches"}),
+        (dict(group_size=2), set(), {"rollout/group_size"}),
+        (dict(share_starts=False), set(), {"rollout/start_mismatches", "rollout/group_size"}),
+        (of_buffer(relative=False), set(), {"rollout/group_size", *RELATIVE}),
+        (dict(env=component_envs(), **of_buffer(reward_weights={"mean": 1.0})), {"rollout/group_return_mean"}, set()),
+        (OUTCOME, GROUPS, OF_KERNEL),
+        (GROUP, GROUPS, OF_KERNEL),
+        (dict(rollout_buffer_class="stepwise"), GROUPS | {"rollout/steps_without_peer"}, OF_KERNEL),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    ids=lambda value: "-".join(f"{name}={text!s:.30}" for name, text in value.items()) if isinstance(value, dict) else "",
 )
 def test_the_metrics_of_an_option_are_logged_with_it_and_only_then(
     option: dict[str, Any], added: set[str], removed: set[str], tmp_path: pathlib.Path

@@ -186,18 +186,6 @@ def test_a_file_of_another_format_is_refused_before_anything_is_unpickled(
     assert same(weights(fresh), weights(model))
 
 
-def test_a_file_of_ppo_is_refused_and_its_actor_can_be_copied_as_the_message_says(tmp_path: pathlib.Path):
-    ppo = make_model(PPO)
-    ppo.save(tmp_path / "ppo")
-    with pytest.raises(
-        ValueError, match=r"ppo\.zip' was saved by an algorithm with a critic, such as PPO.*`load_actor\(model, '"
-    ):
-        GRPO.load(tmp_path / "ppo")
-    model = make_model()
-    load_actor(model, tmp_path / "ppo.zip")
-    assert th.equal(model.policy.action_net.weight, ppo.policy.action_net.weight)
-
-
 def test_a_file_of_another_algorithm_is_refused(tmp_path: pathlib.Path):
     DQN("MlpPolicy", "CartPole-v1", buffer_size=10, device="cpu").save(tmp_path / "dqn.zip")
     with pytest.raises(ValueError, match=r"dqn\.zip' was saved by .* another algorithm, so GRPO\.load cannot load it"):

@@ -215,7 +215,7 @@ def test_without_ray_the_message_says_what_to_install_and_only_where_it_is_neede
     arguments = ["train", "--algo", "grpo", "--env", "CartPole-v1", "--vec-env", "ray"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode != 0 and "== CartPole-v1 ==" in done.stdout
-    assert "which is not installed: run `pip install sb3-grpo[ray]`" in done.stderr
+    assert "which is not installed: run `pip install 'sb3-grpo[ray]'`" in done.stderr
 
 
 @pytest.mark.slow

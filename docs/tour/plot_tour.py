@@ -2,18 +2,17 @@
 The five buffers side by side
 =============================
 
-What turns rewards into advantages is what the variants of GRPO differ in most, and ``rollout_buffer_class`` chooses it.
-This tour trains each of the five on CartPole for 20,480 steps, a few seconds each, and looks at what they learn, what they
-tell the policy, and what the log says about it.
+The variants of GRPO differ most in how they turn rewards into advantages, and ``rollout_buffer_class`` chooses among them.
+This tour trains each of the five buffers on CartPole for 20,480 steps, which takes a few seconds each. It compares their
+learning curves, their advantages, and their logs.
 """
 
 # %%
 # Training
 # --------
 #
-# Everything but the buffer is the same, and the size of the groups: the four buffers that judge whole trajectories are
-# given eight members to compare. Episode returns are what Stable-Baselines3's ``Monitor`` writes, metrics what its CSV
-# logger writes.
+# The runs differ in the buffer and in the size of the groups: the four buffers that judge whole trajectories have eight
+# members to compare. Stable-Baselines3's ``Monitor`` writes the episode returns, and its CSV logger writes the metrics.
 
 import tempfile
 from pathlib import Path
@@ -52,7 +51,7 @@ def train(buffer: str) -> GRPO:
 models = {buffer: train(buffer) for buffer in BUFFERS}
 
 # %%
-# What they learn
+# Learning curves
 # ---------------
 #
 # A running mean over 50 training episodes. Returns of CartPole are episode lengths: 500 is the time limit.
@@ -67,18 +66,17 @@ axis.legend(frameon=False)
 plt.show()
 
 # %%
-# ``kernel`` judges every step of every rollout. The others wait until all members of a group have ended, so that much
-# of what they have sampled is not trained on yet. ``process`` learns nothing: it standardises single rewards, and
-# CartPole's are all 1.
+# ``kernel`` judges every step of every rollout. The others wait until all members of a group have ended, so a part of
+# their samples has not been used yet. ``process`` learns nothing: it standardises single rewards, and CartPole's are all 1.
 #
 # One rollout, judged five ways
 # -----------------------------
 #
-# With the same seed, five models sample the same first rollout, here of 16,384 steps with random actions. What differs
-# is what they make of it. Dots are single steps, lines are means. Under a pole that falls to the right one should push
-# right, so the orange line should be above the blue one there, and below it on the left. What the lines have in common
-# is no advice: it says that upright poles fare better, whatever was done. ``kernel`` has taken most of it out;
-# to the policy gradient, what is left of it is noise.
+# With the same seed, five models sample the same first rollout, here of 16,384 steps with random actions. Only the
+# advantages differ. Dots are single steps, and lines are means. If the pole falls to the right, pushing right is better, so
+# the orange line should be above the blue one there, and below it on the left. A trend that both lines share does not help
+# to choose an action: it says that upright poles do better, whatever the action. It is noise to the policy gradient, and
+# ``kernel`` has removed most of it.
 
 figure, axes = plt.subplots(1, 5, figsize=(10, 2.6), sharex=True, sharey=True, layout="constrained")
 bins = np.linspace(-1.5, 1.5, 9)
@@ -107,12 +105,12 @@ axes[0].legend(frameon=False, fontsize=8)
 plt.show()
 
 # %%
-# What the log says
-# -----------------
+# The log
+# -------
 #
-# Some of what is logged after each rollout; every key is explained under *Diagnostics*. ``rollout/groups_tied`` is the
-# share of groups whose members cannot be told apart: all of them with ``process``. ``train/approx_kl`` is how far an
-# update has moved the policy. ``train/entropy_loss`` is minus the entropy: it rises as the policy makes up its mind.
+# These are a few of the logged metrics; *Every logged metric* explains them all. ``rollout/groups_tied`` is the share of
+# groups whose members cannot be told apart, which is all of them with ``process``. ``train/approx_kl`` is the distance that
+# an update has moved the policy. ``train/entropy_loss`` is minus the entropy, which rises as the policy becomes certain.
 
 keys = ["rollout/ep_rew_mean", "rollout/groups_tied", "train/approx_kl", "train/entropy_loss"]
 figure, axes = plt.subplots(1, len(keys), figsize=(10, 2.6), layout="constrained")
@@ -126,16 +124,16 @@ axes[0].legend(frameon=False, fontsize=8)
 plt.show()
 
 # %%
-# ``kernel`` has two keys of its own: how much of the variance of its targets the baseline explains, and how much
-# variance it takes away from what the advantages would be without it. The second is what a baseline is for.
+# ``kernel`` logs how much of the variance of the returns its baseline explains, and how much it reduces the variance of the
+# advantages. A baseline should reduce variance.
 
 log = pd.read_csv(FOLDER / "kernel" / "progress.csv")
 keys = ["time/total_timesteps", "train/explained_variance", "train/baseline_variance_reduction"]
 log[keys].round(2)
 
 # %%
-# Evaluate, save, load, go on
-# ---------------------------
+# Evaluate, save, load, continue
+# ------------------------------
 #
 # As with any algorithm of Stable-Baselines3.
 

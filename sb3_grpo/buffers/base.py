@@ -1,7 +1,7 @@
 """The base of all group rollout buffers: it stores a rollout and hands out the minibatches of an update."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,9 +51,11 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     #: Whether the buffer takes the environments' own rewards instead of those of a ``VecNormalize``.
     takes_original_rewards: ClassVar[bool] = False
     #: The largest group size that the buffer chooses by itself.
-    max_group_size: ClassVar[int] = SMALL_GROUP
+    max_group_size: int = SMALL_GROUP
     #: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is ``None``.
     preferred_group_size: int = SMALL_GROUP
+    #: Metrics that say nothing about the updates of this buffer. They are not logged.
+    unlogged: Collection[str] = ()
     #: A line about a setting that the buffer has chosen by itself. GRPO prints it if ``verbose`` is at least 1.
     notice: str = ""
 
@@ -211,7 +213,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.pos = 0  # transitions of an interrupted rollout are recognised by a position above zero
         transitions, advantages = self._form_update(rollout, last_obs, policy)
         if len(advantages) > 0:
-            self.metrics["train/advantage_mean"] = float(np.mean(advantages))
+            if self.whitens:  # buffers that compare within groups subtract the mean of the group
+                self.metrics["train/advantage_mean"] = float(np.mean(advantages))
             self.metrics["train/advantage_std"] = float(np.std(advantages))
         advantages = advantages.astype(np.float32)
         if self.whitens and normalize_advantage:

@@ -132,6 +132,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         seed = np.random.randint(np.iinfo(np.int32).max)
         self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed, lstd=fit == "lstd")
         self.relative_term = RelativeTerm(group_size) if relative else None
+        if not relative:
+            self.max_group_size = SMALL_GROUP
+        # Updates do not depend on complete groups. Their returns are those of Monitor, unless rewards are weighted.
+        self.unlogged = ["rollout/groups_completed", "rollout/group_return_spread"]
+        if not self.reward_weights:
+            self.unlogged.append("rollout/group_return_mean")
         self._longest = 1
         # The fit keeps its unit of time, also in environments with another time limit.
         self._fitted_horizon = self.horizon

@@ -1,0 +1,67 @@
+"""The pages say what the code says: defaults, names of functions and tests, targets of links; and they are short."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from sb3_grpo import GRPO
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "LOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Pages to look things up in
+REFERENCES = ("api", "LOG")
+MAX_WORDS = 1500
+MAX_WORDS_OF_README = 500
+
+
+def without_generated_tables(text: str) -> str:
+    """
+    :param text: Text of a page
+    :return: The text without the tables that `benchmarks.report` writes
+    """
+    return re.sub(r"<!-- report: \w+ -->.*?<!-- end -->", "", text, flags=re.DOTALL)
+
+
+def test_the_table_of_arguments_has_each_argument_in_order_with_its_default() -> None:
+    page = (ROOT / "docs" / "from_ppo.md").read_text(encoding="utf-8").split("\n## Arguments\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| \S", page, re.MULTILINE)
+    parameters = inspect.signature(GRPO).parameters
+    optional = [
+        (name, parameter.default) for name, parameter in parameters.items() if parameter.default is not parameter.empty
+    ]
+    assert [(name, ast.literal_eval(default)) for name, default in rows] == optional[:-1]
+    assert optional[-1] == ("_init_setup_model", True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_functions_and_tests_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\{(?:func|class|meth)\}`~?(sb3_grpo[\w.]*)`", text):
+        module, _, name = target.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), target
+    for name, file in re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/\w+\.py)\)", text):
+        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), name
+
+
+def test_the_page_of_formulas_names_functions_and_tests() -> None:
+    text = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    sections = text.split("\n## ")[2:]  # after the introduction and the groups
+    assert len(sections) == 6
+    assert all("\nCode: {func}`" in section and re.search(r"Tests?:\s\[`test_", section) for section in sections)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_of_a_page_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8")):
+        if "://" not in target and not target.startswith("auto_tour/"):  # made when the site is built
+            assert (page.parent / target).is_file(), target
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in REFERENCES], ids=lambda page: page.stem)
+def test_a_page_is_short(page: Path) -> None:
+    n_words = len(re.findall(r"\S*\w\S*", without_generated_tables(page.read_text(encoding="utf-8"))))
+    assert n_words <= (MAX_WORDS_OF_README if page.stem == "README" else MAX_WORDS)

@@ -1,0 +1,165 @@
+"""Twelve mistakes that users make, each with the message that they see."""
+
+import pathlib
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers import VECTOR, AnyEnv, make_envs, make_model, reload
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_grpo import GRPO, EnvironmentFault
+
+
+class OldGym(gym.Wrapper):
+    """Returns what ``step`` returned before Gymnasium."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward, terminated or truncated, info
+
+
+class Seedless(AnyEnv):
+    """Draws from a generator that is not seeded."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(seed=int(np.random.randint(1000)))
+
+
+def load_a_file_of_ppo(folder: pathlib.Path) -> None:
+    PPO("MlpPolicy", AnyEnv(), device="cpu").save(folder / "ppo")
+    GRPO.load(folder / "ppo")
+
+
+def show_a_progress_bar_without_the_extra(folder: pathlib.Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stable_baselines3.common.callbacks.tqdm", None)  # as SB3 sets it where the import fails
+        make_model().learn(32, progress_bar=True)
+
+
+def continue_without_vec_normalize(folder: pathlib.Path) -> None:
+    reload(make_model(VecNormalize(make_envs())).learn(32), env=make_envs()).learn(32, reset_num_timesteps=False)
+
+
+MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] = [
+    (
+        "the name of the buffer is misspelt",
+        lambda _: make_model(rollout_buffer_class="outcomes"),
+        ValueError,
+        "`rollout_buffer_class` must be 'kernel', 'outcome', 'process', 'return_to_go' or 'stepwise', not 'outcomes'.",
+    ),
+    (
+        "an argument is misspelt",
+        lambda _: make_model(learning_rat=1e-3),
+        TypeError,
+        "GRPO does not take `learning_rat=0.001`: did you mean `learning_rate`?",
+    ),
+    (
+        "an argument is that of PPO",
+        lambda _: make_model(vf_coef=0.5),
+        TypeError,
+        "GRPO does not take `vf_coef=0.5`: GRPO has no value network, so leave it out.",
+    ),
+    (
+        "the file is that of PPO",
+        load_a_file_of_ppo,
+        ValueError,
+        "was saved by an algorithm with a critic, such as PPO, so GRPO.load cannot load it. To use its policy, make a model "
+        "and copy the weights: `load_actor(model, ",
+    ),
+    (
+        "an argument of load is misspelt",
+        lambda _: reload(make_model(), clip_rnge=0.1),
+        TypeError,
+        "GRPO does not take `clip_rnge=0.1`: did you mean `clip_range`?",
+    ),
+    (
+        "load gets the id of an environment",
+        lambda _: reload(make_model(), env="CartPole-v1"),
+        ValueError,
+        "`env` is 'CartPole-v1': pass an environment, such as `gymnasium.make('CartPole-v1')`, or several, such as",
+    ),
+    (
+        "the package of the environment is not imported",
+        lambda _: GRPO("MlpPolicy", "MyGrid-Empty-v0"),
+        gym.error.UnregisteredEnv,
+        "Environment `MyGrid-Empty` doesn't exist. If it belongs to another package, import that package first, as in",
+    ),
+    (
+        "an extra is not installed",
+        show_a_progress_bar_without_the_extra,
+        ImportError,
+        "You must install tqdm and rich in order to use the progress bar callback.",
+    ),
+    (
+        "the environment ignores its seed",
+        lambda _: make_model(Seedless()).learn(64),
+        UserWarning,
+        "The environment 'Seedless' does not reproduce its initial state: two calls of `reset(seed=...)` with the same seed",
+    ),
+    (
+        "the environment is written for old versions of Gym",
+        lambda _: make_model(OldGym(AnyEnv())).learn(16),
+        EnvironmentFault,
+        "Environment 0 raised ValueError in `step`: not enough values to unpack (expected 5, got 4). This rollout was not "
+        "used for learning, so the model can be saved, and it can continue after `set_env` with an environment that works. In "
+        "Gymnasium, `step` returns `observation, reward, terminated, truncated, info`.",
+    ),
+    (
+        "actions have no bounds",
+        lambda _: make_model(AnyEnv(VECTOR, spaces.Box(-np.inf, 1, (2,)))),
+        ValueError,
+        "The action space Box(-inf, 1.0, (2,), float32) is unbounded: give it a finite `low` and `high` in the environment",
+    ),
+    (
+        "training continues without VecNormalize",
+        continue_without_vec_normalize,
+        UserWarning,
+        "The policy has learned from observations normalised by VecNormalize, and these environments have none. Wrap them as "
+        "before: `VecNormalize.load(path, venv)` takes the statistics from the file of `VecNormalize.save(path)`.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mistake", "error", "message"), [pytest.param(*case, id=name) for name, *case in MISTAKES])
+def test_the_message_says_what_is_wrong_and_what_to_write(
+    mistake: Callable[[pathlib.Path], Any], error: type[Exception], message: str, tmp_path: pathlib.Path
+):
+    with warnings.catch_warnings(), pytest.raises(error, match=re.escape(message)):
+        warnings.simplefilter("error", UserWarning)
+        mistake(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [AnyEnv, lambda: AnyEnv(), [AnyEnv()], "CartPole-v1"],
+    ids=["class", "function", "list", "id"],
+)
+def test_only_an_environment_is_set(env: Any):
+    with pytest.raises(ValueError, match=r"`env` is .*: pass an environment, such as"):
+        make_model().set_env(env)
+
+
+def test_arguments_of_a_subclass_can_be_changed_when_it_is_loaded(tmp_path: pathlib.Path):
+    class Own(GRPO):
+        def __init__(self, *args: Any, bonus: float = 0.0, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.bonus = bonus
+
+    Own("MlpPolicy", make_envs(), bonus=1.0, n_steps=16, batch_size=16).save(tmp_path / "own")
+    assert Own.load(tmp_path / "own", bonus=2.0, gamma=0.5).bonus == 2.0
+    with pytest.raises(TypeError, match=r"GRPO does not take `bonsu=1\.0`: did you mean `bonus`\?"):
+        Own.load(tmp_path / "own", bonsu=1.0)
+
+
+@pytest.mark.parametrize("wrap", [lambda venv: venv, VecNormalize], ids=["as they are", "normalised"])
+def test_training_that_continues_with_observations_as_before_gives_no_warning(wrap: Any):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        reload(make_model(wrap(make_envs())).learn(32), env=wrap(make_envs())).learn(32, reset_num_timesteps=False)
