@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch as th
@@ -75,8 +75,6 @@ class GRPO(OnPolicyAlgorithm):
         compare whole trajectories do not use it
     :param clip_range: Clipping parameter, a number or a function of the remaining progress (from 1 to 0)
     :param clip_range_high: Clipping parameter for ratios above one (clip-higher, DAPO); ``None`` for ``clip_range``
-    :param surrogate: ``"clip"``: PPO's clipped surrogate. ``"simple"``: that of Simple Policy Optimization
-        (https://arxiv.org/abs/2401.16025)
     :param importance_sampling_level: ``"step"``: each transition has its own importance ratio. ``"trajectory"``: all
         transitions of a trajectory have the geometric mean of their ratios (GSPO); minibatches then hold whole trajectories
     :param loss_aggregation: ``"step"``: the loss is the mean over transitions. ``"trajectory"``: all trajectories count alike
@@ -143,7 +141,6 @@ class GRPO(OnPolicyAlgorithm):
         gae_lambda: float = 0.98,
         clip_range: float | Schedule = 0.2,
         clip_range_high: float | Schedule | None = None,
-        surrogate: Literal["clip", "simple"] = "clip",
         importance_sampling_level: losses.ImportanceSamplingLevel = "step",
         loss_aggregation: losses.LossAggregation = "step",
         normalize_advantage: bool = True,
@@ -206,7 +203,6 @@ class GRPO(OnPolicyAlgorithm):
         self.n_epochs = n_epochs
         self.clip_range = clip_range
         self.clip_range_high = clip_range_high
-        self.surrogate = surrogate
         self.importance_sampling_level = importance_sampling_level
         self.loss_aggregation = loss_aggregation
         self.normalize_advantage = normalize_advantage
@@ -324,7 +320,6 @@ class GRPO(OnPolicyAlgorithm):
         for name in ("gamma", "gae_lambda"):
             require_between(name, getattr(self, name), 0.0, 1.0)
         require_between("ent_coef", self.ent_coef, -math.inf)
-        require_one_of("surrogate", self.surrogate, losses.SURROGATES)
         require_one_of("importance_sampling_level", self.importance_sampling_level, losses.LOG_RATIOS)
         require_one_of("loss_aggregation", self.loss_aggregation, losses.LOSS_WEIGHTS)
         if self.max_grad_norm != math.inf:
@@ -696,13 +691,7 @@ class GRPO(OnPolicyAlgorithm):
         :raises ValueError: If a gradient, or a parameter after the update, is not finite
         """
         objective = Objective(
-            clip_range,
-            self.surrogate,
-            self.importance_sampling_level,
-            self.ent_coef,
-            self.kl_coef,
-            self.kl_penalty,
-            self.max_grad_norm,
+            clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
         )
         # The gradient of the penalty is left to autograd.
         fast_actor = self.policy.fast_actor() if self.kl_coef == 0 else None

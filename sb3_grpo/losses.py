@@ -98,35 +98,6 @@ def clipped_surrogate(
     return Surrogate(loss, ratio.detach(), th.where(is_flat, 0.0, loss.detach()))
 
 
-def simple_surrogate(
-    log_ratio: th.Tensor, advantages: th.Tensor, clip_range: float, clip_range_high: float | None = None
-) -> Surrogate:
-    """
-    The surrogate of Simple Policy Optimization (https://arxiv.org/abs/2401.16025, equation 10) before the mean is taken:
-    ``-(rho A - |A| / (2 c) (rho - 1)^2)``. Instead of cutting the gradient where the ratio has left the clip range, the square
-    leads it back.
-
-    Departures: above one, ``c`` may be another one. Log-ratios are clamped to ``+-MAX_LOG_RATIO``, and the slope is zero beyond.
-
-    :param log_ratio: ``log rho``, shape ``(n,)``
-    :param advantages: ``A``, shape ``(n,)``
-    :param clip_range: ``c``
-    :param clip_range_high: ``c`` for ratios above one; ``None`` for the same
-    :return: Loss, ratio and slope of each transition
-    """
-    ratio = th.exp(th.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    distance = ratio - 1.0
-    limit = th.where(distance > 0.0, clip_range if clip_range_high is None else clip_range_high, clip_range)
-    pull = advantages.abs() * distance / limit
-    loss = 0.5 * pull * distance - advantages * ratio
-    slope = th.where(log_ratio.abs() > MAX_LOG_RATIO, 0.0, ((pull - advantages) * ratio).detach())
-    return Surrogate(loss, ratio.detach(), slope)
-
-
-#: Surrogates by name.
-SURROGATES = {"clip": clipped_surrogate, "simple": simple_surrogate}
-
-
 def trajectory_loss_weights(lengths: th.Tensor, horizon: int) -> th.Tensor:
     """
     Weights ``mean(|o|) / |o_i|``. They turn the mean over transitions into ``1/m sum_i 1/|o_i| sum_t``, in which all

@@ -54,9 +54,8 @@ class ActorPolicy(BasePolicy):
     :param activation_fn: Activation function
     :param ortho_init: Whether to initialise the layers orthogonally
     :param use_sde: Whether to explore with state-dependent noise (gSDE) instead of independent Gaussian noise
-    :param log_std_init: Initial value of the log standard deviation
-    :param std_fraction: Initial standard deviation as a fraction of half of the range of each action, in the place of
-        ``log_std_init``; an unbounded action counts as having a range of 2
+    :param log_std_init: Initial value of the log standard deviation. ``None``: the standard deviation is a quarter of the range
+        of each action, and 1 with gSDE
     :param full_std: With gSDE: whether to learn one standard deviation for each pair of a feature and an action, instead of
         one for each feature
     :param use_expln: With gSDE: whether to keep the standard deviation positive with ``expln()``, which grows more slowly than
@@ -91,8 +90,7 @@ class ActorPolicy(BasePolicy):
         activation_fn: type[nn.Module] = nn.Tanh,
         ortho_init: bool = True,
         use_sde: bool = False,
-        log_std_init: float = 0.0,
-        std_fraction: float | None = None,
+        log_std_init: float | None = None,
         full_std: bool = True,
         use_expln: bool = False,
         squash_output: bool = False,
@@ -104,7 +102,8 @@ class ActorPolicy(BasePolicy):
         optimizer_kwargs: dict[str, Any] | None = None,
         log_std_lr_factor: float = 1.0,
     ):
-        require_between("log_std_init", log_std_init, -np.inf)
+        if log_std_init is not None:
+            require_between("log_std_init", log_std_init, -np.inf)
         require_positive("log_std_lr_factor", log_std_lr_factor)
         if squash_output and not use_sde:
             raise ValueError(f"squash_output={squash_output} needs gSDE: pass use_sde=True, or squash_output=False.")
@@ -136,7 +135,6 @@ class ActorPolicy(BasePolicy):
         self.use_sde = use_sde
         self.normalize_observations = normalize_observations
         self.log_std_init = log_std_init
-        self.std_fraction = std_fraction
         self.log_std_lr_factor = log_std_lr_factor
         self.full_std = full_std
         self.use_expln = use_expln
@@ -164,12 +162,11 @@ class ActorPolicy(BasePolicy):
 
         latent_dim = self.net_arch[-1] if self.net_arch else self.features_dim
         if isinstance(self.action_dist, (DiagGaussianDistribution, StateDependentNoiseDistribution)):
-            self.action_net, self.log_std = self.action_dist.proba_distribution_net(latent_dim, log_std_init=self.log_std_init)
-            if self.std_fraction is not None:
+            log_std_init = 0.0 if self.log_std_init is None else self.log_std_init
+            self.action_net, self.log_std = self.action_dist.proba_distribution_net(latent_dim, log_std_init=log_std_init)
+            if self.log_std_init is None and isinstance(self.action_dist, DiagGaussianDistribution):
                 low, high = (np.ravel(each).astype(np.float64) for each in (self.action_space.low, self.action_space.high))  # type: ignore[attr-defined]
-                half = np.where(np.isfinite(high - low), 0.5 * (high - low), 1.0)
-                with th.no_grad():
-                    self.log_std.copy_(th.as_tensor(np.log(self.std_fraction * half)).expand_as(self.log_std))
+                self.log_std.data.copy_(th.as_tensor(np.log(np.where(high > low, 0.25 * (high - low), 1.0))))
         else:
             self.action_net = self.action_dist.proba_distribution_net(latent_dim)  # type: ignore[assignment]
 
@@ -209,7 +206,6 @@ class ActorPolicy(BasePolicy):
             use_sde=self.use_sde,
             normalize_observations=self.normalize_observations,
             log_std_init=self.log_std_init,
-            std_fraction=self.std_fraction,
             log_std_lr_factor=self.log_std_lr_factor,
             full_std=self.full_std,
             use_expln=self.use_expln,

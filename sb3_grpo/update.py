@@ -56,7 +56,6 @@ class Objective:
     The objective of an update: clipped surrogate, entropy bonus and KL penalty.
 
     :param clip_range: Current clip range
-    :param surrogate: ``"clip"`` or ``"simple"``
     :param importance_sampling_level: ``"step"`` or ``"trajectory"``
     :param ent_coef: Coefficient of the entropy bonus
     :param kl_coef: Coefficient of the KL penalty
@@ -65,7 +64,6 @@ class Objective:
     """
 
     clip_range: ClipRange
-    surrogate: str
     importance_sampling_level: losses.ImportanceSamplingLevel
     ent_coef: float
     kl_coef: float
@@ -94,7 +92,7 @@ class Objective:
         if entropy is None:
             entropy = -log_prob  # an estimate for distributions without a closed form
         log_ratio = log_prob - rollout_data.old_log_prob
-        surrogate = losses.SURROGATES[self.surrogate](
+        surrogate = losses.clipped_surrogate(
             losses.LOG_RATIOS[self.importance_sampling_level](log_ratio, rollout_data.starts),
             rollout_data.advantages,
             *self.clip_range,
