@@ -15,7 +15,7 @@ SOURCES := sb3_grpo benchmarks tests docs setup.py
 .PHONY: help venv train learning test test-slow docs lint type format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## create .venv and install the package, editable, with all that tests and benchmarks need
 
@@ -45,9 +45,11 @@ docs: $(STAMP) ## build the documentation into docs/_build/html, warnings being 
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo 'docs/_build/html/index.html'
 
-lint: $(STAMP) ## ruff and black, changing nothing
+lint: $(STAMP) ## ruff, black, codespell and proselint, changing nothing
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m black --check -q $(SOURCES)
+	$(VENV)/bin/codespell $(SOURCES) *.md
+	$(VENV)/bin/proselint check *.md docs/*.md $$(find sb3_grpo benchmarks docs/tour -name '*.py')
 
 type: $(STAMP) ## mypy
 	$(PY) -m mypy

@@ -13,7 +13,8 @@ MINIGRID = ["minigrid>=3.0"]
 ZOO = ["rl_zoo3[plots]>=2.9,<3", "gymnasium[classic-control]", "moviepy>=1.0.3", "pandas>=2.2", "requests>=2.31"]
 DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery>=0.17"]
 RAY = ["ray>=2.40,<3"]
-TESTS = ["ale-py", "black", "hypothesis", "mypy", "opencv-python-headless", "pytest", "pytest-xdist", "ruff"]
+LINT = ["black", "codespell", "mypy", "proselint", "ruff"]
+TESTS = [*LINT, "ale-py", "hypothesis", "opencv-python-headless", "pytest", "pytest-xdist"]
 
 setup(
     name="sb3-grpo",
