@@ -14,7 +14,8 @@ ZOO = ["rl_zoo3[plots]>=2.9,<3", "gymnasium[classic-control]", "moviepy>=1.0.3",
 DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery>=0.17"]
 RAY = ["ray>=2.40,<3"]
 LINT = ["black", "codespell", "mypy", "proselint", "ruff"]
-TESTS = [*LINT, "ale-py", "hypothesis", "opencv-python-headless", "pytest", "pytest-xdist"]
+RELEASE = ["build", "setuptools>=77", "twine", "uv"]
+TESTS = [*LINT, *RELEASE, "ale-py", "hypothesis", "opencv-python-headless", "pytest", "pytest-xdist"]
 
 setup(
     name="sb3-grpo",
