@@ -12,10 +12,10 @@ STAMP := $(VENV)/.installed
 SOURCES := sb3_grpo benchmarks tests docs setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train learning test test-slow docs lint type format clean
+.PHONY: help venv train learning test test-slow docs lint type format dist release-check clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## create .venv and install the package, editable, with all that tests and benchmarks need
 
@@ -45,9 +45,11 @@ docs: $(STAMP) ## build the documentation into docs/_build/html, warnings being 
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo 'docs/_build/html/index.html'
 
-lint: $(STAMP) ## ruff and black, changing nothing
+lint: $(STAMP) ## ruff, black, codespell and proselint, changing nothing
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m black --check -q $(SOURCES)
+	$(VENV)/bin/codespell $(SOURCES) *.md
+	$(VENV)/bin/proselint check *.md docs/*.md $$(find sb3_grpo benchmarks docs/tour -name '*.py')
 
 type: $(STAMP) ## mypy
 	$(PY) -m mypy
@@ -55,6 +57,14 @@ type: $(STAMP) ## mypy
 format: $(STAMP) ## sort imports, apply ruff's safe fixes, reformat
 	$(PY) -m ruff check --fix $(SOURCES)
 	$(PY) -m black -q $(SOURCES)
+
+dist: $(STAMP) ## build the wheel and the source archive into dist/ and check their metadata
+	rm -rf dist
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
+
+release-check: dist ## install the wheel with the lowest and with the newest versions it allows, and train; minutes, some GB
+	PATH="$(abspath $(VENV))/bin:$$PATH" .ci/release
 
 clean: ## remove caches and build output; .venv and runs stay
 	rm -rf build dist docs/_build docs/auto_tour *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,15 +5,17 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 README = ROOT / "README.md"
 
-EXTRA = ["matplotlib", "rich", "tensorboard", "tqdm"]  # learning curves, progress bar, TensorBoard logs
-BOX2D = ["gymnasium[box2d]"]
+EXTRA = ["matplotlib>=3.7", "rich>=13", "tensorboard>=2.14", "tqdm>=4.65"]  # learning curves, progress bar, TensorBoard logs
+BOX2D = ["gymnasium[box2d]>=1.2.3"]  # older ones build box2d-py, which needs swig and a compiler
 MUJOCO = ["gymnasium[mujoco]"]
-MINIGRID = ["minigrid"]
+MINIGRID = ["minigrid>=3.0"]
 # rl_zoo3 imports requests and pandas, and needs moviepy and pygame for videos, without asking for them
-ZOO = ["rl_zoo3[plots]>=2.9,<3", "gymnasium[classic-control]", "moviepy", "pandas", "requests"]
+ZOO = ["rl_zoo3[plots]>=2.9,<3", "gymnasium[classic-control]", "moviepy>=1.0.3", "pandas>=2.2", "requests>=2.31"]
 DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery>=0.17"]
 RAY = ["ray>=2.40,<3"]
-TESTS = ["ale-py", "black", "hypothesis", "mypy", "opencv-python-headless", "pytest", "pytest-xdist", "ruff"]
+LINT = ["black", "codespell", "mypy", "proselint", "ruff"]
+RELEASE = ["build", "setuptools>=77", "twine", "uv"]
+TESTS = [*LINT, *RELEASE, "ale-py", "hypothesis", "opencv-python-headless", "pytest", "pytest-xdist"]
 
 setup(
     name="sb3-grpo",
@@ -22,7 +24,7 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     author="sb3-grpo contributors",
-    license="MIT",
+    license_expression="MIT",
     license_files=["LICENSE"],
     keywords="reinforcement-learning grpo policy-gradient critic-free stable-baselines3 gymnasium pytorch",
     packages=find_packages(include=["sb3_grpo", "sb3_grpo.*"]),
@@ -33,7 +35,7 @@ setup(
         "stable-baselines3>=2.9,<3",
         "gymnasium>=1.0,<2",
         "torch>=2.8,<3",
-        "numpy",
+        "numpy>=1.24,<3",
     ],
     extras_require={
         "extra": EXTRA,

@@ -304,7 +304,7 @@ class SeededSubprocVecEnv(SubprocVecEnv):
 class WatchedPipe:
     """
     The pipe to a worker of a ``SubprocVecEnv``. It raises an ``EnvironmentFault`` if the worker has ended. SB3 would raise an
-    ``EOFError`` without an index, or wait for ever, because forked workers keep each other's pipes open.
+    ``EOFError`` without an index, or wait forever, because forked workers keep each other's pipes open.
 
     :param pipe: The pipe
     :param process: The worker
