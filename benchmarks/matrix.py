@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.resources
 import inspect
+import math
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,11 @@ from typing import Any
 
 import yaml
 from stable_baselines3 import PPO
+from stable_baselines3.common.utils import LinearSchedule
 
 from sb3_grpo import GRPO, CompleteGroupRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
+from sb3_grpo.grpo import DEFAULT_ROLLOUT_SIZE
 from sb3_grpo.zoo.experiment import HYPERPARAMS
 
 MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
@@ -41,10 +44,12 @@ NEUTRAL: dict[str, Any] = dict(
 
 #: The newest generation of default settings, see `matrix.yml`, and the defaults of earlier ones where they were others
 LATEST_GENERATION = 3
-FORMER_DEFAULTS: dict[int, dict[str, Any]] = {2: dict(normalize_observations=False)}
-FORMER_DEFAULTS[1] = FORMER_DEFAULTS[2]
-#: Transitions per rollout with ``n_steps=None`` in those generations
+FORMER_DEFAULTS: dict[str, Any] = dict(normalize_observations=False, learning_rate=3e-4)
+FORMER_BUFFER_DEFAULTS: dict[str, Any] = dict(bandwidth=0.5)
+FORMER_POLICY_DEFAULTS: dict[str, Any] = dict(log_std_init=0.0)
+#: Transitions per rollout with ``n_steps=None`` then, and the hyperparameter file
 FORMER_ROLLOUT_SIZE = 2048
+FORMER_HYPERPARAMS = pathlib.Path(__file__).with_name("former_grpo.yml")
 
 
 @dataclass(frozen=True)
@@ -79,18 +84,22 @@ class Run:
         if self.algo == "ppo":
             settings = {**defaults(PPO), **settings}
         elif self.algo == "grpo":
-            settings = {**defaults(GRPO), **FORMER_DEFAULTS.get(self.generation, {}), **settings}
-            buffer = buffer_settings(settings)
+            is_former = self.generation < LATEST_GENERATION
+            settings = {**defaults(GRPO), **(FORMER_DEFAULTS if is_former else {}), **settings}
+            buffer = buffer_settings(settings, FORMER_BUFFER_DEFAULTS if is_former else {})
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
 
     def hyperparameters(self) -> dict[str, Any]:
-        """:return: The entry with what the present version has to be told to have the defaults of the generation"""
+        """:return: The entry, with what the present version has to be told to have the defaults of the generation"""
         if self.algo != "grpo" or self.generation == LATEST_GENERATION:
             return self.entry
-        n_steps = FORMER_ROLLOUT_SIZE // self.entry.get("n_envs", 1)
-        return {**FORMER_DEFAULTS[self.generation], "n_steps": n_steps, **self.entry}
+        entry = {**FORMER_DEFAULTS, "n_steps": FORMER_ROLLOUT_SIZE // self.entry.get("n_envs", 1), **self.entry}
+        entry["policy_kwargs"] = f"{FORMER_POLICY_DEFAULTS} | ({entry.get('policy_kwargs') or {}})"  # rl-zoo3 evaluates it
+        if entry.get("rollout_buffer_class", "kernel") == "kernel":
+            entry["rollout_buffer_kwargs"] = {**FORMER_BUFFER_DEFAULTS, **evaluated(entry.get("rollout_buffer_kwargs"))}
+        return entry
 
     def key(self) -> tuple[str, str, str]:
         """:return: Environment, seed and hash as they are in the CSV, which identify the row of the run"""
@@ -129,14 +138,23 @@ def buffer_defaults(buffer: str | None) -> dict[str, Any]:
     return merged
 
 
-def buffer_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def buffer_settings(settings: dict[str, Any], former: dict[str, Any]) -> dict[str, Any]:
     """
     :param settings: All arguments of GRPO, defaults included
+    :param former: Defaults of the buffer that were others
     :return: All arguments of its rollout buffer, defaults included
     """
-    kwargs = settings["rollout_buffer_kwargs"]
-    kwargs = eval(kwargs) if isinstance(kwargs, str) else kwargs  # as rl-zoo3 reads it
-    return {**buffer_defaults(settings["rollout_buffer_class"]), **(kwargs or {})}
+    present = buffer_defaults(settings["rollout_buffer_class"])
+    own = {key: value for key, value in former.items() if key in present}
+    return {**present, **own, **evaluated(settings["rollout_buffer_kwargs"])}
+
+
+def evaluated(kwargs: str | dict[str, Any] | None) -> dict[str, Any]:
+    """
+    :param kwargs: Keyword arguments, or an expression for them, as in a file of rl-zoo3
+    :return: The keyword arguments
+    """
+    return (eval(kwargs) if isinstance(kwargs, str) else kwargs) or {}
 
 
 def load_matrix(path: pathlib.Path = MATRIX) -> dict[str, Any]:
@@ -148,12 +166,14 @@ def load_matrix(path: pathlib.Path = MATRIX) -> dict[str, Any]:
 
 
 @functools.cache
-def hyperparameter_file(algo: str) -> dict[str, dict[str, Any]]:
+def hyperparameter_file(algo: str, generation: int = LATEST_GENERATION) -> dict[str, dict[str, Any]]:
     """
     :param algo: ``grpo`` or ``ppo``
+    :param generation: Generation of GRPO's settings
     :return: The entries of this package's file, or of that of the installed rl-zoo3
     """
-    file = HYPERPARAMS if algo == "grpo" else importlib.resources.files("rl_zoo3") / "hyperparams" / f"{algo}.yml"
+    own = HYPERPARAMS if generation == LATEST_GENERATION else FORMER_HYPERPARAMS
+    file = own if algo == "grpo" else importlib.resources.files("rl_zoo3") / "hyperparams" / f"{algo}.yml"
     return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
@@ -170,7 +190,7 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
 
     def cell(arm: str, env: str, timesteps: int, threshold: float, settings: dict[str, Any]) -> Run:
         algo = settings.get("algo", "grpo")
-        entry = entry_of(settings, algo, env, matrix["environments"][env])
+        entry = entry_of(settings, algo, env, matrix["environments"][env], generation)
         entry["n_timesteps"] = timesteps
         for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
@@ -200,22 +220,41 @@ def before_relative_term(entry: dict[str, Any]) -> dict[str, Any]:
     """
     old = {"group_size": 2, **entry}
     if old.get("rollout_buffer_class", "kernel") == "kernel":
-        kwargs = old.get("rollout_buffer_kwargs") or {}
-        old["rollout_buffer_kwargs"] = {"relative": False, **(eval(kwargs) if isinstance(kwargs, str) else kwargs)}
+        old["rollout_buffer_kwargs"] = {"relative": False, **evaluated(old.get("rollout_buffer_kwargs"))}
     return old
 
 
-def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any]) -> dict[str, Any]:
+def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any], generation: int) -> dict[str, Any]:
     """
     :param settings: Arm or case of the matrix
     :param algo: ``grpo`` or ``ppo``
     :param env: Gymnasium environment
     :param about: Entry of the environment in the matrix
+    :param generation: Generation of GRPO's settings
     :return: The hyperparameters that the settings begin with, as in a file of rl-zoo3
     """
     if settings["entry"] == "zoo":
-        return copy.deepcopy(hyperparameter_file(algo)[about.get(f"{algo}_entry", env)])
-    return {"policy": "MlpPolicy", **{key: about[key] for key in ("env_wrapper",) if key in about}}
+        return copy.deepcopy(hyperparameter_file(algo, generation)[about.get(f"{algo}_entry", env)])
+    matched = matched_settings(about) if settings["entry"] == "matched" else {}
+    return {"policy": "MlpPolicy", **matched, **{key: about[key] for key in ("env_wrapper",) if key in about}}
+
+
+def matched_settings(about: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param about: Entry of the environment in the matrix
+    :return: Arguments with which PPO has the default settings of GRPO with 8 environments, normalised observations and the
+        initial deviation included, and nothing but its critic is another
+    """
+    ours = defaults(GRPO)
+    same = ("batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
+    settings = {"n_envs": 8, "n_steps": DEFAULT_ROLLOUT_SIZE // 8, **{name: ours[name] for name in same}}
+    rate = ours["learning_rate"]
+    settings["learning_rate"] = f"lin_{rate.start}" if isinstance(rate, LinearSchedule) else rate
+    if about.get("normalize", True):
+        settings["normalize"] = "dict(norm_obs=True, norm_reward=False)"
+    if "half_range" in about:
+        settings["policy_kwargs"] = f"dict(log_std_init={math.log(0.5 * about['half_range'])})"
+    return settings
 
 
 def expand(

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from benchmarks import matrix
-from benchmarks.matrix import FORMER_DEFAULTS, Run, expand, load_matrix
+from benchmarks.matrix import Run, expand, load_matrix
 from benchmarks.results import RESULTS, read_rows
 from benchmarks.tests.toys import SMALL
 
@@ -78,10 +78,15 @@ def test_arms_of_older_rows_have_what_the_defaults_were() -> None:
     of_suites = {**MATRIX, "arms": old["arms"], "suites": suites}
     now, second, first = (next(run for run in expand(of_suites, name) if run.arm == "a") for name in suites)
     assert now.hyperparameters() == {"policy": "MlpPolicy", "n_envs": 8, "n_timesteps": 1000}
-    assert FORMER_DEFAULTS[2]["normalize_observations"] is False
-    assert second.hyperparameters() == {**now.entry, **FORMER_DEFAULTS[2], "n_steps": 256}
-    groups = {"group_size": 2, "rollout_buffer_kwargs": {"relative": False}}
-    assert first.hyperparameters() == {**second.hyperparameters(), **groups}
+    former = {
+        "learning_rate": 3e-4,
+        "n_steps": 256,
+        "normalize_observations": False,
+        "policy_kwargs": "{'log_std_init': 0.0} | ({})",
+    }
+    assert second.hyperparameters() == {**now.entry, **former, "rollout_buffer_kwargs": {"bandwidth": 0.5}}
+    groups = {"group_size": 2, "rollout_buffer_kwargs": {"bandwidth": 0.5, "relative": False}}
+    assert first.hyperparameters() == {**now.entry, **former, **groups}
     assert len({run.settings_hash() for run in (now, second, first)}) == 3
 
 
