@@ -10,7 +10,8 @@ the best stored arm of PPO in that environment, and at most 2. The candidate wit
 environments and seeds is the best. The reference is a file, so that scores do not change when PPO gets more rows.
 
 The second table has the effects of the changes in the factorial design (Box, Hunter & Hunter 2005, "Statistics for
-Experimenters", chapter 6): each is the difference of two means, over the half of the runs with the change and the half without.
+Experimenters", chapter 6), by least squares: where all runs are there, each is the difference of two means, over the half with
+the change and the half without.
 """
 
 import argparse
@@ -30,8 +31,8 @@ REFERENCE = RESULTS / "ppo.csv"
 SUITES_OF_PPO = ("short", "minigrid", "inputs")
 MAX_SCORE = 2.0
 COLUMNS = ("auc", "eval_mean")
-#: The arm of the factorial design without changes, and the beginning of the names of the others
-BASE, DESIGN = "normalised, 1024", "design "
+#: The arm of the factorial design without changes, the beginning of the names of the others, and the seed that they have
+BASE, DESIGN, SEED = "normalised, 1024", "design ", 0
 
 
 def write_reference() -> None:
@@ -126,31 +127,32 @@ def effects_table(suite: Suite, references: dict[str, dict[str, str]], arms: dic
     :param suite: Finished runs of candidates
     :param references: Rows of the reference, by environment
     :param arms: Settings of all arms of the matrix
-    :return: One line per change of the design: its effect on the mean score, with a standard error, and on that of each
-        environment. Empty until all runs of the design are there
+    :return: One line per change of the design: its effect on the score in each environment, with a standard error. Only where
+        there are enough runs of the design
     """
-    names = [BASE, *(arm for arm in suite.arms if arm.startswith(DESIGN))]
-    envs = list(suite.timesteps)
-    seeds = set.intersection(*({each.run.seed for each in suite.runs(arm, env)} for arm in names for env in envs))
-    if not seeds:
-        return ""
-    scores = np.array(
-        [
-            [score(*(suite.values(arm, env, sorted(seeds), name) for name in COLUMNS), references[env]).mean() for env in envs]
-            for arm in names
+    cells: dict[str, dict[str, str]] = {}
+    for env in suite.timesteps:
+        done = [
+            arm for arm in (BASE, *suite.arms) if (arm == BASE or arm.startswith(DESIGN)) and SEED in suite.by_seed(arm, env)
         ]
-    )
-    has = [changes_of(arms[arm]["set"], arms[BASE]["set"]) for arm in names]
-    changes = sorted(set.union(*has))
-    found, errors = effects(
-        np.array([[change in each for change in changes] for each in has], dtype=float),
-        np.column_stack([scores.mean(axis=1), scores]),
-    )
-    lines = [
-        [change, f"{effect[0]:+.3f} ({error[0]:.3f})", *(f"{each:+.2f}" for each in effect[1:])]
-        for change, effect, error in zip(changes, found, errors, strict=True)
-    ]
-    return markdown_table(["change", "mean", *(env.removeprefix("sb3_grpo/") for env in envs)], lines)
+        has = {arm: changes_of(arms[arm]["set"], arms[BASE]["set"]) for arm in done}
+        changes = sorted(set().union(*has.values()))
+        if len(has) < len(changes) + 2:
+            continue
+        columns = [[suite.values(arm, env, [SEED], name) for name in COLUMNS] for arm in has]
+        scores = [score(area, evaluation, references[env]) for area, evaluation in columns]
+        levels = np.array([[change in each for change in changes] for each in has.values()], dtype=float)
+        found, errors = effects(levels, np.array(scores))
+        for change, effect, error in zip(changes, found[:, 0], errors[:, 0], strict=True):
+            cells.setdefault(change, {})[env] = f"{effect:+.2f} ({error:.2f})"
+    envs = [env for env in suite.timesteps if any(env in each for each in cells.values())]
+    lines = [[change, *(each.get(env, "") for env in envs)] for change, each in cells.items()]
+    return markdown_table(["change", *(env.removeprefix("sb3_grpo/") for env in envs)], lines)
+
+
+def references() -> dict[str, dict[str, str]]:
+    """:return: Rows of the reference, by environment"""
+    return {row["env"]: row for row in read_rows(REFERENCE)}
 
 
 def main() -> None:
@@ -158,10 +160,10 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true", help="write the reference anew")
     if parser.parse_args().reference:
         write_reference()
-    suite, references = Suite("candidates"), {row["env"]: row for row in read_rows(REFERENCE)}
-    print(table(suite, references))
+    suite = Suite("candidates")
+    print(table(suite, references()))
     print()
-    print(effects_table(suite, references, load_matrix()["arms"]))
+    print(effects_table(suite, references(), load_matrix()["arms"]))
 
 
 if __name__ == "__main__":

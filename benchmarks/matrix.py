@@ -15,9 +15,8 @@ import yaml
 from stable_baselines3 import PPO
 from stable_baselines3.common.utils import LinearSchedule
 
-from sb3_grpo import GRPO, CompleteGroupRolloutBuffer
+from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
-from sb3_grpo.grpo import DEFAULT_ROLLOUT_SIZE
 from sb3_grpo.zoo.experiment import HYPERPARAMS
 
 MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
@@ -247,7 +246,7 @@ def matched_settings(about: dict[str, Any]) -> dict[str, Any]:
     """
     ours = defaults(GRPO)
     same = ("batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
-    settings = {"n_envs": 8, "n_steps": DEFAULT_ROLLOUT_SIZE // 8, **{name: ours[name] for name in same}}
+    settings = {"n_envs": 8, "n_steps": KernelRolloutBuffer.default_rollout_size // 8, **{name: ours[name] for name in same}}
     rate = ours["learning_rate"]
     settings["learning_rate"] = f"lin_{rate.start}" if isinstance(rate, LinearSchedule) else rate
     if about.get("normalize", True):

@@ -13,7 +13,9 @@ import pathlib
 import re
 from collections.abc import Callable, Sequence
 
+from benchmarks import candidates
 from benchmarks.figures import draw_curves, draw_profile
+from benchmarks.matrix import load_matrix
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
     ablation_table,
@@ -56,6 +58,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     """
     short = Suite("short", results)
     inputs = Suite("inputs", results)
+    tried = Suite("candidates", results)
     rivals: dict[str, Sequence[str]] = {
         "no groups": ["grpo, no groups"],
         "PPO": ["ppo, defaults", "ppo, same settings", "ppo, same settings, rewards normalised"],
@@ -81,6 +84,8 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "variance_removed": lambda: variance_table(inputs, "grpo, defaults"),
         "ordinary": lambda: paired_table(Suite("ordinary", results), "grpo, defaults", "grpo, no relative term"),
         "tokens": lambda: variants_table(Suite("tokens", results)),
+        "candidates": lambda: candidates.table(tried, candidates.references()),
+        "effects": lambda: candidates.effects_table(tried, candidates.references(), load_matrix()["arms"]),
         "throughput": lambda: throughput_table(read_rows(results / "throughput.csv")),
     }
 

@@ -18,7 +18,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
-from stable_baselines3.common.utils import FloatSchedule
+from stable_baselines3.common.utils import FloatSchedule, LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
@@ -47,8 +47,8 @@ from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper, reward_norm
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
-#: Number of transitions per rollout that ``n_steps=None`` aims at.
-DEFAULT_ROLLOUT_SIZE = 2048
+#: The default learning rate: from 1e-3 at the beginning of ``learn`` to 0 at its end.
+DECAYING_RATE = LinearSchedule(1e-3, 0.0, 1.0)
 
 
 class GRPO(OnPolicyAlgorithm):
@@ -65,9 +65,10 @@ class GRPO(OnPolicyAlgorithm):
     :param policy: Policy: ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``, or a subclass of
         :class:`~sb3_grpo.policies.ActorPolicy`
     :param env: Environment to learn from, or its Gymnasium id
-    :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0)
-    :param n_steps: Number of steps per environment and rollout. ``None`` for about 2048 transitions per rollout in all, a
-        multiple of ``batch_size`` where the number of environments allows
+    :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0). By default it falls
+        from 1e-3 to 0, because a policy that still changes much at the end is rarely the best one
+    :param n_steps: Number of steps per environment and rollout. ``None`` for about 512 transitions in all with ``"kernel"`` and 2048
+        with the other buffers, and a multiple of ``batch_size`` where the number of environments allows
     :param batch_size: Minibatch size
     :param n_epochs: Number of passes over the transitions of an update
     :param gamma: Discount factor
@@ -133,7 +134,7 @@ class GRPO(OnPolicyAlgorithm):
         self,
         policy: str | type[ActorPolicy],
         env: GymEnv | str | None,
-        learning_rate: float | Schedule = 3e-4,
+        learning_rate: float | Schedule = DECAYING_RATE,
         n_steps: int | None = None,
         batch_size: int = 64,
         n_epochs: int = 10,
@@ -285,7 +286,7 @@ class GRPO(OnPolicyAlgorithm):
 
     def _choose_n_steps(self) -> None:
         if self.n_steps is None:
-            n_steps = max(DEFAULT_ROLLOUT_SIZE // self.n_envs, 1)
+            n_steps = max(self.rollout_buffer_class.default_rollout_size // self.n_envs, 1)
             # Minibatches are full if n_steps is a multiple of this number.
             multiple = self.batch_size // math.gcd(self.batch_size, self.n_envs)
             self.n_steps = max(n_steps // multiple * multiple, min(n_steps, multiple))

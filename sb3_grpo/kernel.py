@@ -281,7 +281,7 @@ class KernelBaseline:
     def __init__(
         self,
         n_features: int = 128,
-        bandwidth: float | None = 0.5,
+        bandwidth: float | None = None,
         ridge: float = 1e-5,
         forgetting: float = 0.8,
         time_feature: bool = True,

@@ -54,8 +54,8 @@ class ActorPolicy(BasePolicy):
     :param activation_fn: Activation function
     :param ortho_init: Whether to initialise the layers orthogonally
     :param use_sde: Whether to explore with state-dependent noise (gSDE) instead of independent Gaussian noise
-    :param log_std_init: Initial value of the log standard deviation. ``None``: the standard deviation is a quarter of the range
-        of each action, and 1 with gSDE
+    :param log_std_init: Initial value of the log standard deviation. With ``None``, the standard deviation is a quarter of the
+        range of each action, or 1 with gSDE
     :param full_std: With gSDE: whether to learn one standard deviation for each pair of a feature and an action, instead of
         one for each feature
     :param use_expln: With gSDE: whether to keep the standard deviation positive with ``expln()``, which grows more slowly than
@@ -105,6 +105,11 @@ class ActorPolicy(BasePolicy):
         if log_std_init is not None:
             require_between("log_std_init", log_std_init, -np.inf)
         require_positive("log_std_lr_factor", log_std_lr_factor)
+        if log_std_lr_factor != 1.0 and not isinstance(action_space, spaces.Box):
+            raise ValueError(
+                f"log_std_lr_factor={log_std_lr_factor} is for Box actions, and {action_space} has no standard deviation: "
+                "leave it out."
+            )
         if squash_output and not use_sde:
             raise ValueError(f"squash_output={squash_output} needs gSDE: pass use_sde=True, or squash_output=False.")
         if features_extractor_class is None:
@@ -184,7 +189,7 @@ class ActorPolicy(BasePolicy):
         """
         :return: Parameter groups of the optimizer: all parameters, or ``log_std`` in a group of its own
         """
-        if self.log_std_lr_factor == 1.0 or not hasattr(self, "log_std"):
+        if self.log_std_lr_factor == 1.0:
             return [{"params": list(self.parameters())}]
         others = [parameter for parameter in self.parameters() if parameter is not self.log_std]
         return [{"params": others}, {"params": [self.log_std], "lr_factor": self.log_std_lr_factor}]

@@ -255,7 +255,7 @@ def test_features_do_not_depend_on_the_units_of_inputs(scale: float):
         for rollout in rollouts:
             baseline.observe(factor * (rollout - 2.0))
         features.append(baseline.features(factor * (rollouts[0] - 2.0), np.zeros(200)).numpy())
-    np.testing.assert_allclose(*features, atol=1e-9)
+    np.testing.assert_allclose(features[0], features[1], atol=1e-9)
 
 
 @pytest.mark.parametrize(("n_varying", "expected"), [(0, 1.1), (1, 1.1), (4, 0.55), (16, 0.275)])
@@ -265,7 +265,8 @@ def test_the_bandwidth_falls_with_the_root_of_the_number_of_inputs_that_vary(n_v
     by_rule, by_hand = KernelBaseline(bandwidth=None), KernelBaseline(bandwidth=expected)
     for baseline in (by_rule, by_hand):
         baseline.observe(inputs)
-    np.testing.assert_allclose(*(each.features(inputs, np.arange(50) / 50).numpy() for each in (by_rule, by_hand)))
+    found, wanted = (each.features(inputs, np.arange(50) / 50).numpy() for each in (by_rule, by_hand))
+    np.testing.assert_allclose(found, wanted)
 
 
 def test_a_nonlinear_return_is_foreseen_while_a_linear_baseline_does_not():

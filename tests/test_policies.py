@@ -237,6 +237,14 @@ def test_layers_are_orthogonal_with_ppos_gains_only_with_ortho_init():
             assert (layer.bias == 0).all() == ortho_init
 
 
+def test_the_initial_deviation_is_a_quarter_of_the_range_of_each_action_unless_it_is_given():
+    uneven = spaces.Box(np.array([-2.0, 0.0, 5.0]), np.array([2.0, 10.0, 5.0]), dtype=np.float64)
+    std = make_policy(action_space=uneven, **SMALL).log_std.detach().exp()
+    assert std.tolist() == pytest.approx([1.0, 2.5, 1.0])
+    for kwargs, expected in ((dict(log_std_init=-0.5), -0.5), (dict(use_sde=True), 0.0)):
+        assert (make_policy(action_space=uneven, **SMALL, **kwargs).log_std == expected).all()
+
+
 def test_the_optimizer_has_ppos_epsilon_unless_told_otherwise():
     for kwargs, expected in (
         ({}, dict(lr=1e-3, eps=1e-5)),

@@ -48,6 +48,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     #: Whether advantages are standardised over the update if ``normalize_advantage`` is set. Buffers that compare within
     #: groups are not: a shift over the whole update would give tied groups an advantage.
     whitens: ClassVar[bool] = False
+    #: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at
+    default_rollout_size: ClassVar[int] = 2048
     #: Whether the buffer takes the environments' own rewards instead of those of a ``VecNormalize``.
     takes_original_rewards: ClassVar[bool] = False
     #: The largest group size that the buffer chooses by itself.

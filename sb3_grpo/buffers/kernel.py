@@ -72,6 +72,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     """
 
     whitens = True
+    # Trajectories need not be complete, so updates can follow each other quickly.
+    default_rollout_size = 512
     max_group_size = LARGE_GROUP
 
     def __init__(
@@ -86,7 +88,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         group_size: int = 2,
         horizon: int | None = None,
         n_features: int = 128,
-        bandwidth: float | None = 0.5,
+        bandwidth: float | None = None,
         ridge: float = 1e-5,
         forgetting: float = 0.8,
         n_folds: int = 4,
