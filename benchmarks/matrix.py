@@ -13,12 +13,13 @@ from typing import Any
 
 import yaml
 from stable_baselines3 import PPO
-from stable_baselines3.common.utils import LinearSchedule
 
 from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.zoo.experiment import HYPERPARAMS
 
+#: An entry's own key: the end of a linear schedule of the learning rate, which rl-zoo3 always lets end at 0
+FINAL_RATE = "final_learning_rate"
 MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
 
 #: Arguments that came after the first reported runs, at the values at which a run is the same without them, bit for bit. The
@@ -248,7 +249,7 @@ def matched_settings(about: dict[str, Any]) -> dict[str, Any]:
     same = ("batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
     settings = {"n_envs": 8, "n_steps": KernelRolloutBuffer.default_rollout_size // 8, **{name: ours[name] for name in same}}
     rate = ours["learning_rate"]
-    settings["learning_rate"] = f"lin_{rate.start}" if isinstance(rate, LinearSchedule) else rate
+    settings["learning_rate"], settings[FINAL_RATE] = f"lin_{rate.start}", rate.end
     if about.get("normalize", True):
         settings["normalize"] = "dict(norm_obs=True, norm_reward=False)"
     if "half_range" in about:

@@ -47,8 +47,9 @@ from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper, reward_norm
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
-#: The default learning rate: from 1e-3 at the beginning of ``learn`` to 0 at its end.
-DECAYING_RATE = LinearSchedule(1e-3, 0.0, 1.0)
+#: The default learning rate: from 1e-3 at the beginning of ``learn`` to 1e-4 at its end. At 0, a loop around ``learn`` with a
+#: rollout in each call would never learn: SB3 sets the rate of an update by the progress after its rollout.
+DECAYING_RATE = LinearSchedule(1e-3, 1e-4, 1.0)
 
 
 class GRPO(OnPolicyAlgorithm):
@@ -66,7 +67,7 @@ class GRPO(OnPolicyAlgorithm):
         :class:`~sb3_grpo.policies.ActorPolicy`
     :param env: Environment to learn from, or its Gymnasium id
     :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0). By default it falls
-        from 1e-3 to 0, because a policy that still changes much at the end is rarely the best one
+        from 1e-3 to 1e-4, because a policy that still changes much at the end is rarely the best one
     :param n_steps: Number of steps per environment and rollout. ``None`` for about 512 transitions in all with ``"kernel"`` and
         2048 with the other buffers, and a multiple of ``batch_size`` where the number of environments allows
     :param batch_size: Minibatch size
