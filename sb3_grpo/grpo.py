@@ -68,8 +68,8 @@ class GRPO(OnPolicyAlgorithm):
     :param env: Environment to learn from, or its Gymnasium id
     :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0). By default it falls
         from 1e-3 to 1e-4, because a policy that still changes much at the end is rarely the best one
-    :param n_steps: Number of steps per environment and rollout. ``None`` for about 512 transitions in all with ``"kernel"`` and
-        2048 with the other buffers, and a multiple of ``batch_size`` where the number of environments allows
+    :param n_steps: Number of steps per environment and rollout. ``None`` for about 512 transitions in all with ``"kernel"``
+        and 2048 with the other buffers, and a multiple of ``batch_size`` where the number of environments allows
     :param batch_size: Minibatch size
     :param n_epochs: Number of passes over the transitions of an update
     :param gamma: Discount factor

@@ -579,7 +579,7 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
     envs = DummyVecEnv([lambda: TwoStates(space, ending)] * n_envs)
     model = make_model(
         envs, "kernel", policy, 1, learning_rate=0.0, batch_size=n_envs, normalize_advantage=False, share_starts=False,
-        policy_kwargs=policy_kwargs, rollout_buffer_kwargs=dict(horizon=64, **buffer_kwargs),
+        policy_kwargs=policy_kwargs, rollout_buffer_kwargs=dict(horizon=64, bandwidth=0.5, **buffer_kwargs),
     ).learn(4 * n_envs)  # fmt: skip
     update = whole_update(model)
     assert len(update.advantages) == n_envs

@@ -118,9 +118,9 @@ def test_an_ordinary_run_gives_no_warning(n_envs: int, tmp_path: pathlib.Path):
         model = GRPO("MlpPolicy", env, n_epochs=1, device="cpu").learn(1024, callback=[evaluation, checkpoint])
     assert evaluation.best_mean_reward > 0
     assert (tmp_path / "best_model.zip").exists()
-    # By default, the rollout is a multiple of the batch, near 2048.
+    # By default, the rollout is a multiple of the batch, near 512.
     assert model.n_steps * n_envs % model.batch_size == 0
-    assert 1900 < model.n_steps * n_envs <= 2048
+    assert 380 < model.n_steps * n_envs <= 512
 
 
 def test_a_rollout_that_the_batch_does_not_divide_gives_a_warning_and_one_that_it_divides_does_not():
@@ -770,8 +770,8 @@ class OwnBuffer(OutcomeRolloutBuffer):
         pytest.param(dict(rollout_buffer_kwargs=dict(relative=False)), "groups of 2 (shared", id="no relative term"),
         pytest.param(dict(rollout_buffer_class="stepwise"), "stepwise buffer, groups of 2 (shared", id="buffer"),
         pytest.param(dict(rollout_buffer_class=OwnBuffer), "Using the OwnBuffer buffer, groups of 2", id="own buffer"),
-        pytest.param(dict(n_steps=8), "rollouts of 16 transitions, observations not normalised", id="rollout"),
-        pytest.param(dict(normalize_observations=True), "observations normalised by the policy", id="normalised"),
+        pytest.param(dict(n_steps=8), "rollouts of 16 transitions, observations normalised by the policy", id="rollout"),
+        pytest.param(dict(normalize_observations=False), "observations not normalised", id="not normalised"),
     ],
 )
 def test_a_run_begins_with_a_line_about_its_settings(settings: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str]):
@@ -787,12 +787,12 @@ def test_the_line_about_the_settings_is_repeated_once_they_change(capsys: pytest
         model.learn(16, log_interval=None)
         return capsys.readouterr().out
 
-    model = make_model(verbose=1, normalize_observations=True)
+    model = make_model(verbose=1)
     assert "normalised by the policy\n" in printed(model) and printed(model) == ""
     assert printed(reload(model, env=make_envs())) != ""
     model.set_env(VecNormalize(make_envs()))
     assert "normalised by VecNormalize and by the policy\n" in printed(model) and printed(model) == ""
-    model = make_model(VecNormalize(make_envs(), norm_obs=False), verbose=1)
+    model = make_model(VecNormalize(make_envs(), norm_obs=False), verbose=1, normalize_observations=False)
     assert "observations not normalised\n" in printed(model)
 
 

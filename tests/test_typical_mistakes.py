@@ -89,7 +89,7 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
         "the package of the environment is not imported",
         lambda _: GRPO("MlpPolicy", "MyGrid-Empty-v0"),
         gym.error.UnregisteredEnv,
-        "Environment `MyGrid-Empty` doesn't exist. If it belongs to another package, import that package first, as in",
+        "If it belongs to another package, import that package first, as in `import minigrid`.",
     ),
     (
         "an extra is not installed",
