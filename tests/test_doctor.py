@@ -12,10 +12,11 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
-from helpers import SMALL, (
+from helpers import (
     ACTION_SPACES,
     BOX,
     ENDLESS,
+    SMALL,
     AnyEnv,
     ContextEnv,
     make_envs,
