@@ -18,8 +18,6 @@ from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.zoo.experiment import HYPERPARAMS
 
-#: An entry's own key: the end of a linear schedule of the learning rate, which rl-zoo3 always lets end at 0
-FINAL_RATE = "final_learning_rate"
 MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
 
 #: Arguments that came after the first reported runs, at the values at which a run is the same without them, bit for bit. The
@@ -44,7 +42,7 @@ NEUTRAL: dict[str, Any] = dict(
 
 #: The newest generation of default settings, see `matrix.yml`, and the defaults of earlier ones where they were others
 LATEST_GENERATION = 3
-FORMER_DEFAULTS: dict[str, Any] = dict(normalize_observations=False, learning_rate=3e-4)
+FORMER_DEFAULTS: dict[str, Any] = dict(normalize_observations=False)
 FORMER_BUFFER_DEFAULTS: dict[str, Any] = dict(bandwidth=0.5)
 FORMER_POLICY_DEFAULTS: dict[str, Any] = dict(log_std_init=0.0)
 #: Transitions per rollout with ``n_steps=None`` then, and the hyperparameter file
@@ -86,6 +84,9 @@ class Run:
         elif self.algo == "grpo":
             is_former = self.generation < LATEST_GENERATION
             settings = {**defaults(GRPO), **(FORMER_DEFAULTS if is_former else {}), **settings}
+            if settings["n_steps"] is None and not is_former:
+                rollout_size = resolve_buffer_class(settings["rollout_buffer_class"]).default_rollout_size
+                settings["n_steps"] = f"{rollout_size} in all"
             buffer = buffer_settings(settings, FORMER_BUFFER_DEFAULTS if is_former else {})
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
@@ -246,10 +247,8 @@ def matched_settings(about: dict[str, Any]) -> dict[str, Any]:
         initial deviation included, and nothing but its critic is another
     """
     ours = defaults(GRPO)
-    same = ("batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
+    same = ("learning_rate", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
     settings = {"n_envs": 8, "n_steps": KernelRolloutBuffer.default_rollout_size // 8, **{name: ours[name] for name in same}}
-    rate = ours["learning_rate"]
-    settings["learning_rate"], settings[FINAL_RATE] = f"lin_{rate.start}", rate.end
     if about.get("normalize", True):
         settings["normalize"] = "dict(norm_obs=True, norm_reward=False)"
     if "half_range" in about:

@@ -44,12 +44,11 @@ from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv, sync_envs_normalization
 from tqdm import tqdm
 
 from benchmarks.curves import CurveStore, LearningCurve, TrainingCurve
-from benchmarks.matrix import FINAL_RATE, MATRIX, Run, expand, load_matrix
+from benchmarks.matrix import MATRIX, Run, expand, load_matrix
 from benchmarks.results import FIELDS, RESULTS, append_row, provenance, read_rows, row_key, rows_file
 from sb3_grpo.envs.heuristics import HEURISTICS
 from sb3_grpo.zoo import register
@@ -71,12 +70,9 @@ def experiment(run: Run) -> Iterator[tuple[ExperimentManager, BaseAlgorithm]]:
     """
     register()
     manager_class = GRPOExperimentManager if run.algo == "grpo" else ExperimentManager
-    entry = run.hyperparameters()
-    final_rate = entry.get(FINAL_RATE, 0.0)
-    entry = {key: value for key, value in entry.items() if key != FINAL_RATE}
     with tempfile.TemporaryDirectory() as folder:
         config = pathlib.Path(folder, f"{run.algo}.yml")
-        config.write_text(yaml.safe_dump({run.env: entry}), encoding="utf-8")
+        config.write_text(yaml.safe_dump({run.env: run.hyperparameters()}), encoding="utf-8")
         with contextlib.redirect_stdout(io.StringIO()):
             manager = manager_class(
                 argparse.Namespace(), run.algo, run.env, folder, eval_freq=-1, seed=run.seed, verbose=0, device="cpu",
@@ -84,11 +80,7 @@ def experiment(run: Run) -> Iterator[tuple[ExperimentManager, BaseAlgorithm]]:
             )  # fmt: skip
             made = manager.setup_experiment()
         assert made is not None
-        model = made[0]
-        if final_rate > 0.0:
-            model.learning_rate = LinearSchedule(model.lr_schedule(1.0), final_rate, 1.0)
-            model._setup_lr_schedule()
-        yield manager, model
+        yield manager, made[0]
 
 
 def execute(run: Run) -> tuple[dict[str, Any], LearningCurve | None]:

@@ -18,7 +18,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
-from stable_baselines3.common.utils import FloatSchedule, LinearSchedule
+from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
@@ -47,10 +47,6 @@ from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper, reward_norm
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
-#: The default learning rate: from 1e-3 at the beginning of ``learn`` to 1e-4 at its end. At 0, a loop around ``learn`` with a
-#: rollout in each call would never learn: SB3 sets the rate of an update by the progress after its rollout.
-DECAYING_RATE = LinearSchedule(1e-3, 1e-4, 1.0)
-
 
 class GRPO(OnPolicyAlgorithm):
     """
@@ -66,9 +62,8 @@ class GRPO(OnPolicyAlgorithm):
     :param policy: Policy: ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``, or a subclass of
         :class:`~sb3_grpo.policies.ActorPolicy`
     :param env: Environment to learn from, or its Gymnasium id
-    :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0). By default it falls
-        from 1e-3 to 1e-4, because a policy that still changes much at the end is rarely the best one
-    :param n_steps: Number of steps per environment and rollout. ``None`` for about 512 transitions in all with ``"kernel"``
+    :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0)
+    :param n_steps: Number of steps per environment and rollout. ``None`` for about 1024 transitions in all with ``"kernel"``
         and 2048 with the other buffers, and a multiple of ``batch_size`` where the number of environments allows
     :param batch_size: Minibatch size
     :param n_epochs: Number of passes over the transitions of an update
@@ -135,7 +130,7 @@ class GRPO(OnPolicyAlgorithm):
         self,
         policy: str | type[ActorPolicy],
         env: GymEnv | str | None,
-        learning_rate: float | Schedule = DECAYING_RATE,
+        learning_rate: float | Schedule = 3e-4,
         n_steps: int | None = None,
         batch_size: int = 64,
         n_epochs: int = 10,

@@ -118,9 +118,9 @@ def test_an_ordinary_run_gives_no_warning(n_envs: int, tmp_path: pathlib.Path):
         model = GRPO("MlpPolicy", env, n_epochs=1, device="cpu").learn(1024, callback=[evaluation, checkpoint])
     assert evaluation.best_mean_reward > 0
     assert (tmp_path / "best_model.zip").exists()
-    # By default, the rollout is a multiple of the batch, near 512.
+    # By default, the rollout is a multiple of the batch, near 1024.
     assert model.n_steps * n_envs % model.batch_size == 0
-    assert 380 < model.n_steps * n_envs <= 512
+    assert 900 < model.n_steps * n_envs <= 1024
 
 
 def test_a_rollout_that_the_batch_does_not_divide_gives_a_warning_and_one_that_it_divides_does_not():

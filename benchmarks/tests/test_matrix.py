@@ -79,7 +79,6 @@ def test_arms_of_older_rows_have_what_the_defaults_were() -> None:
     now, second, first = (next(run for run in expand(of_suites, name) if run.arm == "a") for name in suites)
     assert now.hyperparameters() == {"policy": "MlpPolicy", "n_envs": 8, "n_timesteps": 1000}
     former = {
-        "learning_rate": 3e-4,
         "n_steps": 256,
         "normalize_observations": False,
         "policy_kwargs": "{'log_std_init': 0.0} | ({})",

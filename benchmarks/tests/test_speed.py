@@ -90,8 +90,8 @@ def test_every_arm_of_a_suite_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(speed, "N_TURNS", 2)
     rows = speed.turns_of(expand(SMALL, "short", envs=["CartPole-v1"], seeds=[100])[1:])
     assert [row["arm"] for row in rows] == ["ppo", "ppo", "grpo", "grpo"]
-    # Whole rollouts of either arm: 256 transitions of PPO, 512 of GRPO
-    assert {row["steps"] for row in rows} == {512}
+    # Whole rollouts of either arm: 256 transitions of PPO, 1024 of GRPO
+    assert {row["steps"] for row in rows} == {1024}
     assert all(1e-6 < float(row["seconds_per_step"]) < 1e-1 for row in rows)
 
 

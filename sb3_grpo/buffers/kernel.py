@@ -73,7 +73,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     whitens = True
     # Trajectories need not be complete, so updates can follow each other quickly.
-    default_rollout_size = 512
+    default_rollout_size = 1024
     max_group_size = LARGE_GROUP
 
     def __init__(
