@@ -147,21 +147,23 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]], with_notes: 
     return "\n".join([markdown_table(header, lines), *(["", *notes] if notes and with_notes else [])])
 
 
-def ablation_table(suite: Suite) -> str:
+def ablation_table(suite: Suite, column: str = "auc") -> str:
     """
-    :return: Areas, one line per arm, one column per environment, over the seeds that all arms have wherever they were run
+    :param suite: Finished runs
+    :param column: Name of a column of numbers, the area by default
+    :return: Its means, one line per arm, one column per environment, over the seeds that all arms have wherever they were run
     """
     cells = [(arm, env) for arm in suite.arms for env in suite.timesteps if suite.runs(arm, env)]
     seeds = sorted(set.intersection(*(set(suite.by_seed(*cell)) for cell in cells))) if cells else []
     if not seeds:
         return NO_ROWS
 
-    def area(arm: str, env: str) -> Estimate | str:
-        return mean_over_seeds(suite.areas(arm, [env], seeds)[:, 0]) if (arm, env) in cells else "not run"
+    def mean(arm: str, env: str) -> Estimate | str:
+        return mean_over_seeds(suite.values(arm, env, seeds, column)) if (arm, env) in cells else "not run"
 
     numbers = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
     header = [numbers, *(f"{env}, {timesteps:,}" for env, timesteps in suite.timesteps.items())]
-    return markdown_table(header, [[arm, *(area(arm, env) for env in suite.timesteps)] for arm in suite.arms])
+    return markdown_table(header, [[arm, *(mean(arm, env) for env in suite.timesteps)] for arm in suite.arms])
 
 
 def best_of(suite: Suite, arms: Sequence[str], env: str, column: str) -> str:
