@@ -12,13 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
+from sb3_contrib import TRPO
 from stable_baselines3 import PPO
+from stable_baselines3.common.base_class import BaseAlgorithm
 
 from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.zoo.experiment import HYPERPARAMS
 
 MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
+
+#: The algorithms that GRPO is compared with
+RIVALS: dict[str, type[BaseAlgorithm]] = {"ppo": PPO, "trpo": TRPO}
 
 #: Arguments that came after the first reported runs, at the values at which a run is the same without them, bit for bit. The
 #: hash leaves them out there, so that a new option does not make finished runs stale.
@@ -56,7 +61,7 @@ class Run:
     One training, or the random control of an environment.
 
     :param arm: Name of the settings
-    :param algo: ``grpo``, ``ppo`` or ``random``
+    :param algo: ``grpo``, one of :data:`RIVALS`, or ``random``
     :param env: Gymnasium environment
     :param timesteps: Budget
     :param seed: Seed of the run
@@ -79,8 +84,8 @@ class Run:
     def settings_hash(self) -> str:
         """:return: Eight characters that change with whatever determines the outcome, except for seed and versions"""
         settings = self.entry
-        if self.algo == "ppo":
-            settings = {**defaults(PPO), **settings}
+        if self.algo in RIVALS:
+            settings = {**defaults(RIVALS[self.algo]), **settings}
         elif self.algo == "grpo":
             is_former = self.generation < LATEST_GENERATION
             settings = {**defaults(GRPO), **(FORMER_DEFAULTS if is_former else {}), **settings}
