@@ -1,9 +1,9 @@
 """
 Which settings should be the default: the score of each candidate, from the rows of the suite `candidates`.
 
-    python -m benchmarks.run --suite candidates --seeds 0 1 --jobs 2    # run what is missing
-    python -m benchmarks.candidates                                     # the tables
-    python -m benchmarks.candidates --reference                         # write results/ppo.csv anew, from the rows of PPO
+    python -m benchmarks.run --suite candidates_final    # run what is missing of the last stage
+    python -m benchmarks.candidates                      # the tables
+    python -m benchmarks.candidates --reference          # write results/ppo.csv anew, from the rows of PPO
 
 The score of a run is the mean of its area and its evaluation, each above that of random actions and divided by the same for
 the best stored arm of PPO in that environment, and at most 2. The candidate with the largest interquartile mean over
@@ -150,7 +150,7 @@ def effects_table(suite: Suite, references: dict[str, dict[str, str]], arms: dic
     return markdown_table(["change", *(env.removeprefix("sb3_grpo/") for env in envs)], lines)
 
 
-def references() -> dict[str, dict[str, str]]:
+def stored_references() -> dict[str, dict[str, str]]:
     """:return: Rows of the reference, by environment"""
     return {row["env"]: row for row in read_rows(REFERENCE)}
 
@@ -161,9 +161,9 @@ def main() -> None:
     if parser.parse_args().reference:
         write_reference()
     suite = Suite("candidates")
-    print(table(suite, references()))
+    print(table(suite, stored_references()))
     print()
-    print(effects_table(suite, references(), load_matrix()["arms"]))
+    print(effects_table(suite, stored_references(), load_matrix()["arms"]))
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def load_matrix(path: pathlib.Path = MATRIX) -> dict[str, Any]:
 @functools.cache
 def hyperparameter_file(algo: str, generation: int = LATEST_GENERATION) -> dict[str, dict[str, Any]]:
     """
-    :param algo: ``grpo`` or ``ppo``
+    :param algo: ``grpo`` or one of :data:`RIVALS`
     :param generation: Generation of GRPO's settings
     :return: The entries of this package's file, or of that of the installed rl-zoo3
     """
