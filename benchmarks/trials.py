@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class NormalizedTanh(nn.Module):
-    """Tanh of the inputs of a layer, standardised over its units (layer normalisation without weights; Ba et al. 2016, arXiv 1607.06450)."""
+    """Tanh of inputs that are standardised over the units (Ba et al. 2016, "Layer Normalization", arXiv 1607.06450)."""
 
     def forward(self, inputs: th.Tensor) -> th.Tensor:
         """
