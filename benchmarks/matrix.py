@@ -215,7 +215,7 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
     return [
         (cell(arm, env, timesteps, thresholds[env], matrix["arms"][arm]), seeds[env])
         for env, timesteps in chosen["timesteps"].items()
-        for arm in chosen["arms"]
+        for arm in chosen.get("arms_of", {}).get(env, chosen["arms"])
     ]
 
 

@@ -58,7 +58,6 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     """
     short = Suite("short", results)
     inputs = Suite("inputs", results)
-    tried = Suite("candidates", results)
     rivals: dict[str, Sequence[str]] = {
         "no groups": ["grpo, no groups"],
         "PPO": ["ppo, defaults", "ppo, same settings", "ppo, same settings, rewards normalised"],
@@ -84,10 +83,11 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "variance_removed": lambda: variance_table(inputs, "grpo, defaults"),
         "ordinary": lambda: paired_table(Suite("ordinary", results), "grpo, defaults", "grpo, no relative term"),
         "tokens": lambda: variants_table(Suite("tokens", results)),
-        "candidates": lambda: candidates.table(tried, candidates.stored_references()),
         "candidates_final": lambda: candidates.table(Suite("candidates_final", results), candidates.stored_references()),
         "million": lambda: ablation_table(Suite("candidates_million", results), "eval_mean"),
-        "effects": lambda: candidates.effects_table(tried, candidates.stored_references(), load_matrix()["arms"]),
+        "effects": lambda: candidates.effects_table(
+            Suite("candidates", results), candidates.stored_references(), load_matrix()["arms"]
+        ),
         "throughput": lambda: throughput_table(read_rows(results / "throughput.csv")),
     }
 

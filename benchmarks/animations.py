@@ -1,0 +1,128 @@
+"""
+Record what agents have learned: trains with the default settings and writes `docs/animations/*.webp`.
+
+    python -m benchmarks.animations               # all of them, about five minutes
+    python -m benchmarks.animations CartPole-v1
+
+Each animation shows the policy before training on the left, and after it on the right, from the same seeds. HalfCheetah needs
+a way to render without a display: `MUJOCO_GL=egl`, or `MUJOCO_GL=osmesa`.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch as th
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image, ImageDraw
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.env_util import make_vec_env
+
+from sb3_grpo import GRPO
+
+FOLDER = Path(__file__).parents[1] / "docs" / "animations"
+#: Environment: steps of training, steps from one frame to the next, frames
+RECORDED = {
+    "CartPole-v1": (100_000, 2, 150),
+    "LunarLander-v3": (300_000, 3, 150),
+    "HalfCheetah-v5": (300_000, 1, 150),
+    "sb3_grpo/LoadBalancing-v0": (200_000, 1, 256),
+}
+FRAMES_PER_SECOND = 25
+#: Width of one picture in pixels
+WIDTH = 300
+#: Seed of the first recorded episode, far from those of training
+SEED = 1_000_000
+
+
+def draw_queues(env: Any) -> np.ndarray:
+    """
+    :param env: Load balancing
+    :return: Picture of the queues, shape ``(height, width, 3)``
+    """
+    figure = Figure(figsize=(3, 2), dpi=100, layout="constrained")
+    axis = figure.subplots()
+    servers = np.arange(len(env.n_queued))
+    axis.barh(servers, env.n_queued, color="tab:blue")
+    axis.set(xlim=(0, 20), xlabel=f"jobs at each server ({sum(env.n_queued)} in all)", ylabel="server, the fastest on top")
+    axis.set_yticks([])
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def frames(model: BaseAlgorithm, env: gym.Env, seed: int, every: int) -> Iterator[np.ndarray]:
+    """
+    Act deterministically, episode after episode.
+
+    :param model: Whose policy acts
+    :param env: Environment that renders ``rgb_array``, or load balancing
+    :param seed: Seed of the first episode
+    :param every: Steps from one frame to the next
+    :return: Pictures, without end, shape ``(height, width, 3)``
+    """
+    draw: Callable[[], Any] = env.render if env.render_mode else lambda: draw_queues(env.unwrapped)
+    while True:
+        observation, _ = env.reset(seed=seed)
+        done, n_steps, seed = False, 0, seed + 1
+        while not done:
+            if n_steps % every == 0:
+                yield draw()
+            action, _ = model.predict(observation, deterministic=True)
+            observation, _, terminated, truncated, _ = env.step(action)
+            done, n_steps = terminated or truncated, n_steps + 1
+
+
+def side_by_side(pictures: list[np.ndarray], titles: list[str]) -> Image.Image:
+    """
+    :param pictures: Of the same shape ``(height, width, 3)``
+    :param titles: One for each
+    :return: The pictures with their titles
+    """
+    height = round(WIDTH * pictures[0].shape[0] / pictures[0].shape[1])
+    whole = Image.new("RGB", (WIDTH * len(pictures), height + 18), "white")
+    pen = ImageDraw.Draw(whole)
+    for i, (picture, title) in enumerate(zip(pictures, titles, strict=True)):
+        whole.paste(Image.fromarray(picture).resize((WIDTH, height)), (i * WIDTH, 18))
+        pen.text((i * WIDTH + 6, 3), title, fill="black")
+    return whole
+
+
+def record(models: dict[str, BaseAlgorithm], env_id: str, path: Path, every: int = 2, n_frames: int = 150) -> None:
+    """
+    :param models: Models by title
+    :param env_id: Environment to show them in
+    :param path: File of the animation, ``.webp`` or ``.gif``
+    :param every: Steps from one frame to the next
+    :param n_frames: Number of frames
+    """
+    mode = "rgb_array" if "rgb_array" in gym.make(env_id).metadata["render_modes"] else None
+    envs = [gym.make(env_id, render_mode=mode) if mode else gym.make(env_id) for _ in models]
+    films = [frames(model, env, SEED, every) for model, env in zip(models.values(), envs, strict=True)]
+    images = [side_by_side(list(pictures), list(models)) for pictures in islice(zip(*films, strict=True), n_frames)]
+    images[0].save(path, save_all=True, append_images=images[1:], duration=1000 // FRAMES_PER_SECOND, loop=0, quality=50)
+    for env in envs:
+        env.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("envs", nargs="*", default=list(RECORDED), metavar="ENV", help="one of " + ", ".join(RECORDED))
+    FOLDER.mkdir(exist_ok=True)
+    for env_id in parser.parse_args().envs:
+        timesteps, every, n_frames = RECORDED[env_id]
+        th.set_num_threads(1)
+        untrained, trained = (GRPO("MlpPolicy", make_vec_env(env_id, n_envs=8, seed=0), seed=0) for _ in range(2))
+        trained.learn(timesteps, progress_bar=True)
+        path = FOLDER / f"{env_id.split('/')[-1].split('-')[0].lower()}.webp"
+        record({"before training": untrained, f"after {timesteps:,} steps": trained}, env_id, path, every, n_frames)
+        print(f"{path}: {path.stat().st_size / 1024:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""
+One arm against several rivals: by area, by the evaluation after training, and by seconds.
+
+A *ratio* divides what is above the return of random actions by the mean of the same for the rival. Throughout, `suite` has the
+finished runs, `arm` is compared, and `rivals` has for each name the arms that stand for it, of which an environment has one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.results import Suite
+from benchmarks.statistics import (
+    Estimate,
+    format_number,
+    interquartile_mean,
+    mean_over_seeds,
+    probability_of_improvement,
+)
+from benchmarks.tables import NO_ROWS, markdown_table
+
+Rivals = dict[str, Sequence[str]]
+
+
+def rival_in(suite: Suite, arms: Sequence[str], env: str) -> str | None:
+    """:return: The arm that has finished runs in an environment, if any"""
+    return next((arm for arm in arms if suite.runs(arm, env)), None)
+
+
+def above_random(suite: Suite, arm: str, env: str, column: str, seeds: Sequence[int]) -> np.ndarray:
+    """:return: Values of a column above the return of random actions, shape ``(n_seeds,)``"""
+    return suite.values(arm, env, seeds, column) - suite.random_area(env)
+
+
+def learns(values: np.ndarray) -> bool:
+    """
+    :param values: Scores above those of random actions, shape ``(n_seeds,)``
+    :return: Whether the interval of their mean is above zero
+    """
+    mean = mean_over_seeds(values)
+    return bool(np.fmin(mean.value, mean.low) > 0)
+
+
+def environments_table(suite: Suite, arms: dict[str, Sequence[str]], column: str) -> str:
+    """
+    :param arms: For each name the arms that stand for it
+    :param column: ``auc`` or ``eval_mean``
+    :return: One line per environment, one column per name: means over the seeds that are there
+    """
+    lines = []
+    for env in suite.timesteps:
+        found = {name: rival_in(suite, each, env) for name, each in arms.items()}
+        if not any(found.values()) or not suite.runs("random", env):
+            continue
+        means = ["" if each is None else mean_over_seeds(suite.column(each, env, column)) for each in found.values()]
+        n_seeds = sorted({len(suite.runs(each, env)) for each in found.values() if each is not None})
+        random = format_number(suite.random_area(env))
+        lines.append([
+            env.removeprefix("sb3_grpo/"), f"{suite.timesteps[env]:,}", " to ".join(map(str, dict.fromkeys((n_seeds[0], n_seeds[-1])))), random, *means,
+        ])  # fmt: skip
+    return markdown_table(["environment", "steps", "seeds", "random", *arms], lines)
+
+
+def comparison(suite: Suite, arm: str, arms: Sequence[str], column: str) -> tuple[Estimate | str, Estimate | str, int, int]:
+    """
+    :param arms: Arms that stand for the rival
+    :param column: ``auc`` or ``eval_mean``
+    :return: Interquartile mean of the ratios, over the environments in which the rival is better than random actions; the
+        probability of improvement, over those in which either is; and the numbers of these environments
+    """
+    pairs = [(env, rival) for env in suite.timesteps if suite.runs(arm, env) and (rival := rival_in(suite, arms, env))]
+    seed_sets = [{each.run.seed for each in suite.runs(name, env)} for env, rival in pairs for name in (arm, rival)]
+    seeds = sorted(set.intersection(*seed_sets)) if seed_sets else []
+    if not seeds:
+        return "", "", 0, 0
+    scores = [[above_random(suite, name, env, column, seeds) for name in (arm, rival)] for env, rival in pairs]
+    with_ratio = [(ours, theirs) for ours, theirs in scores if learns(theirs)]
+    either = [(ours, theirs) for ours, theirs in scores if learns(ours) or learns(theirs)]
+    ratio: Estimate | str = ""
+    if with_ratio:
+        ratio = interquartile_mean(np.array([ours for ours, _ in with_ratio]).T, [theirs for _, theirs in with_ratio])
+    better: Estimate | str = ""
+    if either:
+        better = probability_of_improvement(*(np.array([pair[i] for pair in either]).T for i in (0, 1)))
+    return ratio, better, len(with_ratio), len(either)
+
+
+def summary_table(suite: Suite, arm: str, rivals: Rivals) -> str:
+    """:return: One line per rival: ratios and probabilities of improvement, by area and by evaluation"""
+    header = ["against", "environments"]
+    header += [f"{what}, {name}" for name in ("area", "evaluation") for what in ("ratio", "probability of improvement")]
+    lines: list[list[Any]] = []
+    for name, arms in rivals.items():
+        area, evaluation = (comparison(suite, arm, arms, column) for column in ("auc", "eval_mean"))
+        if area[3]:
+            counts = [f"{n_ratio} of {n_either}" for _, _, n_ratio, n_either in (area, evaluation)]
+            lines.append([name, " and ".join(dict.fromkeys(counts)), *area[:2], *evaluation[:2]])
+    return markdown_table(header, lines) if lines else NO_ROWS
+
+
+def wins_table(suite: Suite, arm: str, rivals: Rivals) -> str:
+    """
+    :return: One line per rival: in how many environments the mean is ahead, by area, by evaluation, and by both. Environments in
+        which neither is better than random actions are not counted
+    """
+    lines: list[list[Any]] = []
+    for name, arms in rivals.items():
+        ahead: dict[str, set[str]] = {"auc": set(), "eval_mean": set()}
+        counted = set()
+        for env in suite.timesteps:
+            rival = rival_in(suite, arms, env)
+            if rival is None or not (seeds := suite.common_seeds((arm, rival), [env])):
+                continue
+            for column, envs in ahead.items():
+                ours, theirs = (above_random(suite, each, env, column, seeds) for each in (arm, rival))
+                if learns(ours) or learns(theirs):
+                    counted.add(env)
+                    envs.update([env] if ours.mean() > theirs.mean() else [])
+        if counted:
+            wins = [ahead["auc"], ahead["eval_mean"], ahead["auc"] & ahead["eval_mean"]]
+            lines.append([name, *(f"{len(each)} of {len(counted)}" for each in wins)])
+    return markdown_table(["against", "ahead by area", "ahead by evaluation", "ahead by both"], lines) if lines else NO_ROWS
