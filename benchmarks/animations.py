@@ -24,6 +24,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.env_util import make_vec_env
 
 from sb3_grpo import GRPO
+from sb3_grpo.envs.load_balancing import LoadBalancingEnv
 
 FOLDER = Path(__file__).parents[1] / "docs" / "animations"
 #: Environment: steps of training, steps from one frame to the next, frames
@@ -66,7 +67,9 @@ def frames(model: BaseAlgorithm, env: gym.Env, seed: int, every: int) -> Iterato
     :param every: Steps from one frame to the next
     :return: Pictures, without end, shape ``(height, width, 3)``
     """
-    draw: Callable[[], Any] = env.render if env.render_mode else lambda: draw_queues(env.unwrapped)
+    draw: Callable[[], Any] = env.render
+    if isinstance(env.unwrapped, LoadBalancingEnv):
+        draw = lambda: draw_queues(env.unwrapped)  # noqa: E731
     while True:
         observation, _ = env.reset(seed=seed)
         done, n_steps, seed = False, 0, seed + 1
@@ -101,8 +104,7 @@ def record(models: dict[str, BaseAlgorithm], env_id: str, path: Path, every: int
     :param every: Steps from one frame to the next
     :param n_frames: Number of frames
     """
-    mode = "rgb_array" if "rgb_array" in gym.make(env_id).metadata["render_modes"] else None
-    envs = [gym.make(env_id, render_mode=mode) if mode else gym.make(env_id) for _ in models]
+    envs = [gym.make(env_id) if "LoadBalancing" in env_id else gym.make(env_id, render_mode="rgb_array") for _ in models]
     films = [frames(model, env, SEED, every) for model, env in zip(models.values(), envs, strict=True)]
     images = [side_by_side(list(pictures), list(models)) for pictures in islice(zip(*films, strict=True), n_frames)]
     images[0].save(path, save_all=True, append_images=images[1:], duration=1000 // FRAMES_PER_SECOND, loop=0, quality=50)

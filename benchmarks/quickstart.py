@@ -1,5 +1,5 @@
 """
-Train GRPO on one environment, evaluate it and draw its learning curve.
+Train GRPO on one environment, evaluate it, draw its learning curve and record an animation.
 
 Usage: ``python -m benchmarks.quickstart [--env CartPole-v1] [--timesteps 100000] [--seed 0] [--out runs/quickstart]``
 """
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
+from benchmarks.animations import record
 from benchmarks.curves import WINDOW, TrainingCurve
 from sb3_grpo import GRPO
 
@@ -58,12 +59,32 @@ def watch_command(env_id: str, model_path: Path) -> str:
     return f'{os.path.relpath(sys.executable)} -c "{code}"'
 
 
+def animation(model: GRPO, env_id: str, seed: int, path: Path) -> str:
+    """
+    Record the model beside one that has not been trained.
+
+    :param model: the trained model
+    :param env_id: environment that the model was trained on
+    :param seed: of the model
+    :param path: where the animation goes
+    :return: the path, or why there is no animation
+    """
+    untrained = GRPO("MlpPolicy", env_id, seed=seed)
+    try:
+        record({"before training": untrained, f"after {model.num_timesteps:,} steps": model}, env_id, path)
+    except Exception as error:  # whatever the renderer raises where it finds no library or no display
+        return f"none, because {env_id} cannot be rendered here ({error})"
+    return str(path)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train GRPO, evaluate it and draw its learning curve.")
+    parser = argparse.ArgumentParser(description="Train GRPO, evaluate it, draw its learning curve and record it.")
     parser.add_argument("--env", default="CartPole-v1", help="a registered Gymnasium id")
     parser.add_argument("--timesteps", type=int, default=100_000, help="training steps (rounded up to whole rollouts)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder for the model and the curve")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/quickstart"), help="folder for the model, the curve and the animation"
+    )
     args = parser.parse_args()
     if args.timesteps < 1:
         parser.error(f"--timesteps is {args.timesteps}: pass at least 1")
@@ -72,7 +93,7 @@ def main() -> None:
     th.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / re.sub(r"[^\w.-]", "_", args.env)
-    model_path, curve_path = Path(f"{stem}.zip"), Path(f"{stem}.png")
+    model_path, curve_path, film_path = (Path(f"{stem}.{kind}") for kind in ("zip", "png", "gif"))
 
     curve = TrainingCurve()
     model = GRPO("MlpPolicy", args.env, seed=args.seed, verbose=1)
@@ -92,6 +113,7 @@ def main() -> None:
     print(f"Mean return over {N_EVAL_EPISODES} evaluation episodes: {mean:.1f} +/- {std:.1f}{solved}")
     print(f"Model:          {model_path}")
     print(f"Learning curve: {curve_path}")
+    print(f"Animation:      {animation(model, args.env, args.seed, film_path)}")
     print(f"Watch it:       {watch_command(args.env, model_path)}")
 
 

@@ -5,7 +5,7 @@ A *ratio* divides what is above the return of random actions by the mean of the 
 finished runs, `arm` is compared, and `rivals` has for each name the arms that stand for it, of which an environment has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from benchmarks.statistics import (
 )
 from benchmarks.tables import NO_ROWS, markdown_table
 
-Rivals = dict[str, Sequence[str]]
+Rivals = Mapping[str, Sequence[str]]
 
 
 def rival_in(suite: Suite, arms: Sequence[str], env: str) -> str | None:
@@ -42,7 +42,7 @@ def learns(values: np.ndarray) -> bool:
     return bool(np.fmin(mean.value, mean.low) > 0)
 
 
-def environments_table(suite: Suite, arms: dict[str, Sequence[str]], column: str) -> str:
+def environments_table(suite: Suite, arms: Rivals, column: str) -> str:
     """
     :param arms: For each name the arms that stand for it
     :param column: ``auc`` or ``eval_mean``
@@ -55,10 +55,9 @@ def environments_table(suite: Suite, arms: dict[str, Sequence[str]], column: str
             continue
         means = ["" if each is None else mean_over_seeds(suite.column(each, env, column)) for each in found.values()]
         n_seeds = sorted({len(suite.runs(each, env)) for each in found.values() if each is not None})
+        counts = str(n_seeds[0]) if len(n_seeds) == 1 else f"{n_seeds[0]} to {n_seeds[-1]}"
         random = format_number(suite.random_area(env))
-        lines.append([
-            env.removeprefix("sb3_grpo/"), f"{suite.timesteps[env]:,}", " to ".join(map(str, dict.fromkeys((n_seeds[0], n_seeds[-1])))), random, *means,
-        ])  # fmt: skip
+        lines.append([env.removeprefix("sb3_grpo/"), f"{suite.timesteps[env]:,}", counts, random, *means])
     return markdown_table(["environment", "steps", "seeds", "random", *arms], lines)
 
 
@@ -101,8 +100,8 @@ def summary_table(suite: Suite, arm: str, rivals: Rivals) -> str:
 
 def wins_table(suite: Suite, arm: str, rivals: Rivals) -> str:
     """
-    :return: One line per rival: in how many environments the mean is ahead, by area, by evaluation, and by both. Environments in
-        which neither is better than random actions are not counted
+    :return: One line per rival: in how many environments the mean is ahead, by area, by evaluation, and by both. Environments
+        in which neither is better than random actions are not counted
     """
     lines: list[list[Any]] = []
     for name, arms in rivals.items():

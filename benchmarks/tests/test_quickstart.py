@@ -4,9 +4,12 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image, ImageSequence
 
 from benchmarks import quickstart
+from sb3_grpo import GRPO
 
 
 def test_the_quickstart_prints_a_screen_with_its_settings_its_result_and_its_files(
@@ -20,5 +23,20 @@ def test_the_quickstart_prints_a_screen_with_its_settings_its_result_and_its_fil
     assert "rollout/" not in printed and "train/" not in printed
     result = re.search(r"20 evaluation episodes: (\d+\.\d) \+/- .* counts as solved from 475", printed)
     assert result and float(result[1]) > 60  # random actions get 23
-    for name in ("CartPole-v1.zip", "CartPole-v1.png"):
+    for name in ("CartPole-v1.zip", "CartPole-v1.png", "CartPole-v1.gif"):
         assert f" {tmp_path / name}\n" in printed and (tmp_path / name).is_file()
+
+
+def test_the_animation_shows_that_the_trained_policy_moves(tmp_path: Path):
+    model = GRPO("MlpPolicy", "CartPole-v1", seed=0)
+    assert quickstart.animation(model, "CartPole-v1", seed=0, path=tmp_path / "film.gif") == str(tmp_path / "film.gif")
+    with Image.open(tmp_path / "film.gif") as film:
+        frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(film)]
+    assert len(frames) > 100 and frames[0].shape == (218, 600, 3)
+    assert np.abs(frames[0].astype(int) - frames[5]).max() > 100
+
+
+def test_an_environment_without_pictures_costs_the_animation_alone(tmp_path: Path):
+    model = GRPO("MlpPolicy", "sb3_grpo/LostSales-v0", seed=0)
+    text = quickstart.animation(model, "sb3_grpo/LostSales-v0", seed=0, path=tmp_path / "film.gif")
+    assert text.startswith("none, because sb3_grpo/LostSales-v0 cannot be rendered here")
