@@ -15,7 +15,7 @@ DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery
 RAY = ["ray>=2.40,<3"]
 LINT = ["black", "codespell", "mypy", "proselint", "ruff"]
 RELEASE = ["build", "setuptools>=77", "twine", "uv"]
-TESTS = [*LINT, *RELEASE, "ale-py", "hypothesis", "opencv-python-headless", "pytest", "pytest-xdist"]
+TESTS = [*LINT, *RELEASE, "ale-py", "hypothesis", "ipykernel", "nbclient", "opencv-python-headless", "pytest", "pytest-xdist"]
 
 setup(
     name="sb3-grpo",

@@ -1,7 +1,7 @@
 """
 Record what agents have learned: trains with the default settings and writes `docs/animations/*.webp`.
 
-    python -m benchmarks.animations               # all of them, about five minutes
+    python -m benchmarks.animations               # all of them, about six minutes
     python -m benchmarks.animations CartPole-v1
 
 Each animation shows the policy before training on the left, and after it on the right, from the same seeds. HalfCheetah needs
@@ -27,13 +27,19 @@ from sb3_grpo import GRPO
 from sb3_grpo.envs.load_balancing import LoadBalancingEnv
 
 FOLDER = Path(__file__).parents[1] / "docs" / "animations"
-#: Environment: steps of training, steps from one frame to the next, frames
+#: Environment: steps of training, and steps from one frame to the next
 RECORDED = {
-    "CartPole-v1": (100_000, 2, 150),
-    "LunarLander-v3": (300_000, 3, 150),
-    "HalfCheetah-v5": (300_000, 1, 150),
-    "sb3_grpo/LoadBalancing-v0": (200_000, 1, 256),
+    "CartPole-v1": (100_000, 2),
+    "LunarLander-v3": (600_000, 3),
+    "HalfCheetah-v5": (300_000, 1),
+    "sb3_grpo/LoadBalancing-v0": (200_000, 1),
 }
+#: How to render where the default does not do: the camera of MuJoCo stays behind
+RENDERING: dict[str, dict[str, Any]] = {
+    "HalfCheetah-v5": dict(render_mode="rgb_array", camera_name="track", width=480, height=320),
+    "sb3_grpo/LoadBalancing-v0": {},
+}
+N_FRAMES = 150
 FRAMES_PER_SECOND = 25
 #: Width of one picture in pixels
 WIDTH = 300
@@ -50,7 +56,7 @@ def draw_queues(env: Any) -> np.ndarray:
     axis = figure.subplots()
     servers = np.arange(len(env.n_queued))
     axis.barh(servers, env.n_queued, color="tab:blue")
-    axis.set(xlim=(0, 20), xlabel=f"jobs at each server ({sum(env.n_queued)} in all)", ylabel="server, the fastest on top")
+    axis.set(xlim=(0, 20), xlabel=f"jobs at each server ({sum(env.n_queued)} in all)", ylabel="faster servers")
     axis.set_yticks([])
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -96,17 +102,16 @@ def side_by_side(pictures: list[np.ndarray], titles: list[str]) -> Image.Image:
     return whole
 
 
-def record(models: dict[str, BaseAlgorithm], env_id: str, path: Path, every: int = 2, n_frames: int = 150) -> None:
+def record(models: dict[str, BaseAlgorithm], env_id: str, path: Path, every: int = 2) -> None:
     """
     :param models: Models by title
     :param env_id: Environment to show them in
     :param path: File of the animation, ``.webp`` or ``.gif``
     :param every: Steps from one frame to the next
-    :param n_frames: Number of frames
     """
-    envs = [gym.make(env_id) if "LoadBalancing" in env_id else gym.make(env_id, render_mode="rgb_array") for _ in models]
+    envs = [gym.make(env_id, **RENDERING.get(env_id, dict(render_mode="rgb_array"))) for _ in models]
     films = [frames(model, env, SEED, every) for model, env in zip(models.values(), envs, strict=True)]
-    images = [side_by_side(list(pictures), list(models)) for pictures in islice(zip(*films, strict=True), n_frames)]
+    images = [side_by_side(list(pictures), list(models)) for pictures in islice(zip(*films, strict=True), N_FRAMES)]
     images[0].save(path, save_all=True, append_images=images[1:], duration=1000 // FRAMES_PER_SECOND, loop=0, quality=50)
     for env in envs:
         env.close()
@@ -117,12 +122,12 @@ def main() -> None:
     parser.add_argument("envs", nargs="*", default=list(RECORDED), metavar="ENV", help="one of " + ", ".join(RECORDED))
     FOLDER.mkdir(exist_ok=True)
     for env_id in parser.parse_args().envs:
-        timesteps, every, n_frames = RECORDED[env_id]
+        timesteps, every = RECORDED[env_id]
         th.set_num_threads(1)
         untrained, trained = (GRPO("MlpPolicy", make_vec_env(env_id, n_envs=8, seed=0), seed=0) for _ in range(2))
         trained.learn(timesteps, progress_bar=True)
         path = FOLDER / f"{env_id.split('/')[-1].split('-')[0].lower()}.webp"
-        record({"before training": untrained, f"after {timesteps:,} steps": trained}, env_id, path, every, n_frames)
+        record({"before training": untrained, f"after {timesteps:,} steps": trained}, env_id, path, every)
         print(f"{path}: {path.stat().st_size / 1024:.0f} kB")
 
 

@@ -9,52 +9,85 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rliable import library as rly
 from rliable import plot_utils
 
 from benchmarks.curves import WINDOW
 from benchmarks.results import Suite
 from benchmarks.statistics import N_RESAMPLES, seeded_numpy
-from benchmarks.tables import LABELS, normalised_areas, seconds_per_step
+from benchmarks.tables import LABELS, normalised_areas
+from benchmarks.versus import Arms, arm_in
 
-COLOURS = {"grpo": "tab:blue", "ppo": "tab:orange", "grpo-default": "tab:cyan", "ppo-default": "tab:brown"}
+#: Colours, fonts and sizes of all figures of the documentation
+STYLE = pathlib.Path(__file__).parents[1] / "docs" / "figures.mplstyle"
+N_POINTS = 80
 
 
-def draw_curves(suite: Suite, path: pathlib.Path, by_seconds: bool) -> None:
+def save(figure: Figure, path: pathlib.Path) -> None:
     """
-    Draw a panel per environment: mean over seeds of the training return, with the range of the seeds.
+    :param figure: Figure to save and close
+    :param path: File, ``.svg``; the same figure gives the same bytes
+    """
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def interval_of_means(returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """
+    :param returns: Shape ``(n_seeds, n_points)``
+    :return: Ends of the 95% bootstrap intervals of the means over seeds, shape ``(n_points,)``
+    """
+    draws = np.random.default_rng(0).integers(len(returns), size=(N_RESAMPLES, len(returns)))
+    low, high = np.quantile(returns[draws].mean(axis=1), [0.025, 0.975], axis=0)
+    return low, high
+
+
+def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
+    """
+    Draw a panel per environment: mean over seeds of the training return, with its interval.
 
     :param suite: Finished runs
+    :param arms: For each name the arms that stand for it; dashed if the name contains "defaults"
     :param path: File of the figure
-    :param by_seconds: Draw seconds, at the speeds in ``speed.csv``, in the place of steps
     """
-    envs = [env for env in suite.timesteps if any(suite.runs(arm, env) for arm in suite.arms)]
-    columns = max(1, min(len(envs), 5))
+    envs = [env for env in suite.timesteps if any(arm_in(suite, each, env) for each in arms.values())]
+    columns = 3
     rows = max(1, math.ceil(len(envs) / columns))
-    figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.6 * rows), squeeze=False, layout="constrained")
     handles: dict[str, Any] = {}
-    for axis, env in zip(axes.flat, envs, strict=False):
-        arms = [arm for arm in suite.arms if suite.runs(arm, env)]
-        speeds = dict.fromkeys(arms, 1.0)
-        if by_seconds:
-            speeds = seconds_per_step(suite, [arm for arm in arms if seconds_per_step(suite, [arm], env)], env)
-        for arm, speed in speeds.items():
-            curves = suite.curves(arm, env)
-            begin = max(curve.steps[0] for curve in curves)
-            steps = np.linspace(begin, suite.timesteps[env], 200)
-            returns = np.array([curve.smoothed(steps) for curve in curves])
-            (handles[arm],) = axis.plot(steps * speed, returns.mean(axis=0), color=COLOURS[arm], lw=1.4)
-            axis.fill_between(steps * speed, returns.min(axis=0), returns.max(axis=0), color=COLOURS[arm], alpha=0.15, lw=0)
-        axis.set_title(env, fontsize=9)
-        axis.tick_params(labelsize=7)
-        axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 4))
-    for axis in axes.flat[len(envs) :]:
-        axis.remove()
-    figure.supxlabel("seconds" if by_seconds else "environment steps", fontsize=9)
-    figure.supylabel(f"training return, mean of {WINDOW} episodes", fontsize=9)
-    figure.legend(handles.values(), [LABELS[arm] for arm in handles], loc="outside upper center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots(rows, columns, figsize=(7.35, 2.1 * rows + 0.7), squeeze=False)
+        for axis, env in zip(axes.flat, envs, strict=False):
+            for i, (name, each) in enumerate(arms.items()):
+                if (arm := arm_in(suite, each, env)) is None:
+                    continue
+                curves = suite.curves(arm, env)
+                steps = np.linspace(max(curve.steps[0] for curve in curves), suite.timesteps[env], N_POINTS)
+                returns = np.array([curve.smoothed(steps) for curve in curves])
+                style = "--" if "defaults" in name else "-"
+                (handles[name],) = axis.plot(steps, returns.mean(axis=0), style, color=f"C{i}")
+                axis.fill_between(steps, *interval_of_means(returns), color=f"C{i}", alpha=0.2, lw=0)
+            axis.set_title(short_name(env))
+            axis.xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}k" if steps else "0")
+            axis.xaxis.set_major_locator(MaxNLocator(3))
+            axis.yaxis.set_major_locator(MaxNLocator(4))
+        for axis in axes.flat[len(envs) :]:
+            axis.remove()
+        figure.supxlabel("environment steps")
+        figure.supylabel(f"training return, mean of {WINDOW} episodes")
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
+        save(figure, path)
+
+
+def short_name(env: str) -> str:
+    """:return: Name of an environment that fits above a panel"""
+    return (
+        env.removeprefix("sb3_grpo/")
+        .removeprefix("MiniGrid-")
+        .rpartition("-")[0]
+        .replace("MountainCarContinuous", "MountainCarCont.")
+    )
 
 
 def draw_profile(suite: Suite, path: pathlib.Path) -> None:
@@ -73,20 +106,20 @@ def draw_profile(suite: Suite, path: pathlib.Path) -> None:
     thresholds = np.linspace(0.0, 2.5, 101)
     with seeded_numpy():
         profiles, intervals = rly.create_performance_profile(scores, thresholds, reps=N_RESAMPLES)
-    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-    plot_utils.plot_performance_profiles(
-        {LABELS[arm]: profile for arm, profile in profiles.items()},
-        thresholds,
-        performance_profile_cis={LABELS[arm]: interval for arm, interval in intervals.items()},
-        colors={LABELS[arm]: COLOURS[arm] for arm in scores},
-        xlabel="area over that of PPO with rl-zoo3's settings",
-        ax=axis,
-        labelsize="medium",
-        ticklabelsize="small",
-    )
-    axis.set_ylabel("share of runs above", fontsize="medium")
-    axis.set_title(f"{len(envs)} environments, {len(seeds)} seeds", fontsize="medium")
-    axis.axvline(1.0, color="grey", lw=0.8, ls=":")
-    axis.legend(frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with plt.style.context(STYLE):
+        figure, axis = plt.subplots(figsize=(7.35, 4.2))
+        plot_utils.plot_performance_profiles(
+            {LABELS[arm]: profile for arm, profile in profiles.items()},
+            thresholds,
+            performance_profile_cis={LABELS[arm]: interval for arm, interval in intervals.items()},
+            colors={LABELS[arm]: f"C{i}" for i, arm in enumerate(scores)},
+            xlabel="area over that of PPO with rl-zoo3's settings",
+            ax=axis,
+            labelsize="medium",
+            ticklabelsize="small",
+        )
+        axis.set_ylabel("share of runs above", fontsize="medium")
+        axis.set_title(f"{len(envs)} environments, {len(seeds)} seeds", fontsize="medium")
+        axis.axvline(1.0, color="grey", lw=0.8, ls=":")
+        axis.legend()
+        save(figure, path)

@@ -31,6 +31,7 @@ from benchmarks.tables import (
     variants_table,
     zoo_table,
 )
+from benchmarks.versus import environments_table, summary_table, wins_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -39,6 +40,19 @@ PAGES = (
     ROOT / "benchmarks" / "LOG.md",
     *(DOCS / f"{name}.md" for name in ("benchmark", "when_groups_win", "images_and_gpus", "zoo")),
 )
+#: The default settings and what they are compared with, by the names that tables and figures have
+OURS = "default"
+RIVALS = {
+    "PPO, our settings": ["ppo, our settings"],
+    "PPO, defaults": ["ppo, defaults"],
+    "PPO, rl-zoo3": ["ppo", "ppo, not normalized"],
+}
+ARMS = {"GRPO": [OURS], **RIVALS}
+CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
+UNITS = {
+    **{"GRPO": [OURS], **{f"GRPO, {what}": [f"default, {what}"] for what in CHANGES}},
+    **{"PPO": ["ppo, defaults"], **{f"PPO, {what}": [f"ppo, defaults, {what}"] for what in CHANGES}},
+}
 ABLATIONS = ("minigrid", "cheetah_reuse", "buffers", "groups", "starts", "baseline")
 
 
@@ -62,8 +76,20 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "no groups": ["grpo, no groups"],
         "PPO": ["ppo, defaults", "ppo, same settings", "ppo, same settings, rewards normalised"],
     }
+    frozen, untouched, million = (Suite(name, results) for name in ("default", "untouched", "default_million"))
+    single = {"GRPO, 1 environment": ["default, 1 environment"]}
+    at_a_million = {"PPO, rl-zoo3": ["ppo"], "TRPO, rl-zoo3": ["trpo"]}
     pairs = [("grpo", "ppo"), ("grpo-default", "ppo-default"), ("grpo-default", "ppo")]
     return {
+        "frozen_summary": lambda: summary_table(frozen, OURS, RIVALS),
+        "frozen_wins": lambda: wins_table(frozen, OURS, RIVALS),
+        "frozen_area": lambda: environments_table(frozen, {**ARMS, **single}, "auc"),
+        "frozen_evaluation": lambda: environments_table(frozen, {**ARMS, **single}, "eval_mean"),
+        "untouched_wins": lambda: wins_table(untouched, OURS, {"PPO, defaults": ["ppo, defaults"]}),
+        "untouched_area": lambda: environments_table(untouched, ARMS, "auc"),
+        "untouched_evaluation": lambda: environments_table(untouched, ARMS, "eval_mean"),
+        "frozen_million": lambda: environments_table(million, {"GRPO": [OURS], **at_a_million}, "eval_mean"),
+        "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
         "provenance": lambda: provenance(read_rows(results / "runs.csv")),
         "aggregate": lambda: aggregate_table(short, pairs),
         "summary": lambda: aggregate_table(short, pairs, with_notes=False),
@@ -121,9 +147,8 @@ def main() -> None:
     for page in PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8"), contents), encoding="utf-8")
     short = Suite("short", args.results)
-    draw_curves(short, DOCS / "benchmark_steps.png", by_seconds=False)
-    draw_curves(short, DOCS / "benchmark_seconds.png", by_seconds=True)
-    draw_profile(short, DOCS / "benchmark_profile.png")
+    draw_curves(Suite("default", args.results), ARMS, DOCS / "benchmark_curves.svg")
+    draw_profile(short, DOCS / "benchmark_profile.svg")
     print(f"wrote {', '.join(str(page.relative_to(ROOT)) for page in PAGES)} and the figures in docs")
 
 

@@ -218,19 +218,20 @@ def draw_scaling(points: list[tuple[str, str, int, float]], path: pathlib.Path) 
     :param points: Rows of ``scaling.csv``
     :param path: File of the figure
     """
-    from matplotlib.figure import Figure
+    import matplotlib.pyplot as plt
 
-    figure = Figure(figsize=(11, 4), layout="tight")
-    axes = figure.subplots(1, 2)
+    from benchmarks.figures import STYLE, save
+
     labels = {"steps per second": "environments", "seconds per rollout": "transitions"}
-    for axis, (curve, x_label) in zip(axes, labels.items(), strict=True):
-        for what in dict.fromkeys(point[1] for point in points if point[0] == curve):
-            own = [point for point in points if point[:2] == (curve, what)]
-            axis.plot([point[2] for point in own], [point[3] for point in own], marker="o", label=what)
-        axis.set(xscale="log", yscale="log", xlabel=x_label, ylabel=curve)
-        axis.legend()
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots(1, 2, figsize=(7.35, 3.8))
+        for axis, (curve, x_label) in zip(axes, labels.items(), strict=True):
+            for what in dict.fromkeys(point[1] for point in points if point[0] == curve):
+                own = [point for point in points if point[:2] == (curve, what)]
+                axis.plot([point[2] for point in own], [point[3] for point in own], marker="o", label=what)
+            axis.set(xscale="log", yscale="log", xlabel=x_label, ylabel=curve)
+            axis.legend(loc="lower right")
+        save(figure, path)
 
 
 def scaling(args: argparse.Namespace) -> None:
@@ -246,7 +247,7 @@ def scaling(args: argparse.Namespace) -> None:
         append_row(csv, {"curve": curve, "what": what, "x": x, "y": f"{y:.6g}"}, SCALING_FIELDS)
         per = f", {1e6 * y / x:.2f} us a transition" if curve == "seconds per rollout" else ""
         tqdm.write(f"{what:>13} {x:>7} {curve}: {y:.4g}{per}")
-    draw_scaling(points, args.results / "scaling.png")
+    draw_scaling(points, args.results / "scaling.svg")
 
 
 def peak_memory(algorithm: str, setting: Setting, rollouts: int) -> float:

@@ -20,10 +20,10 @@ from benchmarks.statistics import (
 )
 from benchmarks.tables import NO_ROWS, markdown_table
 
-Rivals = Mapping[str, Sequence[str]]
+Arms = Mapping[str, Sequence[str]]
 
 
-def rival_in(suite: Suite, arms: Sequence[str], env: str) -> str | None:
+def arm_in(suite: Suite, arms: Sequence[str], env: str) -> str | None:
     """:return: The arm that has finished runs in an environment, if any"""
     return next((arm for arm in arms if suite.runs(arm, env)), None)
 
@@ -42,7 +42,7 @@ def learns(values: np.ndarray) -> bool:
     return bool(np.fmin(mean.value, mean.low) > 0)
 
 
-def environments_table(suite: Suite, arms: Rivals, column: str) -> str:
+def environments_table(suite: Suite, arms: Arms, column: str) -> str:
     """
     :param arms: For each name the arms that stand for it
     :param column: ``auc`` or ``eval_mean``
@@ -50,7 +50,7 @@ def environments_table(suite: Suite, arms: Rivals, column: str) -> str:
     """
     lines = []
     for env in suite.timesteps:
-        found = {name: rival_in(suite, each, env) for name, each in arms.items()}
+        found = {name: arm_in(suite, each, env) for name, each in arms.items()}
         if not any(found.values()) or not suite.runs("random", env):
             continue
         means = ["" if each is None else mean_over_seeds(suite.column(each, env, column)) for each in found.values()]
@@ -68,7 +68,7 @@ def comparison(suite: Suite, arm: str, arms: Sequence[str], column: str) -> tupl
     :return: Interquartile mean of the ratios, over the environments in which the rival is better than random actions; the
         probability of improvement, over those in which either is; and the numbers of these environments
     """
-    pairs = [(env, rival) for env in suite.timesteps if suite.runs(arm, env) and (rival := rival_in(suite, arms, env))]
+    pairs = [(env, rival) for env in suite.timesteps if suite.runs(arm, env) and (rival := arm_in(suite, arms, env))]
     seed_sets = [{each.run.seed for each in suite.runs(name, env)} for env, rival in pairs for name in (arm, rival)]
     seeds = sorted(set.intersection(*seed_sets)) if seed_sets else []
     if not seeds:
@@ -85,7 +85,7 @@ def comparison(suite: Suite, arm: str, arms: Sequence[str], column: str) -> tupl
     return ratio, better, len(with_ratio), len(either)
 
 
-def summary_table(suite: Suite, arm: str, rivals: Rivals) -> str:
+def summary_table(suite: Suite, arm: str, rivals: Arms) -> str:
     """:return: One line per rival: ratios and probabilities of improvement, by area and by evaluation"""
     header = ["against", "environments"]
     header += [f"{what}, {name}" for name in ("area", "evaluation") for what in ("ratio", "probability of improvement")]
@@ -98,7 +98,7 @@ def summary_table(suite: Suite, arm: str, rivals: Rivals) -> str:
     return markdown_table(header, lines) if lines else NO_ROWS
 
 
-def wins_table(suite: Suite, arm: str, rivals: Rivals) -> str:
+def wins_table(suite: Suite, arm: str, rivals: Arms) -> str:
     """
     :return: One line per rival: in how many environments the mean is ahead, by area, by evaluation, and by both. Environments
         in which neither is better than random actions are not counted
@@ -108,7 +108,7 @@ def wins_table(suite: Suite, arm: str, rivals: Rivals) -> str:
         ahead: dict[str, set[str]] = {"auc": set(), "eval_mean": set()}
         counted = set()
         for env in suite.timesteps:
-            rival = rival_in(suite, arms, env)
+            rival = arm_in(suite, arms, env)
             if rival is None or not (seeds := suite.common_seeds((arm, rival), [env])):
                 continue
             for column, envs in ahead.items():

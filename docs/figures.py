@@ -1,8 +1,8 @@
 """
-The drawn figures of the documentation, from short runs made here: `python docs/figures.py`.
+The drawn figures of the documentation, from short runs made here: `python -m docs.figures`.
 
-`group.png` and `credit.png` show one group of CartPole trajectories and what each buffer makes of their rewards;
-`baseline.png` holds the kernel baseline against the value of the policy, estimated by many rollouts from the same states.
+`group.svg` and `credit.svg` show one group of CartPole trajectories and what each buffer makes of their rewards;
+`baseline.svg` holds the kernel baseline against the value of the policy, estimated by many rollouts from the same states.
 `shared_inputs.svg` shows two members of a group of the inventory task, and what each baseline removes.
 """
 
@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import torch as th
 from stable_baselines3.common.env_util import make_vec_env
 
+from benchmarks.figures import STYLE, save
 from sb3_grpo import GRPO, KernelRolloutBuffer
 from sb3_grpo import advantages as F
 from sb3_grpo.buffers import Transitions
@@ -64,8 +65,8 @@ def draw_group(groups: list[list[Trajectory]], path: pathlib.Path) -> None:
     :param groups: trajectories of each
     :param path: of the picture
     """
-    figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
-    for number, (group, colour) in enumerate(zip(groups, ("tab:blue", "tab:orange"), strict=True)):
+    figure, axis = plt.subplots()
+    for number, (group, colour) in enumerate(zip(groups, ("C0", "C1"), strict=True)):
         for member, trajectory in enumerate(group):
             angles = np.degrees(trajectory.observations[:, ANGLE])
             label = f"group {number}: one seed, {len(group)} members" if member == 0 else None
@@ -73,9 +74,8 @@ def draw_group(groups: list[list[Trajectory]], path: pathlib.Path) -> None:
             axis.plot(len(angles) - 1, angles[-1], "x", color=colour, ms=6)
         axis.plot(0, np.degrees(group[0].observations[0, ANGLE]), "o", color=colour, ms=7)
     axis.set(xlabel="step", ylabel="angle of the pole, degrees")
-    figure.legend(loc="outside upper center", ncols=len(groups), frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figure.legend(loc="outside upper center", ncols=len(groups))
+    save(figure, path)
 
 
 def draw_credit(group: list[Trajectory], path: pathlib.Path) -> None:
@@ -92,18 +92,18 @@ def draw_credit(group: list[Trajectory], path: pathlib.Path) -> None:
         "return_to_go": F.return_to_go_advantages(rewards, lengths, groups, GAMMA),
         "stepwise": F.stepwise_advantages(rewards, lengths, groups, GAMMA),
     }
-    figure, axes = plt.subplots(1, 4, figsize=(11, 2.8), layout="constrained")
-    for axis, (name, advantages) in zip(axes, credit.items(), strict=True):
+    figure, axes = plt.subplots(2, 2, figsize=(7.35, 4.6), sharex=True)
+    for axis, (name, advantages) in zip(axes.flat, credit.items(), strict=True):
         axis.axhline(0.0, color="grey", lw=0.8)
         for member, own in enumerate(np.split(advantages, np.cumsum(lengths)[:-1])):
             axis.plot(own, lw=1.6, label=f"{lengths[member]} steps")
-        axis.set_title(name, fontsize=10)
-        axis.set_xlabel("step", fontsize=9)
-        axis.tick_params(labelsize=8)
-    axes[0].set_ylabel("advantage", fontsize=9)
-    axes[-1].legend(frameon=False, fontsize=8, title="member of", title_fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        axis.set_title(name)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("advantage")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, title="member of")
+    save(figure, path)
 
 
 def draw_baseline(model: GRPO, trajectory: Trajectory, path: pathlib.Path, every: int = 10, n_rollouts: int = 32) -> None:
@@ -122,15 +122,14 @@ def draw_baseline(model: GRPO, trajectory: Trajectory, path: pathlib.Path, every
     starts = steps[::every]
     returns = np.array([returns_from(model, trajectory.observations[step], n_rollouts) for step in starts])
     mean, error = returns.mean(axis=1), returns.std(axis=1) / np.sqrt(n_rollouts)
-    figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
-    axis.plot(starts, mean, color="tab:orange", label=f"value: mean of {n_rollouts} rollouts from the state")
-    axis.fill_between(starts, mean - 2 * error, mean + 2 * error, color="tab:orange", alpha=0.25, lw=0)
-    axis.plot(steps, predicted, color="tab:blue", label="kernel baseline")
+    figure, axis = plt.subplots()
+    axis.plot(starts, mean, color="C1", label=f"value: mean of {n_rollouts} rollouts from the state")
+    axis.fill_between(starts, mean - 2 * error, mean + 2 * error, color="C1", alpha=0.25, lw=0)
+    axis.plot(steps, predicted, color="C0", label="kernel baseline")
     axis.set(xlabel="step of an episode", ylabel="discounted return")
     axis.set_ylim(bottom=0.0)
-    axis.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    axis.legend()
+    save(figure, path)
 
 
 def returns_from(model: GRPO, observation: np.ndarray, n_rollouts: int) -> np.ndarray:
@@ -187,38 +186,38 @@ def draw_shared_inputs(path: pathlib.Path) -> None:
         "minus 0.8 of the other member": F.relative_advantages(buffer.advantages, peers, 0.8),
     }
     members = np.flatnonzero(buffer.starts[:, 0] // 2 == buffer.starts.min() // 2)
-    figure, axes = plt.subplots(2, 2, figsize=(7.3, 4.4), layout="constrained", sharex=True)
+    figure, axes = plt.subplots(2, 2, figsize=(7.35, 4.6), sharex=True)
     again: Any = gym.make("sb3_grpo/LostSales-v0")
     queue = StartQueue(2, SEED)
     again.reset(seed=[queue.take().seed for _ in range(buffer.starts.max() + 1)][buffer.starts.min()])
     demand = again.unwrapped.inputs["demand"]
     axes[0, 0].plot(demand, color="grey", lw=1.2)
-    axes[0, 0].set_title("the input: demand, the same for both", fontsize=10)
+    axes[0, 0].set_title("the input: demand")
     limit = 1.1 * np.abs(buffer.advantages.reshape(n_envs, n_steps)[members]).max()
     for axis, (title, values) in zip(axes.flat[1:], panels.items(), strict=True):
-        for line, colour in zip(values.reshape(n_envs, n_steps)[members], ("tab:blue", "tab:orange"), strict=True):
+        for line, colour in zip(values.reshape(n_envs, n_steps)[members], ("C0", "C1"), strict=True):
             axis.plot(line, color=colour, lw=1.4)
-        axis.set_title(title, fontsize=10)
+        axis.set_title(title)
         if values is not returns:
             axis.axhline(0.0, color="grey", lw=0.8)
             axis.set_ylim(-limit, limit)
     for axis in axes[1]:
         axis.set_xlabel("step")
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main() -> None:
     th.set_num_threads(1)
+    plt.style.use(STYLE)
     draw_shared_inputs(HERE / "shared_inputs.svg")
     model = GRPO("MlpPolicy", "CartPole-v1", seed=SEED, device="cpu")
     model.learn(4096)
     env = gym.make("CartPole-v1")
     groups = [[sample_trajectory(env, model, seed) for _ in range(4)] for seed in (1, 8)]
-    draw_group(groups, HERE / "group.png")
-    draw_credit(groups[0], HERE / "credit.png")
+    draw_group(groups, HERE / "group.svg")
+    draw_credit(groups[0], HERE / "credit.svg")
     model.learn(8192, reset_num_timesteps=False)
-    draw_baseline(model, sample_trajectory(env, model, SEED), HERE / "baseline.png")
+    draw_baseline(model, sample_trajectory(env, model, SEED), HERE / "baseline.svg")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,6 @@ def test_every_picture_is_shown_and_has_a_script() -> None:
         for folder in ("docs", "benchmarks")
         for script in (DOCS.parent / folder).glob("*.py")
     )
-    for picture in DOCS.glob("*.png"):
+    for picture in DOCS.glob("*.svg"):
         assert re.search(rf"\]\((docs/)?{re.escape(picture.name)}\)", text), f"{picture.name} is on no page"
         assert f'"{picture.name}"' in scripts, f"no script draws {picture.name}"

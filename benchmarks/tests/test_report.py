@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import report, tables
-from benchmarks.figures import draw_curves, draw_profile
+from benchmarks.figures import draw_curves, draw_profile, interval_of_means
 from benchmarks.matrix import expand
 from benchmarks.results import FIELDS, RESULTS, Suite, append_row
 from benchmarks.statistics import interquartile_mean, median
@@ -214,13 +214,27 @@ def test_a_case_is_judged_by_what_it_names(judged_by: str, passed: str, tmp_path
     assert passed in tables.learning_table(Suite("cases", tmp_path, matrix))
 
 
-def test_figures_are_drawn(tmp_path: pathlib.Path) -> None:
-    suite = toy_suite(tmp_path, {"grpo": BETTER, "ppo": WORSE}, speeds={"grpo": 0.001, "ppo": 0.003})
-    draw_curves(suite, tmp_path / "steps.png", by_seconds=False)
-    draw_curves(suite, tmp_path / "seconds.png", by_seconds=True)
-    draw_profile(suite, tmp_path / "profile.png")
-    for name in ("steps", "seconds", "profile"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+def test_the_figure_of_curves_shows_each_arm_that_an_environment_has_and_repeats(tmp_path: pathlib.Path) -> None:
+    suite = toy_suite(tmp_path, {"grpo": BETTER, "ppo": {**WORSE, "Acrobot-v1": []}})
+    for name in ("one", "two"):
+        draw_curves(suite, {"ours": ["grpo"], "PPO, defaults": ["ppo"], "absent": ["ppo-default"]}, tmp_path / f"{name}.svg")
+    drawn = (tmp_path / "one.svg").read_text()
+    assert drawn == (tmp_path / "two.svg").read_text()
+    lines = [line for line in drawn.splitlines() if "fill: none" in line and "stroke-width: 1.6" in line]
+    ours, theirs = ([line for line in lines if colour in line] for colour in ("#2b83d6", "#d9730d"))
+    assert len(ours) == 3 and len(theirs) == 2  # in two panels and in one, and in the legend
+    assert ["dasharray" in line for line in ours + theirs] == [False] * 3 + [True] * 2
+
+
+def test_the_profile_is_drawn(tmp_path: pathlib.Path) -> None:
+    draw_profile(toy_suite(tmp_path, {"grpo": BETTER, "ppo": WORSE}), tmp_path / "profile.svg")
+    assert (tmp_path / "profile.svg").read_text().startswith("<?xml")
+
+
+def test_the_interval_of_a_mean_over_seeds_is_narrower_than_their_range() -> None:
+    returns = np.random.default_rng(0).normal(size=(100, 3))
+    low, high = interval_of_means(returns)
+    assert high - low == pytest.approx(2 * 1.96 / 10, rel=0.2)
 
 
 def test_without_rows_every_table_says_so(tmp_path: pathlib.Path) -> None:
