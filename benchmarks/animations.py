@@ -39,7 +39,7 @@ RENDERING: dict[str, dict[str, Any]] = {
     "HalfCheetah-v5": dict(render_mode="rgb_array", camera_name="track", width=480, height=320),
     "sb3_grpo/LoadBalancing-v0": {},
 }
-N_FRAMES = 150
+N_FRAMES = 100
 FRAMES_PER_SECOND = 25
 #: Width of one picture in pixels
 WIDTH = 300
@@ -112,7 +112,9 @@ def record(models: dict[str, BaseAlgorithm], env_id: str, path: Path, every: int
     envs = [gym.make(env_id, **RENDERING.get(env_id, dict(render_mode="rgb_array"))) for _ in models]
     films = [frames(model, env, SEED, every) for model, env in zip(models.values(), envs, strict=True)]
     images = [side_by_side(list(pictures), list(models)) for pictures in islice(zip(*films, strict=True), N_FRAMES)]
-    images[0].save(path, save_all=True, append_images=images[1:], duration=1000 // FRAMES_PER_SECOND, loop=0, quality=50)
+    images[0].save(
+        path, save_all=True, append_images=images[1:], duration=1000 // FRAMES_PER_SECOND, loop=0, quality=25, method=6
+    )
     for env in envs:
         env.close()
 

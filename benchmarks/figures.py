@@ -17,8 +17,7 @@ from rliable import plot_utils
 from benchmarks.curves import WINDOW
 from benchmarks.results import Suite
 from benchmarks.statistics import N_RESAMPLES, seeded_numpy
-from benchmarks.tables import LABELS, normalised_areas
-from benchmarks.versus import Arms, arm_in
+from benchmarks.versus import Arms, above_random, arm_in, learns
 
 #: Colours, fonts and sizes of all figures of the documentation
 STYLE = pathlib.Path(__file__).parents[1] / "docs" / "figures.mplstyle"
@@ -90,30 +89,35 @@ def short_name(env: str) -> str:
     )
 
 
-def draw_profile(suite: Suite, path: pathlib.Path) -> None:
+def draw_profile(suite: Suite, arms: Arms, reference: str, path: pathlib.Path) -> None:
     """
-    Draw rliable's performance profiles: the share of runs whose area over that of PPO exceeds a value, over the environments
-    and seeds that all arms have. An arm that lacks an environment is left out.
+    Draw rliable's performance profiles: the share of runs whose area above random actions, over the mean of that of a
+    reference, exceeds a value; over the environments and seeds that all arms have, and in which the reference learns.
 
     :param suite: Finished runs
+    :param arms: For each name the arms that stand for it
+    :param reference: One of these names
     :param path: File of the figure
     """
-    _, ppo_envs, _ = normalised_areas(suite, ["ppo"], "ppo")
-    arms = [arm for arm in suite.arms if normalised_areas(suite, [arm], "ppo")[1] == ppo_envs]
-    scores, envs, seeds = normalised_areas(suite, arms, "ppo")
-    if len(seeds) < 2:
+    envs = [env for env in suite.timesteps if all(arm_in(suite, each, env) for each in arms.values())]
+    found = {(name, env): str(arm_in(suite, each, env)) for name, each in arms.items() for env in envs}
+    seeds = sorted(set.intersection(*(set(suite.by_seed(arm, env)) for (_, env), arm in found.items()))) if envs else []
+    areas = {key: above_random(suite, arm, key[1], "auc", seeds) for key, arm in found.items()}
+    envs = [env for env in envs if len(seeds) > 1 and learns(areas[reference, env])]
+    if not envs:
         return
+    scores = {name: np.array([areas[name, env] / areas[reference, env].mean() for env in envs]).T for name in arms}
     thresholds = np.linspace(0.0, 2.5, 101)
     with seeded_numpy():
         profiles, intervals = rly.create_performance_profile(scores, thresholds, reps=N_RESAMPLES)
     with plt.style.context(STYLE):
         figure, axis = plt.subplots(figsize=(7.35, 4.2))
         plot_utils.plot_performance_profiles(
-            {LABELS[arm]: profile for arm, profile in profiles.items()},
+            profiles,
             thresholds,
-            performance_profile_cis={LABELS[arm]: interval for arm, interval in intervals.items()},
-            colors={LABELS[arm]: f"C{i}" for i, arm in enumerate(scores)},
-            xlabel="area over that of PPO with rl-zoo3's settings",
+            performance_profile_cis=intervals,
+            colors={name: f"C{i}" for i, name in enumerate(scores)},
+            xlabel=f"area over that of {reference}",
             ax=axis,
             labelsize="medium",
             ticklabelsize="small",

@@ -13,7 +13,7 @@ import pathlib
 import re
 from collections.abc import Callable, Sequence
 
-from benchmarks import candidates
+from benchmarks import candidates, metrics
 from benchmarks.figures import draw_curves, draw_profile
 from benchmarks.matrix import load_matrix
 from benchmarks.results import RESULTS, Suite, read_rows
@@ -38,7 +38,7 @@ DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
     ROOT / "benchmarks" / "LOG.md",
-    *(DOCS / f"{name}.md" for name in ("benchmark", "when_groups_win", "images_and_gpus", "zoo")),
+    *(DOCS / f"{name}.md" for name in ("benchmark", "when_groups_win", "images_and_gpus", "zoo", "diagnostics")),
 )
 #: The default settings and what they are compared with, by the names that tables and figures have
 OURS = "default"
@@ -48,11 +48,12 @@ RIVALS = {
     "PPO, rl-zoo3": ["ppo", "ppo, not normalized"],
 }
 ARMS = {"GRPO": [OURS], **RIVALS}
-CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
-UNITS = {
-    **{"GRPO": [OURS], **{f"GRPO, {what}": [f"default, {what}"] for what in CHANGES}},
-    **{"PPO": ["ppo, defaults"], **{f"PPO, {what}": [f"ppo, defaults, {what}"] for what in CHANGES}},
-}
+#: Rivals that all environments have
+MATCHED = ("PPO, our settings", "PPO, defaults")
+#: The same in other units, with the unit of the rewards
+CHANGES = {"rewards times 1e-3": 1e-3, "rewards times 1e3": 1e3, "observations in other units": 1.0}
+UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
+UNITS |= {f"{name}, {what}": [f"{arm}, {what}"] for name, (arm,) in UNITS.items() for what in CHANGES}
 ABLATIONS = ("minigrid", "cheetah_reuse", "buffers", "groups", "starts", "baseline")
 
 
@@ -89,7 +90,12 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "untouched_area": lambda: environments_table(untouched, ARMS, "auc"),
         "untouched_evaluation": lambda: environments_table(untouched, ARMS, "eval_mean"),
         "frozen_million": lambda: environments_table(million, {"GRPO": [OURS], **at_a_million}, "eval_mean"),
-        "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
+        "units": lambda: environments_table(
+            Suite("units", results),
+            UNITS,
+            "auc",
+            {f"{name}, {what}": unit for name in ("GRPO", "PPO") for what, unit in CHANGES.items()},
+        ),
         "provenance": lambda: provenance(read_rows(results / "runs.csv")),
         "aggregate": lambda: aggregate_table(short, pairs),
         "summary": lambda: aggregate_table(short, pairs, with_notes=False),
@@ -114,6 +120,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "effects": lambda: candidates.effects_table(
             Suite("candidates", results), candidates.stored_references(), load_matrix()["arms"]
         ),
+        "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
         "throughput": lambda: throughput_table(read_rows(results / "throughput.csv")),
     }
 
@@ -146,9 +153,11 @@ def main() -> None:
         return
     for page in PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8"), contents), encoding="utf-8")
-    short = Suite("short", args.results)
-    draw_curves(Suite("default", args.results), ARMS, DOCS / "benchmark_curves.svg")
-    draw_profile(short, DOCS / "benchmark_profile.svg")
+    frozen = Suite("default", args.results)
+    draw_curves(frozen, ARMS, DOCS / "benchmark_curves.svg")
+    draw_profile(
+        frozen, {"GRPO": [OURS], **{name: RIVALS[name] for name in MATCHED}}, MATCHED[0], DOCS / "benchmark_profile.svg"
+    )
     print(f"wrote {', '.join(str(page.relative_to(ROOT)) for page in PAGES)} and the figures in docs")
 
 

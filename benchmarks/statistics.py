@@ -20,6 +20,10 @@ N_RESAMPLES = 2000
 VERY_LARGE = 1e12
 
 
+#: For each environment the scores of both sides
+Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
+
+
 class Estimate(NamedTuple):
     """
     :param value: Point estimate
@@ -145,6 +149,41 @@ def mean_of_paired_ratios(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Est
     resampled = [statistic([rng.integers(size, size=size) for size in sizes]) for _ in range(N_RESAMPLES)]
     low, high = np.quantile(resampled, [0.025, 0.975])
     return Estimate(statistic([np.arange(size) for size in sizes]), float(low), float(high))
+
+
+def over_environments(statistic: Callable[[Pairs], float], pairs: Pairs) -> Estimate:
+    """
+    :param statistic: Function of pairs
+    :param pairs: For each environment the scores of both sides, each of shape ``(n_seeds,)``
+    :return: The statistic; for its interval, environments are drawn anew, and in each of them the runs of either side
+    """
+    rng = np.random.default_rng(0)
+
+    def resampled() -> float:
+        drawn = [pairs[env] for env in rng.integers(len(pairs), size=len(pairs))]
+        return statistic([(rng.choice(ours, len(ours)), rng.choice(theirs, len(theirs))) for ours, theirs in drawn])
+
+    low, high = np.quantile([resampled() for _ in range(N_RESAMPLES)], [0.025, 0.975])
+    return Estimate(statistic(pairs), float(low), float(high))
+
+
+def ratio_of_runs(pairs: Pairs) -> float:
+    """
+    :param pairs: As in :func:`over_environments`, the second scores with a positive mean
+    :return: Interquartile mean of the first scores over the means of the second. An environment with fewer runs counts as much
+        as one with more
+    """
+    n_runs = math.lcm(*(len(ours) for ours, _ in pairs))
+    return float(metrics.aggregate_iqm(np.array([np.resize(ours, n_runs) / theirs.mean() for ours, theirs in pairs])))
+
+
+def chance_of_improvement(pairs: Pairs) -> float:
+    """
+    :param pairs: As in :func:`over_environments`
+    :return: rliable's probability of improvement: that of the first side's run being better than one of the second, half for a
+        tie, averaged over environments
+    """
+    return float(np.mean([np.mean(np.sign(ours[:, None] - theirs) + 1) / 2 for ours, theirs in pairs]))
 
 
 def median(sample: np.ndarray) -> Estimate:

@@ -13,10 +13,11 @@ import numpy as np
 from benchmarks.results import Suite
 from benchmarks.statistics import (
     Estimate,
+    chance_of_improvement,
     format_number,
-    interquartile_mean,
     mean_over_seeds,
-    probability_of_improvement,
+    over_environments,
+    ratio_of_runs,
 )
 from benchmarks.tables import NO_ROWS, markdown_table
 
@@ -42,10 +43,11 @@ def learns(values: np.ndarray) -> bool:
     return bool(np.fmin(mean.value, mean.low) > 0)
 
 
-def environments_table(suite: Suite, arms: Arms, column: str) -> str:
+def environments_table(suite: Suite, arms: Arms, column: str, units: Mapping[str, float] | None = None) -> str:
     """
     :param arms: For each name the arms that stand for it
     :param column: ``auc`` or ``eval_mean``
+    :param units: By name the unit of its returns, one by default
     :return: One line per environment, one column per name: means over the seeds that are there
     """
     lines = []
@@ -53,7 +55,10 @@ def environments_table(suite: Suite, arms: Arms, column: str) -> str:
         found = {name: arm_in(suite, each, env) for name, each in arms.items()}
         if not any(found.values()) or not suite.runs("random", env):
             continue
-        means = ["" if each is None else mean_over_seeds(suite.column(each, env, column)) for each in found.values()]
+        means = [
+            "" if each is None else mean_over_seeds(suite.column(each, env, column) / (units or {}).get(name, 1.0))
+            for name, each in found.items()
+        ]
         n_seeds = sorted({len(suite.runs(each, env)) for each in found.values() if each is not None})
         counts = str(n_seeds[0]) if len(n_seeds) == 1 else f"{n_seeds[0]} to {n_seeds[-1]}"
         random = format_number(suite.random_area(env))
@@ -68,21 +73,18 @@ def comparison(suite: Suite, arm: str, arms: Sequence[str], column: str) -> tupl
     :return: Interquartile mean of the ratios, over the environments in which the rival is better than random actions; the
         probability of improvement, over those in which either is; and the numbers of these environments
     """
-    pairs = [(env, rival) for env in suite.timesteps if suite.runs(arm, env) and (rival := arm_in(suite, arms, env))]
-    seed_sets = [{each.run.seed for each in suite.runs(name, env)} for env, rival in pairs for name in (arm, rival)]
-    seeds = sorted(set.intersection(*seed_sets)) if seed_sets else []
-    if not seeds:
-        return "", "", 0, 0
-    scores = [[above_random(suite, name, env, column, seeds) for name in (arm, rival)] for env, rival in pairs]
-    with_ratio = [(ours, theirs) for ours, theirs in scores if learns(theirs)]
-    either = [(ours, theirs) for ours, theirs in scores if learns(ours) or learns(theirs)]
-    ratio: Estimate | str = ""
-    if with_ratio:
-        ratio = interquartile_mean(np.array([ours for ours, _ in with_ratio]).T, [theirs for _, theirs in with_ratio])
-    better: Estimate | str = ""
-    if either:
-        better = probability_of_improvement(*(np.array([pair[i] for pair in either]).T for i in (0, 1)))
-    return ratio, better, len(with_ratio), len(either)
+    pairs = []
+    for env in suite.timesteps:
+        rival = arm_in(suite, arms, env)
+        if rival is None or not (seeds := suite.common_seeds((arm, rival), [env])):
+            continue
+        ours, theirs = (above_random(suite, each, env, column, seeds) for each in (arm, rival))
+        if learns(ours) or learns(theirs):
+            pairs.append((ours, theirs))
+    with_ratio = [(ours, theirs) for ours, theirs in pairs if learns(theirs)]
+    ratio = over_environments(ratio_of_runs, with_ratio) if with_ratio else ""
+    better = over_environments(chance_of_improvement, pairs) if pairs else ""
+    return ratio, better, len(with_ratio), len(pairs)
 
 
 def summary_table(suite: Suite, arm: str, rivals: Arms) -> str:

@@ -1,6 +1,7 @@
 """The pages say what the code says: defaults, names of functions and tests, targets of links; and they are short."""
 
 import ast
+import csv
 import importlib
 import inspect
 import re
@@ -45,6 +46,36 @@ def test_functions_and_tests_that_a_page_names_exist(page: Path) -> None:
         assert hasattr(importlib.import_module(module), name), target
     for name, file in re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/\w+\.py)\)", text):
         assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), name
+
+
+def healthy_ranges() -> dict[str, tuple[float, float]]:
+    """:return: For each metric with a range on the page of the metrics, its ends"""
+    page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8").split("\n## Default runs\n")[0]
+    found = re.findall(r"^\| `(train/\w+)` \|.*?\| (-?[\d.]+) to (-?[\d.]+)\b[^|]*\|", page, re.MULTILINE)
+    return {key: (float(low), float(high)) for key, low, high in found}
+
+
+def test_default_runs_have_healthy_metrics_from_the_first_update_on() -> None:
+    ranges = healthy_ranges()
+    assert len(ranges) >= 9
+    with (ROOT / "benchmarks" / "results" / "metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] in ranges]
+    assert len({row["env"] for row in rows}) == 5
+    assert {row["metric"] for row in rows} == set(ranges)
+    for row in rows:
+        low, high = ranges[row["metric"]]
+        assert all(low <= float(row[name]) <= high for name in ("first", "low", "high")), row
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_the_first_update_of_a_default_run_is_healthy(env: str) -> None:
+    model = GRPO("MlpPolicy", env, seed=1, device="cpu")
+    model.learn(1024)
+    logged = {key: value for key, value in model.logger.name_to_value.items() if key in healthy_ranges()}
+    assert len(logged) == len(healthy_ranges())
+    for key, value in logged.items():
+        low, high = healthy_ranges()[key]
+        assert low <= value <= high, (key, value)
 
 
 def test_the_page_of_formulas_names_functions_and_tests() -> None:

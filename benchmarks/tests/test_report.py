@@ -227,7 +227,8 @@ def test_the_figure_of_curves_shows_each_arm_that_an_environment_has_and_repeats
 
 
 def test_the_profile_is_drawn(tmp_path: pathlib.Path) -> None:
-    draw_profile(toy_suite(tmp_path, {"grpo": BETTER, "ppo": WORSE}), tmp_path / "profile.svg")
+    suite = toy_suite(tmp_path, {"grpo": BETTER, "ppo": WORSE})
+    draw_profile(suite, {"ours": ["grpo"], "theirs": ["ppo"]}, "theirs", tmp_path / "profile.svg")
     assert (tmp_path / "profile.svg").read_text().startswith("<?xml")
 
 

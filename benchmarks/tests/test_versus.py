@@ -2,7 +2,12 @@
 
 import pathlib
 
+import numpy as np
+import pytest
+from rliable import metrics
+
 from benchmarks import versus
+from benchmarks.statistics import chance_of_improvement, over_environments, ratio_of_runs
 from benchmarks.tests.toys import toy_suite
 
 RIVALS = {"PPO": ["ppo-default", "ppo"]}
@@ -19,7 +24,7 @@ def test_ratios_are_of_what_is_above_random_and_an_environment_takes_the_rival_i
         "ppo-default": {"CartPole-v1": [20.0, 20.0], "Acrobot-v1": []},  # 20 / 10
     }
     suite = toy_suite(tmp_path, areas, random=10.0)
-    perfect = ["2.00 (2.00 to 2.00)", "1.00 (1.00 to 1.00)"]
+    perfect = ["2.00 (2.00 to 2.00)", "1.00 (1.00 to 1.00)"]  # seeds and environments are all alike
     assert cells(versus.summary_table(suite, "grpo", RIVALS).splitlines()[2]) == ["PPO", "2 of 2", *perfect, *perfect]
     names = {"ours": ["grpo"], **RIVALS}
     assert cells(versus.environments_table(suite, names, "auc").splitlines()[2])[2:] == [
@@ -34,7 +39,7 @@ def test_there_is_no_ratio_to_a_rival_that_does_not_learn_and_no_win_where_nobod
     }
     suite = toy_suite(tmp_path, areas, random=10.0)
     line = cells(versus.summary_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])
-    assert line[1:4] == ["1 of 2", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)"]
+    assert line[1:4] == ["1 of 2", "0.50 (0.50 to 0.50)", "0.50 (0.00 to 1.00)"]
     assert cells(versus.wins_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])[1:] == ["1 of 2"] * 3
 
 
@@ -42,3 +47,24 @@ def test_nothing_is_said_before_there_are_rows(tmp_path: pathlib.Path) -> None:
     suite = toy_suite(tmp_path, {"grpo": {"CartPole-v1": [1.0]}, "ppo": {"CartPole-v1": []}})
     assert versus.summary_table(suite, "grpo", {"PPO": ["ppo"]}) == versus.NO_ROWS
     assert versus.wins_table(suite, "grpo", {"PPO": ["ppo"]}) == versus.NO_ROWS
+
+
+def test_intervals_draw_environments_anew_and_not_seeds_alone() -> None:
+    alike = [(np.full(5, 2.0), np.ones(5))] * 20
+    assert over_environments(ratio_of_runs, alike) == (2.0, 2.0, 2.0)
+    different = [(np.full(5, level), np.ones(5)) for level in np.linspace(1.0, 3.0, 20)]
+    value, low, high = over_environments(ratio_of_runs, different)
+    # The middle half of the levels; the error of a trimmed mean of 20 uniform numbers with a deviation of 0.6
+    assert value == pytest.approx(2.0) and 0.5 < high - low < 1.0
+
+
+def test_an_environment_with_fewer_seeds_counts_as_much() -> None:
+    few, many = np.full(5, 1.0), np.full(10, 3.0)
+    assert ratio_of_runs([(few, np.ones(5)), (many, np.ones(10))]) == pytest.approx(2.0)
+
+
+def test_the_chance_of_improvement_is_that_of_rliable() -> None:
+    rng = np.random.default_rng(0)
+    ours, theirs = rng.integers(4, size=(2, 6, 3)).astype(float)  # with ties
+    pairs = [(ours[:, env], theirs[:, env]) for env in range(3)]
+    assert chance_of_improvement(pairs) == pytest.approx(metrics.probability_of_improvement(ours, theirs))
