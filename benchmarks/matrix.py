@@ -240,7 +240,7 @@ def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any
     :return: The hyperparameters that the settings begin with, as in a file of rl-zoo3
     """
     if settings["entry"] == "zoo":
-        return copy.deepcopy(hyperparameter_file(algo, generation)[about.get(f"{algo}_entry", env)])
+        return copy.deepcopy(hyperparameter_file(algo, generation)[settings.get("of") or about.get(f"{algo}_entry", env)])
     matched = matched_settings(about) if settings["entry"] == "matched" else {}
     return {"policy": "MlpPolicy", **matched, **{key: about[key] for key in ("env_wrapper",) if key in about}}
 

@@ -99,7 +99,7 @@ def test_reported_seeds_are_not_those_of_tuning() -> None:
     seeds = {name: {run.seed for run in expand(MATRIX, name) if run.algo != "random"} for name in MATRIX["suites"]}
     reported = [
         *("short", "full", "minigrid", "zoo", "inputs", "ordinary", "tokens"),
-        *("default", "default_million", "untouched", "units"),
+        *("default", "default_million", "untouched", "units", "proof", "proof_million"),
     ]
     compared = set.union(*(seeds.pop(name) for name in reported))
     assert min(compared) >= 100 > max(set.union(*seeds.values()))
