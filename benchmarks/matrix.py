@@ -241,21 +241,23 @@ def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any
     """
     if settings["entry"] == "zoo":
         return copy.deepcopy(hyperparameter_file(algo, generation)[settings.get("of") or about.get(f"{algo}_entry", env)])
-    matched = matched_settings(about) if settings["entry"] == "matched" else {}
+    matched = matched_settings(about, settings.get("normalize_rewards", False)) if settings["entry"] == "matched" else {}
     return {"policy": "MlpPolicy", **matched, **{key: about[key] for key in ("env_wrapper",) if key in about}}
 
 
-def matched_settings(about: dict[str, Any]) -> dict[str, Any]:
+def matched_settings(about: dict[str, Any], normalize_rewards: bool) -> dict[str, Any]:
     """
     :param about: Entry of the environment in the matrix
+    :param normalize_rewards: Whether PPO gets normalised rewards, on which GRPO's default does not depend
     :return: Arguments with which PPO has the default settings of GRPO with 8 environments, normalised observations and the
         initial deviation included, and nothing but its critic is another
     """
     ours = defaults(GRPO)
     same = ("learning_rate", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
     settings = {"n_envs": 8, "n_steps": KernelRolloutBuffer.default_rollout_size // 8, **{name: ours[name] for name in same}}
-    if about.get("normalize", True):
-        settings["normalize"] = "dict(norm_obs=True, norm_reward=False)"
+    normalize_observations = about.get("normalize", True)
+    if normalize_observations or normalize_rewards:
+        settings["normalize"] = f"dict(norm_obs={normalize_observations}, norm_reward={normalize_rewards})"
     if "half_range" in about:
         settings["policy_kwargs"] = f"dict(log_std_init={math.log(0.5 * about['half_range'])})"
     return settings

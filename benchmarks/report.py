@@ -44,12 +44,15 @@ PAGES = (
 OURS = "default"
 RIVALS = {
     "PPO, our settings": ["ppo, our settings"],
+    "PPO, our settings, rewards normalised": ["ppo, our settings, rewards normalised"],
     "PPO, defaults": ["ppo, defaults"],
     "PPO, rl-zoo3": ["ppo", "ppo, not normalized"],
 }
 ARMS = {"GRPO": [OURS], **RIVALS}
-#: Rivals that all environments have
-MATCHED = ("PPO, our settings", "PPO, defaults")
+#: What a figure can hold
+DRAWN = {name: ARMS[name] for name in ("GRPO", "PPO, our settings", "PPO, defaults", "PPO, rl-zoo3")}
+#: Ours, and rivals that all environments have
+EVERYWHERE = ("GRPO", "PPO, our settings", "PPO, defaults")
 #: The same in other units, with the unit of the rewards
 CHANGES = {"rewards times 1e-3": 1e-3, "rewards times 1e3": 1e3, "observations in other units": 1.0}
 UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
@@ -154,10 +157,8 @@ def main() -> None:
     for page in PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8"), contents), encoding="utf-8")
     frozen = Suite("default", args.results)
-    draw_curves(frozen, ARMS, DOCS / "benchmark_curves.svg")
-    draw_profile(
-        frozen, {"GRPO": [OURS], **{name: RIVALS[name] for name in MATCHED}}, MATCHED[0], DOCS / "benchmark_profile.svg"
-    )
+    draw_curves(frozen, DRAWN, DOCS / "benchmark_curves.svg")
+    draw_profile(frozen, {name: ARMS[name] for name in EVERYWHERE}, EVERYWHERE[1], DOCS / "benchmark_profile.svg")
     print(f"wrote {', '.join(str(page.relative_to(ROOT)) for page in PAGES)} and the figures in docs")
 
 
