@@ -11,7 +11,7 @@ MUJOCO = ["gymnasium[mujoco]"]
 MINIGRID = ["minigrid>=3.0"]
 # rl_zoo3 imports requests and pandas, and needs moviepy and pygame for videos, without asking for them
 ZOO = ["rl_zoo3[plots]>=2.9,<3", "gymnasium[classic-control]", "moviepy>=1.0.3", "pandas>=2.2", "requests>=2.31"]
-DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery>=0.17"]
+DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery>=0.17", "sphinx-mathjax-offline"]
 RAY = ["ray>=2.40,<3"]
 LINT = ["black", "codespell", "mypy", "proselint", "ruff"]
 RELEASE = ["build", "setuptools>=77", "twine", "uv"]

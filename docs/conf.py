@@ -1,7 +1,10 @@
 """Sphinx configuration: `make docs` builds the site into docs/_build/html, warnings being errors."""
 
+import re
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -10,7 +13,14 @@ author = "sb3-grpo contributors"
 copyright = "the sb3-grpo contributors"
 release = version = (ROOT / "sb3_grpo" / "version.txt").read_text(encoding="utf-8").strip()
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode", "myst_parser", "sphinx_gallery.gen_gallery"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",
+    "sphinx.ext.viewcode",
+    "myst_parser",
+    "sphinx_gallery.gen_gallery",
+]
 exclude_patterns = ["_build", "tour"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]
@@ -65,9 +75,24 @@ def without_internal_parameters(signature: str | None, returns: str | None) -> t
     return signature.replace(", _init_setup_model=True", "").replace(", **unknown", ""), returns
 
 
+def keep_numbers_together(app: Any, doctree: nodes.document, docname: str) -> None:
+    """
+    Let no line break part a number from its interval in a table.
+
+    :param app: Sphinx
+    :param doctree: A page, changed in place
+    :param docname: Its name
+    """
+    for cell in doctree.findall(nodes.entry):
+        for text in list(cell.findall(nodes.Text)):
+            if re.fullmatch(r"-?[\d.,]+( \(-?[\d.,]+ to -?[\d.,]+\)| to -?[\d.,]+| of \d+)", text):
+                text.parent.replace(text, nodes.Text(text.replace(" ", "\u00a0")))
+
+
 def setup(app: Any) -> None:
     """
     :param app: Sphinx
     """
     app.connect("autodoc-process-docstring", lambda *args: hide_internal_parameters(args[-1]))
+    app.connect("doctree-resolved", keep_numbers_together)
     app.connect("autodoc-process-signature", lambda *args: without_internal_parameters(*args[-2:]))

@@ -39,6 +39,21 @@ def test_every_page_is_reachable_from_the_first(site: pathlib.Path) -> None:
         assert page.stem == "index" or f'href="{page.stem}.html"' in first, page.name
 
 
+def test_pages_load_nothing_from_other_servers(site: pathlib.Path) -> None:
+    for page in site.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|link rel=\"(?:stylesheet|preload)\")[^>]* (?:src|href)=\"(https?:[^\"]*)", page.read_text()
+        )
+        assert not loaded, f"{page.relative_to(site)}: {loaded}"
+    assert "\\frac" in (site / "how_it_works.html").read_text()  # MathJax has something to typeset
+
+
+def test_no_line_breaks_part_a_number_from_its_interval(site: pathlib.Path) -> None:
+    cells = re.findall(r"<td><p>([^<]* to [^<]*\))</p></td>", (site / "when_groups_win.html").read_text(encoding="utf-8"))
+    assert not cells  # they have spaces that do not break
+    assert re.search(r"<td><p>-?[\d.,]+\u00a0\(-?[\d.,]+\u00a0to", (site / "when_groups_win.html").read_text(encoding="utf-8"))
+
+
 def test_the_tour_has_run_and_shows_its_pictures(site: pathlib.Path) -> None:
     tour = (site / "auto_tour" / "plot_tour.html").read_text(encoding="utf-8")
     pictures = set(re.findall(r'src="\.\./_images/(sphx_glr_plot_tour_\d+\.png)"', tour))
