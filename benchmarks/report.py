@@ -101,7 +101,6 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         ),
         "provenance": lambda: provenance(read_rows(results / "runs.csv")),
         "aggregate": lambda: aggregate_table(short, pairs),
-        "summary": lambda: aggregate_table(short, pairs, with_notes=False),
         "short": lambda: area_table(short, "grpo", "ppo"),
         "default": lambda: area_table(short, "grpo-default", "ppo-default"),
         "seconds": lambda: seconds_table(short, "grpo", "ppo"),

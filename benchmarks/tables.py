@@ -106,11 +106,10 @@ def area_table(suite: Suite, arm: str, reference: str) -> str:
     return markdown_table(header, lines)
 
 
-def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]], with_notes: bool = True) -> str:
+def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
     """
     :param suite: Finished runs
     :param pairs: Arms, and the reference of each
-    :param with_notes: Whether to add a note for each pair that has environments without a ratio
     :return: One line per pair, and the notes
     """
     header = (
@@ -144,7 +143,7 @@ def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]], with_notes: 
             notes.append(
                 f"{note} With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
             )
-    return "\n".join([markdown_table(header, lines), *(["", *notes] if notes and with_notes else [])])
+    return "\n".join([markdown_table(header, lines), *(["", *notes] if notes else [])])
 
 
 def ablation_table(suite: Suite, column: str = "auc") -> str:
