@@ -28,7 +28,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt -e '.[tests,benchmarks]'
 	@touch $@
 
-train: $(STAMP) ## train GRPO on CartPole, evaluate it, draw the learning curve
+train: $(STAMP) ## train GRPO on CartPole, evaluate it, draw the learning curve, record an animation
 	$(PY) -m benchmarks.quickstart $(ARGS)
 
 learning: $(STAMP) ## run the missing runs of the learning suite, print its table

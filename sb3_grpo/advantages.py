@@ -329,12 +329,12 @@ def relative_advantages(advantages: np.ndarray, peers: np.ndarray, coefficient: 
 
 def relative_coefficient(correlation: np.ndarray, n_others: np.ndarray) -> np.ndarray:
     """
-    The coefficient with which :func:`relative_advantages` leaves the least variance: ``c = rho m / (1 + (m - 1) rho)``.
+    The coefficient with which :func:`relative_advantages` leaves the least variance: ``c = eta m / (1 + (m - 1) eta)``.
 
     It is the coefficient of the best linear prediction of one member from the mean of ``m`` others, if each advantage is the
-    sum of a part that all members share and a part of its own, and the shared part has the share ``rho`` of the variance.
+    sum of a part that all members share and a part of its own, and the shared part has the share ``eta`` of the variance.
 
-    :param correlation: Intraclass correlation ``rho``, from 0 to 1, shape ``(n,)``
+    :param correlation: Intraclass correlation ``eta``, from 0 to 1, shape ``(n,)``
     :param n_others: Number of other members ``m``, shape ``(n,)``
     :return: ``c``; 0 without other members, shape ``(n,)``
     """

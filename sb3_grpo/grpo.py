@@ -53,9 +53,9 @@ class GRPO(OnPolicyAlgorithm):
     Group Relative Policy Optimization (GRPO): PPO's clipped surrogate without a critic.
 
     Advantages come from the rollout buffer. The default, ``kernel``, is not DeepSeek's estimator: it computes generalized
-    advantage estimates with a value function that is fitted by least squares after each rollout. ``outcome`` is DeepSeek's
-    estimator, and three others come from the literature. A *group* is ``group_size`` trajectories whose environments were
-    reset with the same seed.
+    advantage estimates with a value function that is fitted by least squares after each rollout, and subtracts what the
+    advantages of a group's members have in common. ``outcome`` is DeepSeek's estimator, and three others come from the
+    literature. A *group* is ``group_size`` trajectories whose environments were reset with the same seed.
 
     Paper: https://arxiv.org/abs/2402.03300 (DeepSeekMath)
 

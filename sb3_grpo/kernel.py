@@ -32,7 +32,7 @@ def fourier_features(
     inputs: th.Tensor, times: th.Tensor, frequencies: th.Tensor, phases: th.Tensor, time_feature: bool = True
 ) -> th.Tensor:
     """
-    ``phi(s, t) = [1, z, tau, sqrt(2/D) cos(W [z, 2 tau] + c)]``, or ``[1, z, sqrt(2/D) cos(W z + c)]`` without the time
+    ``phi(s, t) = [1, z, tau, sqrt(2/D) cos(W [z, 2 tau] + u)]``, or ``[1, z, sqrt(2/D) cos(W z + u)]`` without the time
     feature.
 
     The inner product of two cosine parts approximates the Gaussian kernel ``exp(-sigma^2 |x - x'|^2 / 2)`` if the frequencies
@@ -41,7 +41,7 @@ def fourier_features(
     :param inputs: Standardised observations ``z``, shape ``(n, d)``
     :param times: ``tau``, the step within the episode divided by the horizon, shape ``(n,)``
     :param frequencies: ``W^T``, shape ``(d + 1, D)``, or ``(d, D)`` without the time feature
-    :param phases: ``c``, shape ``(D,)``
+    :param phases: ``u``, shape ``(D,)``
     :param time_feature: Whether the features depend on time
     :return: Features, shape ``(n, d + 2 + D)``, or ``(n, d + 1 + D)`` without the time feature
     """
@@ -105,11 +105,11 @@ def lstd_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, factor: t
     """
     LSTD(lambda) as a least-squares problem:
 
-    ``w = argmin (b - A w)' (C + ridge I)^-1 (b - A w) + ridge |w|^2``
+    ``w = argmin (v - M w)' (C + ridge I)^-1 (v - M w) + ridge |w|^2``
 
-    with ``A = Z' (Phi - gamma Phi') / N``, ``b = Z' r / N`` and ``C = Phi' Phi / N``, where ``Z`` are the eligibility traces.
+    with ``M = Z' (Phi - gamma Phi') / N``, ``v = Z' r / N`` and ``C = Phi' Phi / N``, where ``Z`` are the eligibility traces.
 
-    Plain LSTD solves ``A w = b``. If ``gamma`` is close to 1 and time limits cut trajectories, ``A`` is close to singular, and
+    Plain LSTD solves ``M w = v``. If ``gamma`` is close to 1 and time limits cut trajectories, ``M`` is close to singular, and
     since it is not symmetric, adding a multiple of the identity does not help: noise then leads to arbitrarily large weights.
     The quadratic form has exactly one minimum for every ``gamma``. It agrees with plain LSTD where the samples determine the
     weights, and the other weights stay small. With ``lambda = 0``, the first term is the mean squared projected Bellman error.
@@ -119,8 +119,8 @@ def lstd_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, factor: t
     Departure: the constant feature, which comes first, has the penalty ``LEVEL_RIDGE``, because the level of the returns grows
     like ``1 / (1 - gamma)``.
 
-    :param gram: ``N A``, shape ``(p, p)``
-    :param moment: ``N b``, shape ``(p,)``
+    :param gram: ``N M``, shape ``(p, p)``
+    :param moment: ``N v``, shape ``(p,)``
     :param count: ``N``, the (weighted) number of samples, shape ``()``; less than one counts as one
     :param factor: Cholesky factor of ``C + ridge I`` from :func:`metric_factor`, shape ``(p, p)``
     :param ridge: Penalty
@@ -137,14 +137,14 @@ def lstd_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, factor: t
 
 def calibration_slope(predictions: np.ndarray, targets: np.ndarray) -> float:
     """
-    ``kappa = Cov(y, b) / Var(b)``, limited to ``[0, 1]``: the slope of the regression of targets on predictions.
+    ``theta = Cov(y, b) / Var(b)``, limited to ``[0, 1]``: the slope of the regression of targets on predictions.
 
-    Of all predictions ``mean(b) + kappa (b - mean(b))``, this one has the smallest squared error. The slope is close to 1 for
+    Of all predictions ``mean(b) + theta (b - mean(b))``, this one has the smallest squared error. The slope is close to 1 for
     good predictions, and close to 0 for predictions that are unrelated to the targets.
 
     :param predictions: ``b``, not fitted to these targets, shape ``(n,)``
     :param targets: ``y``, shape ``(n,)``
-    :return: ``kappa``; 0 if the predictions do not vary
+    :return: ``theta``; 0 if the predictions do not vary
     """
     centred = predictions - predictions.mean()
     variance = np.mean(centred**2)

@@ -20,7 +20,8 @@ class ObservationNormalizer(nn.Module):
     all observations so far. The statistics are buffers of the module, so they are saved, loaded and copied with the weights.
 
     Observations that arrive change nothing until :meth:`renew`, so that the policy is the same function throughout a rollout
-    and its update. Only the first ones are used at once: before them, observations stay as they are.
+    and its update. The first call of :meth:`observe` is the exception, and takes effect at once: the first rollout acts on raw
+    observations, and its update uses their statistics.
 
     :param observation_space: Observation space. Vectors of floating point numbers are standardised, also within a ``Dict``,
         see :func:`normalized_parts`

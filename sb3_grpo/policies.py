@@ -42,9 +42,10 @@ class ActorPolicy(BasePolicy):
     """
     A policy that consists of a features extractor, hidden layers, an action layer, and ``log_std`` for continuous actions.
 
-    Arguments, defaults and initialisation are those of the actor in
-    :class:`stable_baselines3.common.policies.ActorCriticPolicy`, so weights can be exchanged
-    (:func:`~sb3_grpo.transfer.load_actor`).
+    It is the actor of :class:`stable_baselines3.common.policies.ActorCriticPolicy`: the layers have the same shapes, so
+    weights can be exchanged (:func:`~sb3_grpo.transfer.load_actor`). The arguments are the same, except that there is no
+    ``share_features_extractor``, ``log_std_init`` has another default, Adam is fused, and ``normalize_observations`` and
+    ``log_std_lr_factor`` are new.
 
     :param observation_space: Observation space
     :param action_space: Action space: ``Box``, ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``

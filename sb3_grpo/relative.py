@@ -65,23 +65,23 @@ def in_units_of_their_size(sums: np.ndarray) -> np.ndarray:
 
 def shrunk_correlation(sums: np.ndarray) -> np.ndarray:
     """
-    Intraclass correlation ``rho = sum_g n_g / sum_g d_g`` of the advantages within groups, shrunk by the non-negative garrote
-    (Breiman 1995, https://doi.org/10.1080/00401706.1995.10484371): ``rho max(0, 1 - (z se / rho)^2)`` with ``z`` of
+    Intraclass correlation ``eta = sum_g n_g / sum_g d_g`` of the advantages within groups, shrunk by the non-negative garrote
+    (Breiman 1995, https://doi.org/10.1080/00401706.1995.10484371): ``eta max(0, 1 - (z se / eta)^2)`` with ``z`` of
     :data:`N_STANDARD_ERRORS`.
 
     The steps of a group are not independent of each other, but the groups are. So the standard error is that of a ratio of
-    sums over groups: ``se^2 = sum_g (n_g - rho d_g)^2 / (sum_g d_g)^2 * m / (m - 1)``, where
-    ``m = (sum_g d_g)^2 / sum_g d_g^2`` is the effective number of groups.
+    sums over groups: ``se^2 = sum_g (n_g - eta d_g)^2 / (sum_g d_g)^2 * q / (q - 1)``, where
+    ``q = (sum_g d_g)^2 / sum_g d_g^2`` is the effective number of groups.
 
     :param sums: Sums of :func:`correlation_sums` over groups, shape ``(..., 6)``
-    :return: Shrunk ``rho`` from 0 to 1; 0 if there are fewer than two groups, shape ``(...)``
+    :return: Shrunk ``eta`` from 0 to 1; 0 if there are fewer than two groups, shape ``(...)``
     """
     _, n, d, nn, nd, dd = np.moveaxis(sums, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        rho, m = n / d, d**2 / dd
-        variance = (nn - 2 * rho * nd + rho**2 * dd) / d**2 * m / (m - 1)
-        shrunk = rho * np.maximum(1 - N_STANDARD_ERRORS**2 * variance / rho**2, 0.0)
-    return np.where((rho > 0) & (m > 1 + A.TIE_TOLERANCE), np.clip(shrunk, 0.0, 1.0), 0.0)
+        eta, q = n / d, d**2 / dd
+        variance = (nn - 2 * eta * nd + eta**2 * dd) / d**2 * q / (q - 1)
+        shrunk = eta * np.maximum(1 - N_STANDARD_ERRORS**2 * variance / eta**2, 0.0)
+    return np.where((eta > 0) & (q > 1 + A.TIE_TOLERANCE), np.clip(shrunk, 0.0, 1.0), 0.0)
 
 
 class _Kept(NamedTuple):

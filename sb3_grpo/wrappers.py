@@ -17,7 +17,7 @@ KEEP_REWARDS = (VecCheckNan, VecExtractDictObs, VecFrameStack, VecMonitor, VecTr
 
 #: Wrappers that keep workers from collecting whole rollouts, and what to use inside the environments instead.
 INSIDE_WORKERS = {
-    "VecNormalize": "`gymnasium.wrappers.NormalizeObservation` and `NormalizeReward`",
+    "VecNormalize": "`GRPO(normalize_observations=True)`, and `gymnasium.wrappers.NormalizeReward` for rewards",
     "VecFrameStack": "`gymnasium.wrappers.FrameStackObservation`",
     "VecTransposeImage": "a wrapper that returns images with the channels first",
     "VecMonitor": "`stable_baselines3.common.monitor.Monitor`",

@@ -117,7 +117,7 @@ def test_a_wrapper_that_changes_data_is_named_once_and_honoured():
         model = make(VecNormalize(env), n_steps=8).learn(2 * 8 * 4)
     messages = [str(each.message) for each in caught]
     assert sum("VecNormalize changes what the workers return" in each for each in messages) == 1
-    assert any("gymnasium.wrappers.NormalizeObservation" in each for each in messages)
+    assert any("gymnasium.wrappers.NormalizeReward" in each for each in messages)
     assert abs(model.rollout_buffer.observations).max() < 10.1
     assert model.start_queue.n_parts == 2
     env.close()

@@ -36,7 +36,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     trajectories are divided into folds, and each fold gets the predictions of a fit to the other folds and to earlier
     rollouts. If a rollout has a single trajectory, the fit to earlier rollouts is used.
 
-    Predictions are shrunk towards their mean, ``mean(b) + kappa (b - mean(b))``, where ``kappa`` is the slope of the
+    Predictions are shrunk towards their mean, ``mean(b) + theta (b - mean(b))``, where ``theta`` is the slope of the
     regression of returns on predictions, see :func:`~sb3_grpo.kernel.calibration_slope`. If the fit predicts nothing, a
     constant remains.
 
@@ -54,8 +54,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param horizon: Number of steps that is one unit of time; ``None`` for the length of the longest trajectory so far, rounded
         up to a power of two
     :param n_features: Number of random Fourier features
-    :param bandwidth: Standard deviation of the random frequencies; ``None`` for a rule, see
-        :class:`~sb3_grpo.kernel.KernelBaseline`
+    :param bandwidth: Standard deviation of the random frequencies; ``None`` for 1.1 over the root of the number of inputs that
+        vary in the first rollout
     :param ridge: Penalty on the squared weights, per sample
     :param forgetting: Factor for the weight of earlier rollouts in each fit
     :param n_folds: Number of folds
