@@ -37,6 +37,7 @@ from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import DeferredReset, EnvironmentFault, RolloutLost, SeededVecEnv, StartQueue, same_observations
 from sb3_grpo.steps import Collected, Infos, take_steps
+from sb3_grpo.validation import check_finite
 
 try:
     import ray
@@ -85,12 +86,14 @@ class RolloutWorker:
     Some of the environments, in a process of their own.
 
     :param index: Index of the worker
+    :param first_env: Index of its first environment among all
     """
 
     venv: DummyVecEnv
 
-    def __init__(self, index: int):
+    def __init__(self, index: int, first_env: int = 0):
         self.index = index
+        self.first_env = first_env
         self.seeded: SeededVecEnv | None = None
         self.queue: StartQueue | None = None
         self.policy: ActorPolicy | None = None
@@ -193,7 +196,10 @@ class RolloutWorker:
         obs = map_observations(np.array, obs)  # what Ray delivers cannot be written to
         set_random_seed(seed)
         before = self.seeded.mismatches
-        self.seeded.attach(self.queue, share_starts)
+        # The policy acts on observations before the model has seen them
+        self.seeded.attach(
+            self.queue, share_starts, lambda obs, *_: check_finite("observation", obs, num_timesteps, self.first_env)
+        )
         self.seeded.start_indices = np.array(starts)
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -304,7 +310,7 @@ class RayVecEnv(VecEnv):
         # from crowding on one machine.
         n_cpus = 1 if len(ray.nodes()) > 1 else 0
         options = dict(num_cpus=n_cpus, max_restarts=0, scheduling_strategy="SPREAD")
-        worker: Any = ray.remote(RolloutWorker).options(**options).remote(w)
+        worker: Any = ray.remote(RolloutWorker).options(**options).remote(w, self._slices[w].start)
         self._n_started[w] += 1
         return worker, worker.build.remote(self._env_fns[w], VERSION, self._n_started[w] - 1)
 

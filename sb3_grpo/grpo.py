@@ -502,8 +502,8 @@ class GRPO(OnPolicyAlgorithm):
                 rollout_buffer.start_afresh()
             if not self._collect(env, callback, rollout_buffer, n_rollout_steps):
                 return False
-            if self.policy.normalizer is not None:
-                self.policy.normalizer.observe(rollout_buffer.observations)
+            if self.policy.normalizer is not None and self.policy.normalizer.observe(rollout_buffer.observations):
+                rollout_buffer.policy_changed(self.policy)
             # If this fails, trajectories in progress have lost their beginnings, and the environments are reset.
             rollout_buffer.finish_rollout(
                 self._last_obs,  # type: ignore[arg-type]

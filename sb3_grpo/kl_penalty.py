@@ -102,6 +102,11 @@ class KLPenalty:
             self.age = 0
         self.age += 1
 
+    def forget(self) -> None:
+        """Take the policy of the next update as the reference."""
+        self.policy = None
+        self.age = 0
+
     def _uses_stored_log_probs(self) -> bool:
         # The policy at the start of the update has left its log-probabilities in the buffer.
         return self.reference == "old" and not self.is_exact

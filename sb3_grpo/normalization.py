@@ -20,8 +20,8 @@ class ObservationNormalizer(nn.Module):
     all observations so far. The statistics are buffers of the module, so they are saved, loaded and copied with the weights.
 
     Observations that arrive change nothing until :meth:`renew`, so that the policy is the same function throughout a rollout
-    and its update. The first call of :meth:`observe` is the exception, and takes effect at once: the first rollout acts on raw
-    observations, and its update uses their statistics.
+    and its update. The first call of :meth:`observe` is the exception, and takes effect at once: the first rollout acts on
+    observations that are only clipped, and its update uses their statistics.
 
     :param observation_space: Observation space. Vectors of floating point numbers are standardised, also within a ``Dict``,
         see :func:`normalized_parts`
@@ -68,23 +68,25 @@ class ObservationNormalizer(nn.Module):
     def _standardised(part: th.Tensor, shift: th.Tensor, scale: th.Tensor) -> th.Tensor:
         return ((part.flatten(1) - shift) * scale).clamp_(-MAX_STANDARDISED, MAX_STANDARDISED).view_as(part)
 
-    def observe(self, observations: Any) -> None:
+    def observe(self, observations: Any) -> bool:
         """
         Add observations to the statistics.
 
         :param observations: Observations, arrays of shape ``(..., *obs_shape)`` or a dict of such
+        :return: Whether they are the first, so that this module is another function now
         """
         parts = observations if isinstance(observations, dict) else {None: observations}
         inputs = [parts[name].reshape(-1, own.stop - own.start).astype(np.float64) for name, own in self.slices.items()]
         statistics = RunningMeanStd(epsilon=0.0)
         for name in ("mean", "var", "count"):
-            setattr(statistics, name, getattr(self, name).double().cpu().numpy())
+            setattr(statistics, name, getattr(self, name).cpu().double().numpy())  # not every device has doubles
         is_first = statistics.count == 0
         statistics.update(np.concatenate(inputs, axis=1))
         for name in ("mean", "var", "count"):
             getattr(self, name).copy_(th.as_tensor(getattr(statistics, name)))
         if is_first:
             self.renew()
+        return is_first
 
     def renew(self) -> None:
         """Use the statistics of all observations so far."""

@@ -645,8 +645,8 @@ class SeededVecEnv(VecEnv):
         if self.mismatches == 1:
             warnings.warn(
                 f"The environment {self._env_name(env_idx)!r} does not reproduce its initial state: two calls of "
-                f"`reset(seed=...)` with the same seed returned different observations (environment {env_idx}, start "
-                f"{start.index}, group {start.group}), so the members of a group do not share their start. In the environment "
+                f"`reset(seed=...)` with the same seed returned different observations (start {start.index}, "
+                f"group {start.group}), so the members of a group do not share their start. In the environment "
                 "and in each of its wrappers, call `super().reset(seed=seed)` first and draw random numbers only "
                 "from `self.np_random`. Or pass share_starts=False to GRPO, for example with a wrapper that does not reset "
                 "at every end of an episode (Atari's `EpisodicLifeEnv`).",

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch as th
 from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor
 from torch import nn
 
 _CRITIC_PREFIXES = ("value_net.", "mlp_extractor.value_net.", "vf_features_extractor.")
@@ -34,7 +35,8 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     the statistics become part of the first layer, which does not clip. If only the target does, it no longer does so.
 
     Not copied are the state of the optimizer and the statistics of a ``VecNormalize``. Only names and shapes of weights are
-    compared: make sure that the activation function, ``squash_output``, ``use_expln`` and the kind of action space agree.
+    compared: make sure that the activation function, ``squash_output``, ``use_expln`` and the kind of action space agree, and
+    that the features extractor of a file whose statistics become part of the first layer is not one of your own.
 
     :param target: Model to write into
     :param source: Model to read from, or the path of a saved one (``.zip``), or a file-like object
@@ -43,7 +45,8 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     policy = _policy_of(target, "target")
     target_state, source_state = policy.state_dict(), _source_state(source)
     is_standardised, was_standardised = (f"{_NORMALIZER}mean" in state for state in (source_state, target_state))
-    if is_standardised and not was_standardised:
+    is_folded = is_standardised and not was_standardised
+    if is_folded and _passes_observations_on(source):
         source_state = _folded(source_state)
     elif was_standardised and not is_standardised:
         target_state = {key: value for key, value in target_state.items() if not key.startswith(_NORMALIZER)}
@@ -57,6 +60,12 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
         theirs = tuple(source_state[max(source_keys[name])].shape) if name in source_keys else "absent"
         if ours != theirs:
             differences.append(f"{name}: {theirs} in the source, {ours} in the target")
+    if is_folded and any(difference.startswith(_NORMALIZER) for difference in differences):
+        raise ValueError(
+            "The source standardises observations, and its statistics cannot become part of the target's first layer, so "
+            "nothing was copied. Make the target a GRPO with the same spaces, or train the source with "
+            "normalize_observations=False."
+        )
     if differences:
         raise ValueError(
             "The actors differ, so nothing was copied. Make the target with the same spaces, net_arch, features extractor and "
@@ -67,6 +76,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     if was_standardised and not is_standardised:
         policy.normalizer = None  # type: ignore[assignment]
         policy.normalize_observations = target.normalize_observations = False  # type: ignore[assignment, attr-defined]
+        target.kl_penalty.forget()  # type: ignore[attr-defined]
     policy.load_state_dict(actor, strict=False)
     if getattr(policy, "use_sde", False):
         policy.reset_noise()  # type: ignore[operator]
@@ -98,6 +108,15 @@ def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
     if not isinstance(policy, nn.Module):
         raise ValueError(f"{argument}={model!r} has no policy network: pass a GRPO, PPO or A2C model.")
     return policy
+
+
+def _passes_observations_on(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> bool:
+    """
+    :param source: A model, the path of a saved one, or a file-like object
+    :return: Whether the features are the observations, as far as that can be seen
+    """
+    extractor = getattr(getattr(source, "policy", None), "features_extractor", None)
+    return extractor is None or type(extractor) in (FlattenExtractor, CombinedExtractor)
 
 
 def _folded(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:

@@ -376,6 +376,23 @@ def test_a_rollout_travels_in_little_more_than_its_own_bytes():
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+class TurnsToNaN(gym.Wrapper):
+    def step(self, action: Any) -> Any:
+        observation, *others = self.env.step(action)
+        return np.full_like(observation, np.nan), *others
+
+
+def test_a_worker_blames_the_environment_and_not_the_policy():
+    worker = RolloutWorker(1, first_env=2)
+    worker.build([distributed.cloudpickle.dumps(lambda: TurnsToNaN(gym.make("CartPole-v1")))] * 2, distributed.VERSION)
+    model = make(make_vec_env("CartPole-v1", n_envs=2), n_steps=32)
+    obs, _ = worker.reset([0, 1], [{}] * 2)
+    recipe = distributed.cloudpickle.dumps(model._policy_recipe())
+    state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
+    with pytest.raises(ValueError, match="Environment 2 returned a non-finite observation"):
+        worker.collect((recipe, state), obs, np.arange(2), model.start_queue, True, 16, -1, 0, 0)
+
+
 @pytest.mark.parametrize("n_workers", [0, 5])
 def test_a_number_of_workers_that_does_not_fit_is_refused(n_workers: int):
     with pytest.raises(ValueError, match=rf"`n_workers` is {n_workers}, and there are 4 environments: pass 1 to 4"):

@@ -11,9 +11,11 @@ from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_grpo import GRPO, load_actor
+from sb3_grpo.kernel import KernelBaseline
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 
 VECTOR = spaces.Box(-np.inf, np.inf, (3,))
@@ -163,6 +165,55 @@ def test_a_policy_is_the_same_function_throughout_a_rollout_and_its_update(monke
     np.testing.assert_allclose(of_rollouts[2][0], seen.mean(axis=0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("use_sde", [False, True], ids=["Gaussian", "gSDE"])
+def test_importance_ratios_of_the_first_update_begin_at_one(use_sde: bool, monkeypatch: pytest.MonkeyPatch):
+    """The policy that samples the first rollout has no statistics yet."""
+    ratios = []
+
+    def watched_update(self: GRPO, *args: Any) -> dict[str, float]:
+        with th.no_grad():
+            for batch in self.rollout_buffer.get():
+                log_prob, _ = self.policy.evaluate_actions(batch.observations, batch.actions)
+                ratios.append((log_prob - batch.old_log_prob).exp().numpy())
+        return {}
+
+    monkeypatch.setattr(GRPO, "_update_policy", watched_update)
+    make_model(make_vec_env("Pendulum-v1", 2, wrapper_class=Affine), use_sde=use_sde).learn(64)
+    np.testing.assert_allclose(np.concatenate(ratios), 1.0, rtol=1e-4)
+
+
+class Camera(gym.Env):
+    """An image, and a vector far from zero."""
+
+    observation_space = spaces.Dict(image=spaces.Box(0, 255, (36, 36, 1), np.uint8), vector=spaces.Box(-np.inf, np.inf, (3,)))
+    action_space = spaces.Discrete(2)
+
+    def _observe(self) -> dict[str, np.ndarray]:
+        image = self.np_random.integers(256, size=(36, 36, 1), dtype=np.uint8)
+        return {"image": image, "vector": self.np_random.normal(50.0, 5.0, 3).astype(np.float32)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        return self._observe(), 1.0, bool(self.np_random.random() < 0.1), False, {}
+
+
+def test_the_first_fit_sees_the_features_of_the_policy_that_is_updated(monkeypatch: pytest.MonkeyPatch):
+    model = GRPO("MultiInputPolicy", make_vec_env(Camera, 2, seed=0), n_steps=16, batch_size=16, seed=0, device="cpu")
+    observe, differences = KernelBaseline.observe, []
+
+    def watched(self: KernelBaseline, inputs: np.ndarray) -> None:
+        rollout = model.rollout_buffer._flatten(16)
+        differences.append(np.abs(inputs - model.policy.encode(rollout.observations)).max())
+        observe(self, inputs)
+
+    monkeypatch.setattr(KernelBaseline, "observe", watched)
+    model.learn(64)
+    assert len(differences) == 2 and max(differences) < 1e-4
+
+
 def final_weights(wrapper: Any, **kwargs: Any) -> np.ndarray:
     env = make_vec_env("Pendulum-v1", n_envs=2, seed=0, wrapper_class=wrapper)
     model = make_model(env, learning_rate=0.01, policy_kwargs=dict(net_arch=[8]), **kwargs)
@@ -247,5 +298,28 @@ def test_statistics_that_cannot_be_folded_are_named():
 
     model = GRPO("MultiInputPolicy", Mixed(), normalize_observations=True, share_starts=False, device="cpu")
     ppo = PPO("MultiInputPolicy", Mixed(), device="cpu")
-    with pytest.raises(ValueError, match=r"normalizer.mean: \(2,\) in the source, absent in the target"):
+    with pytest.raises(
+        ValueError, match=r"The source standardises observations, .* train the source with normalize_observations=False"
+    ):
         load_actor(ppo, model)
+
+
+class Squares(FlattenExtractor):
+    """Has no weights, and yet its outputs are not the observations."""
+
+    def forward(self, observations: th.Tensor) -> th.Tensor:
+        return super().forward(observations) ** 2
+
+
+def test_statistics_are_not_folded_into_a_layer_that_sees_no_observations():
+    kwargs: dict[str, Any] = dict(policy_kwargs=dict(net_arch=[8], features_extractor_class=Squares), device="cpu")
+    with pytest.raises(ValueError, match="cannot become part of the target's first layer"):
+        load_actor(PPO("MlpPolicy", "Pendulum-v1", **kwargs), GRPO("MlpPolicy", "Pendulum-v1", **kwargs))
+
+
+def test_a_reference_with_statistics_is_forgotten_with_them(tmp_path: pathlib.Path):
+    ppo = PPO("MlpPolicy", "Pendulum-v1", policy_kwargs=dict(net_arch=[8]), device="cpu")
+    model = make_model(kl_coef=0.1, kl_reference=1, policy_kwargs=dict(net_arch=[8])).learn(64)
+    load_actor(model, ppo)
+    model.learn(64).save(tmp_path / "model.zip")
+    GRPO.load(tmp_path / "model.zip", env=model.get_env(), device="cpu").learn(64)

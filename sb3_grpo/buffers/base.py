@@ -226,6 +226,23 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             update = self._with_earlier(update, policy, n_reused_rollouts)
         self._update = update._replace(weights=self._loss_weights(update.starts, loss_aggregation))
 
+    @th.no_grad()
+    def policy_changed(self, policy: ActorPolicy) -> None:
+        """
+        Go on as if the present policy had sampled the rollout: the log-probabilities of the actions become its own.
+
+        :param policy: The policy that is about to be updated
+        """
+        rollout = self._flatten(self.pos)
+        samples = self._to_samples(rollout, np.zeros(len(rollout.rewards), dtype=np.float32))
+        log_probs = self._log_probs(samples, policy).cpu().numpy()
+        self.log_probs[:, : self.pos] = log_probs.reshape(self.n_envs, self.pos)
+
+    @staticmethod
+    def _log_probs(samples: GroupRolloutBufferSamples, policy: ActorPolicy) -> th.Tensor:
+        """:return: Log-probabilities of the actions under a policy, shape ``(n,)``"""
+        return th.cat([policy.evaluate_actions(each.observations, each.actions)[0] for each in samples.split(ENCODING_BATCH)])
+
     @staticmethod
     def _describe_groups(returns: list[list[float]]) -> dict[str, float]:
         """
@@ -300,9 +317,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         latest = update.map(th.clone)  # the update shares the memory of the storage, which the next rollout overwrites
         parts, weights = [update], []
         for earlier in self._earlier:
-            log_prob = th.cat(
-                [policy.evaluate_actions(each.observations, each.actions)[0] for each in earlier.split(ENCODING_BATCH)]
-            )
+            log_prob = self._log_probs(earlier, policy)
             weights.append(losses.reuse_weights(log_prob, earlier.old_log_prob))
             parts.append(earlier._replace(old_log_prob=log_prob, advantages=earlier.advantages * weights[-1]))
         if weights:

@@ -175,6 +175,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             self._n_features_kept += 1
         super().add(obs, action, reward, done, log_prob, start, infos, features)
 
+    def policy_changed(self, policy: ActorPolicy) -> None:
+        super().policy_changed(policy)
+        self._n_features_kept = 0  # they are those of the policy before
+
     def _form_update(
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
     ) -> tuple[Transitions, np.ndarray]:
