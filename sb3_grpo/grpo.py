@@ -64,7 +64,8 @@ class GRPO(OnPolicyAlgorithm):
     :param env: Environment to learn from, or its Gymnasium id
     :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0)
     :param n_steps: Number of steps per environment and rollout. ``None`` for about 1024 transitions in all with ``"kernel"``
-        and 2048 with the other buffers, and a multiple of ``batch_size`` where the number of environments allows
+        and 2048 with the other buffers, or ``batch_size`` if that is larger, and a multiple of ``batch_size`` where the number
+        of environments allows
     :param batch_size: Minibatch size
     :param n_epochs: Number of passes over the transitions of an update
     :param gamma: Discount factor
@@ -196,6 +197,8 @@ class GRPO(OnPolicyAlgorithm):
             _init_setup_model=False,
         )
         del self.vf_coef
+        # The number itself depends on the environments and the buffer, and is chosen again when a model is loaded.
+        self._chooses_n_steps = n_steps is None
         self.batch_size = batch_size
         self.n_epochs = n_epochs
         self.clip_range = clip_range
@@ -281,8 +284,9 @@ class GRPO(OnPolicyAlgorithm):
         return StartQueue(self.group_size or SMALL_GROUP, seed, self._max_group_size())
 
     def _choose_n_steps(self) -> None:
-        if self.n_steps is None:
-            n_steps = max(self.rollout_buffer_class.default_rollout_size // self.n_envs, 1)
+        if self._chooses_n_steps:
+            rollout_size = max(self.rollout_buffer_class.default_rollout_size, self.batch_size)  # type: ignore[union-attr]
+            n_steps = max(rollout_size // self.n_envs, 1)
             # Minibatches are full if n_steps is a multiple of this number.
             multiple = self.batch_size // math.gcd(self.batch_size, self.n_envs)
             self.n_steps = max(n_steps // multiple * multiple, min(n_steps, multiple))
@@ -309,7 +313,7 @@ class GRPO(OnPolicyAlgorithm):
             require_at_least(name, getattr(self, name), smallest)
         if self.group_size is not None:
             require_at_least("group_size", self.group_size, 2)
-        if self.n_steps is not None:
+        if not self._chooses_n_steps:
             require_at_least("n_steps", self.n_steps, 1)
         if self.seed is not None:
             require_at_least("seed", self.seed, 0)
@@ -821,6 +825,9 @@ class GRPO(OnPolicyAlgorithm):
         accepted = [name for each in classes for name in inspect.signature(each).parameters if name != "unknown"]
         refuse_unknown_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
         check_format(path)
+        changed = {**(custom_objects or {}), **kwargs}
+        if "n_steps" in changed:
+            kwargs["_chooses_n_steps"] = changed["n_steps"] is None
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         if kwargs.get("seed") is not None:  # a new run
             model.start_queue = model._new_start_queue(model.seed)

@@ -504,6 +504,21 @@ def test_the_entropy_bonus_raises_the_entropy_and_a_penalty_lowers_it():
     assert with_penalty < without - 0.1
 
 
+@pytest.mark.parametrize(
+    ("n_envs", "buffer", "batch_size", "rollout_size"),
+    [
+        (1, "kernel", 64, 1024),
+        (8, "outcome", 64, 2048),
+        (1, "kernel", 4096, 4096),
+        (16, "kernel", 4096, 4096),
+        (3, "outcome", 4096, 4095),  # not a second minibatch of two
+    ],
+)
+def test_the_rollout_that_is_chosen_has_room_for_a_batch(n_envs: int, buffer: str, batch_size: int, rollout_size: int):
+    model = make_model(make_envs(n_envs), n_steps=None, batch_size=batch_size, rollout_buffer_class=buffer)
+    assert model.n_steps * n_envs == rollout_size
+
+
 def test_a_batch_larger_than_the_update_is_all_of_it():
     with pytest.warns(UserWarning, match="batch_size=1000 does not divide"):
         model = make_model(batch_size=1000, n_epochs=3)

@@ -123,6 +123,26 @@ def test_a_model_continues_with_another_number_of_environments(n_envs: int):
     assert watcher.timesteps == [16 * n_envs, 32 * n_envs]
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "with_16_envs", "with_2_envs"),
+    [
+        pytest.param({}, 64, 512, id="chosen again"),
+        pytest.param(dict(rollout_buffer_class="outcome"), 128, 1024, id="chosen again for another buffer"),
+        pytest.param(dict(n_steps=1024), 1024, 1024, id="given"),
+        pytest.param(dict(custom_objects=dict(n_steps=1024)), 1024, 1024, id="given as an object"),
+    ],
+)
+def test_a_chosen_number_of_steps_follows_the_number_of_environments(
+    kwargs: dict[str, Any], with_16_envs: int, with_2_envs: int
+):
+    model = make_model(make_envs(1), n_steps=None)
+    assert model.n_steps == 1024
+    loaded = reload(model, env=make_envs(16), **kwargs)
+    assert loaded.n_steps == loaded.rollout_buffer.buffer_size == with_16_envs
+    assert reload(loaded, env=make_envs(2)).n_steps == with_2_envs  # a file of the loaded model knows which it was
+    assert reload(make_model(n_steps=8), env=make_envs(1), n_steps=None).n_steps == 1024
+
+
 def test_the_kernel_baseline_is_kept_with_its_random_features():
     model = make_model().learn(64)
     observations, times = np.random.default_rng(1).normal(size=(5, 3)), np.linspace(0, 1, 5)
