@@ -27,7 +27,7 @@ from sb3_grpo.buffers import BUFFERS, SMALL_GROUP, GroupRolloutBuffer, check_buf
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
-from sb3_grpo.starts import RolloutLost, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.starts import RolloutLost, StandingStill, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
 from sb3_grpo.steps import Step, arrived_steps, take_steps
 from sb3_grpo.update import ClipRange, MinibatchLoss, Objective, check_update, describe_update
 from sb3_grpo.validation import (
@@ -463,24 +463,27 @@ class GRPO(OnPolicyAlgorithm):
         return self.group_size is None and self.share_starts and self.rollout_buffer.max_group_size > SMALL_GROUP
 
     @contextmanager
-    def _starts_handed_out(self, env: VecEnv) -> Iterator[None]:
+    def _starts_handed_out(self, env: VecEnv) -> Iterator[StandingStill]:
         """
         Hand out starts while the model resets or steps its environments, and only then: evaluations on the same environment
         get starts of their own.
 
         :param env: The training environment
+        :return: The context for callbacks, in which the environments may not be stepped
         """
         assert self.start_queue is not None
         seeded_env = find_seeded_vec_env(env)
         # Running statistics must not see values that are not finite. Other wrappers may be there to replace them.
         check = self._check_environments if self.get_vec_normalize_env() is not None else None
+        standing_still = StandingStill(seeded_env)
         seeded_env.attach(self.start_queue, self.share_starts, check)
         try:
-            yield
+            yield standing_still
         except BaseException:
             self._last_obs = None  # the environments may have moved on
             raise
         finally:
+            standing_still.end()
             seeded_env.detach()
 
     def collect_rollouts(
@@ -499,12 +502,12 @@ class GRPO(OnPolicyAlgorithm):
         :param n_rollout_steps: Number of steps per environment
         :return: False if the callback asked to stop; the last step is kept
         :raises ValueError: If an observation, a reward or the output of the policy is not finite
+        :raises RuntimeError: If a callback steps or resets the training environment in the course of the rollout
         """
-        with self._starts_handed_out(env):
+        with self._starts_handed_out(env) as standing_still:
             if find_seeded_vec_env(env).stepped_while_detached or self._last_obs is None:
-                self._last_obs = env.reset()  # type: ignore[assignment]
-                rollout_buffer.start_afresh()
-            if not self._collect(env, callback, rollout_buffer, n_rollout_steps):
+                self._begin_episodes(env, rollout_buffer)
+            if not self._collect(env, callback, rollout_buffer, n_rollout_steps, standing_still):
                 return False
             if self.policy.normalizer is not None:
                 self.policy.normalizer.observe(rollout_buffer.observations)
@@ -531,16 +534,39 @@ class GRPO(OnPolicyAlgorithm):
         callback.on_rollout_end()
         return True
 
-    def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: GroupRolloutBuffer, n_rollout_steps: int) -> bool:
+    def _begin_episodes(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer) -> VecEnvObs:
         """
-        Fill the buffer. Arguments and result are those of :meth:`collect_rollouts`; local names are SB3's, because callbacks
-        read them.
+        Reset all environments.
+
+        :param env: The training environment
+        :param rollout_buffer: Buffer, which forgets the trajectories in progress
+        :return: First observations
+        :raises ValueError: If one of them is not finite
+        """
+        obs = env.reset()
+        check_finite("observation", obs, self.num_timesteps)
+        self._last_obs = obs  # type: ignore[assignment]
+        rollout_buffer.start_afresh()
+        return obs
+
+    def _collect(
+        self,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: GroupRolloutBuffer,
+        n_rollout_steps: int,
+        standing_still: StandingStill,
+    ) -> bool:
+        """
+        Fill the buffer. Arguments and result are those of :meth:`collect_rollouts`, and the context in which callbacks run;
+        local names are SB3's, because callbacks read them.
         """
         normalizer = reward_normalizer(env) if rollout_buffer.takes_original_rewards else None
         n_steps = 0
         rollout_buffer.reset()
 
-        callback.on_rollout_start()
+        with standing_still:
+            callback.on_rollout_start()
 
         for step in self._steps(env, rollout_buffer, n_rollout_steps):
             obs_tensor, actions, clipped_actions, log_probs, features, start_indices, new_obs, rewards, dones, infos = step
@@ -549,7 +575,8 @@ class GRPO(OnPolicyAlgorithm):
             self.num_timesteps += env.num_envs
 
             callback.update_locals(locals())
-            continue_training = callback.on_step()
+            with standing_still:
+                continue_training = callback.on_step()
 
             self._update_info_buffer(infos, dones)
             n_steps += 1
@@ -599,8 +626,7 @@ class GRPO(OnPolicyAlgorithm):
             except RolloutLost as error:
                 env_idx, what, _ = error.args
                 warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
-                obs = self._last_obs = env.reset()  # type: ignore[assignment]
-                rollout_buffer.start_afresh()
+                obs = self._begin_episodes(env, rollout_buffer)
         seeded_env.count_mismatches(collected.mismatches, collected.warnings)
         return arrived_steps(collected, self.policy, seeded_env)
 
