@@ -524,7 +524,8 @@ class GRPO(OnPolicyAlgorithm):
                 self.logger.record(name, value)
         assert self.start_queue is not None
         if self.group_size is None:
-            self.start_queue.group_size = rollout_buffer.preferred_group_size
+            preferred = rollout_buffer.preferred_group_size if self._chooses_group_size() else SMALL_GROUP
+            self.start_queue.group_size = preferred
         if self._chooses_group_size():
             self.logger.record("rollout/group_size", self.start_queue.group_size)
         if self.share_starts:

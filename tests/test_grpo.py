@@ -869,6 +869,17 @@ def test_a_run_begins_with_a_line_about_its_settings(settings: dict[str, Any], l
     assert capsys.readouterr().out == ""
 
 
+class WantsLargeGroups(OutcomeRolloutBuffer):
+    max_group_size = preferred_group_size = 8
+
+
+@pytest.mark.parametrize(("share_starts", "group_size"), [(True, 8), (False, 2)])
+def test_groups_grow_only_if_the_settings_say_so(share_starts: bool, group_size: int, capsys: pytest.CaptureFixture[str]):
+    model = make_model(rollout_buffer_class=WantsLargeGroups, share_starts=share_starts, verbose=1).learn(32)
+    assert model.start_queue.group_size == group_size
+    assert ("groups of 2 or 8" in capsys.readouterr().out) == share_starts
+
+
 def test_the_line_about_the_settings_is_repeated_once_they_change(capsys: pytest.CaptureFixture[str]):
     def printed(model: Any) -> str:
         model.learn(16, log_interval=None)

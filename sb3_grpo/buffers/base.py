@@ -54,7 +54,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     takes_original_rewards: ClassVar[bool] = False
     #: The largest group size that the buffer chooses by itself.
     max_group_size: int = SMALL_GROUP
-    #: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is ``None``.
+    #: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is ``None`` and
+    #: starts are shared.
     preferred_group_size: int = SMALL_GROUP
     #: Metrics that say nothing about the updates of this buffer. They are not logged.
     unlogged: Collection[str] = ()
