@@ -39,6 +39,7 @@ from sb3_grpo.validation import (
     refuse_unknown_arguments,
     require_at_least,
     require_between,
+    require_bool,
     require_one_of,
     require_positive,
     require_schedule,
@@ -311,6 +312,10 @@ class GRPO(OnPolicyAlgorithm):
                 require_schedule(name, getattr(self, name))
         for name, smallest in (("batch_size", 1), ("n_epochs", 1), ("n_reused_rollouts", 0)):
             require_at_least(name, getattr(self, name), smallest)
+        for name in ("normalize_advantage", "share_starts", "use_sde", "normalize_observations"):
+            require_bool(name, getattr(self, name))
+        if self.sde_sample_freq != -1:
+            require_at_least("sde_sample_freq", self.sde_sample_freq, 1, "or -1")
         if self.group_size is not None:
             require_at_least("group_size", self.group_size, 2)
         if not self._chooses_n_steps:
