@@ -25,6 +25,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from sb3_grpo import losses
 from sb3_grpo.buffers import BUFFERS, SMALL_GROUP, GroupRolloutBuffer, check_buffer_arguments, resolve_buffer_class
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference, adapted_kl_coef
+from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.starts import RolloutLost, StandingStill, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
@@ -36,6 +37,7 @@ from sb3_grpo.validation import (
     check_final_observations,
     check_finite,
     check_registered,
+    constructor_arguments,
     refuse_unknown_arguments,
     require_at_least,
     require_between,
@@ -341,7 +343,21 @@ class GRPO(OnPolicyAlgorithm):
                 f"{largest_coef:g}: start with a value in this range, such as kl_coef=0.1, not {self.kl_coef!r}."
             )
         check_buffer_arguments(self.rollout_buffer_class, self.rollout_buffer_kwargs)  # type: ignore[arg-type]
+        self._check_policy_kwargs()
         check_discrete_spaces(self.observation_space, self.action_space)
+
+    def _check_policy_kwargs(self) -> None:
+        name = "normalize_observations"
+        if name in self.policy_kwargs:
+            raise ValueError(
+                f"`policy_kwargs` has {name}={self.policy_kwargs[name]!r}, which is an argument of GRPO: pass it there, as "
+                f"GRPO(..., {name}={self.policy_kwargs[name]!r})."
+            )
+        if name in self._policy_arguments() and name not in constructor_arguments(self.policy_class):
+            raise ValueError(
+                f"`{self.policy_class.__name__}` takes no `{name}`, so it cannot standardise observations: let its `__init__` "
+                f"accept the argument and pass it to `super().__init__`, or pass {name}=False to GRPO."
+            )
 
     def _make_policy(self) -> ActorPolicy:
         """
@@ -357,7 +373,9 @@ class GRPO(OnPolicyAlgorithm):
         return partial(self.policy_class, *spaces_and_rate, use_sde=self.use_sde, **self._policy_arguments())  # type: ignore[return-value]
 
     def _policy_arguments(self) -> dict[str, Any]:
-        return {**(dict(normalize_observations=True) if self.normalize_observations else {}), **self.policy_kwargs}
+        # Policies of users need not know the argument as long as there is nothing to standardise.
+        standardises = self.normalize_observations and normalized_parts(self.observation_space)
+        return {**self.policy_kwargs, **(dict(normalize_observations=True) if standardises else {})}
 
     def _time_limit(self) -> int | None:
         """
@@ -850,7 +868,8 @@ class GRPO(OnPolicyAlgorithm):
         :param force_reset: Whether learning begins with a reset of the environment
         :param kwargs: Arguments to change
         :return: The model
-        :raises ValueError: If the file is of another algorithm or of another file format
+        :raises ValueError: If the file is of another algorithm or of another file format, or if an argument does not fit
+            the saved weights
         :raises TypeError: If there is an unknown argument
         """
         classes = [each for each in cls.__mro__ if issubclass(each, GRPO)]

@@ -1,6 +1,7 @@
 """Checks of arguments, and of the numbers that environments return. Messages quote the value and say what to do."""
 
 import difflib
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -57,6 +58,22 @@ def refuse_unknown_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]
         if name in FOREIGN_ARGUMENTS:
             hint = f"{FOREIGN_ARGUMENTS[name]}."
         raise TypeError(f"GRPO does not take `{name}={value!r}`: {hint}")
+
+
+def constructor_arguments(cls: type) -> set[str]:
+    """
+    :param cls: A class
+    :return: Names of the arguments of its constructor, and of those that it passes on to its bases as ``**kwargs``
+    """
+    accepted: set[str] = set()
+    for each in cls.__mro__:
+        if "__init__" not in vars(each):
+            continue
+        parameters = inspect.signature(each).parameters
+        accepted |= {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return accepted
 
 
 def is_finite_number(value: Any) -> bool:

@@ -134,6 +134,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # Policies
     (dict(use_sde=True), "can only be used with continuous actions"),
     (policy(net_arch=dict(pi=[8], vf=[8])), "asks for a value network, which GRPO does not have"),
+    (dict(use_sde="yes", env=AnyEnv(action_space=BOX)), "`use_sde` must be True or False, not 'yes'"),
+    (policy(normalize_observations=False), "pass it there, as GRPO(..., normalize_observations=False)"),
     (policy(net_arch=[8, 0]), "net_arch=[8, 0] is no list of positive integers"),
     (policy(net_arch=8), "net_arch=8 is no list of positive integers"),
     (policy(net_arch=dict(shared=[8])), "is no list of positive integers"),

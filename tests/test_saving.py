@@ -246,11 +246,27 @@ def test_a_file_of_format_1_is_refused_by_name_and_load_actor_takes_its_weights(
 
 def test_a_file_of_a_later_format_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as later:
-        later.setattr("sb3_grpo.persistence.FORMAT", 4)
+        later.setattr("sb3_grpo.persistence.FORMAT", 5)
         later.setattr("sb3_grpo.persistence.VERSION", "9.0")
         file = saved(make_model())
-    with pytest.raises(ValueError, match=r"saved by sb3-grpo 9\.0 in file format 4; .* which loads format 3"):
+    with pytest.raises(ValueError, match=r"saved by sb3-grpo 9\.0 in file format 5; .* which loads format 4"):
         GRPO.load(file)
+
+
+@pytest.mark.parametrize("normalizes", [True, False], ids=["with", "without"])
+def test_weights_of_a_policy_that_standardises_do_not_fit_one_that_does_not(normalizes: bool):
+    model = make_model(normalize_observations=normalizes, kl_coef=0.1).learn(64)
+    assert (model.policy.normalizer is not None) == normalizes
+    with pytest.raises(
+        ValueError, match=rf"policy with normalize_observations={normalizes}, .*={not normalizes}: .*load_actor"
+    ):
+        reload(model, normalize_observations=not normalizes)
+    other = make_model(normalize_observations=not normalizes)
+    with pytest.raises(ValueError, match=rf"policy with normalize_observations={normalizes}"):
+        other.set_parameters(saved(model))
+    load_actor(other, model)
+    observations = 0.5 * OBSERVED.numpy()
+    np.testing.assert_allclose(*(m.predict(observations, deterministic=True)[0] for m in (model, other)), rtol=1e-4)
 
 
 def test_other_files_give_the_errors_of_sb3(tmp_path: pathlib.Path):
