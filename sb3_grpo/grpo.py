@@ -7,7 +7,7 @@ import math
 import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -25,9 +25,10 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from sb3_grpo import losses
 from sb3_grpo.buffers import BUFFERS, SMALL_GROUP, GroupRolloutBuffer, check_buffer_arguments, resolve_buffer_class
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference, adapted_kl_coef
+from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
-from sb3_grpo.starts import RolloutLost, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.starts import RolloutLost, StandingStill, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
 from sb3_grpo.steps import Step, arrived_steps, take_steps
 from sb3_grpo.update import ClipRange, MinibatchLoss, Objective, check_update, describe_update
 from sb3_grpo.validation import (
@@ -36,9 +37,11 @@ from sb3_grpo.validation import (
     check_final_observations,
     check_finite,
     check_registered,
+    constructor_arguments,
     refuse_unknown_arguments,
     require_at_least,
     require_between,
+    require_bool,
     require_one_of,
     require_positive,
     require_schedule,
@@ -64,7 +67,8 @@ class GRPO(OnPolicyAlgorithm):
     :param env: Environment to learn from, or its Gymnasium id
     :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0)
     :param n_steps: Number of steps per environment and rollout. ``None`` for about 1024 transitions in all with ``"kernel"``
-        and 2048 with the other buffers, and a multiple of ``batch_size`` where the number of environments allows
+        and 2048 with the other buffers, or ``batch_size`` if that is larger, and a multiple of ``batch_size`` where the number
+        of environments allows
     :param batch_size: Minibatch size
     :param n_epochs: Number of passes over the transitions of an update
     :param gamma: Discount factor
@@ -196,6 +200,8 @@ class GRPO(OnPolicyAlgorithm):
             _init_setup_model=False,
         )
         del self.vf_coef
+        # The number itself depends on the environments and the buffer, and is chosen again when a model is loaded.
+        self._chooses_n_steps = n_steps is None
         self.batch_size = batch_size
         self.n_epochs = n_epochs
         self.clip_range = clip_range
@@ -281,8 +287,9 @@ class GRPO(OnPolicyAlgorithm):
         return StartQueue(self.group_size or SMALL_GROUP, seed, self._max_group_size())
 
     def _choose_n_steps(self) -> None:
-        if self.n_steps is None:
-            n_steps = max(self.rollout_buffer_class.default_rollout_size // self.n_envs, 1)
+        if self._chooses_n_steps:
+            rollout_size = max(self.rollout_buffer_class.default_rollout_size, self.batch_size)  # type: ignore[union-attr]
+            n_steps = max(rollout_size // self.n_envs, 1)
             # Minibatches are full if n_steps is a multiple of this number.
             multiple = self.batch_size // math.gcd(self.batch_size, self.n_envs)
             self.n_steps = max(n_steps // multiple * multiple, min(n_steps, multiple))
@@ -307,9 +314,13 @@ class GRPO(OnPolicyAlgorithm):
                 require_schedule(name, getattr(self, name))
         for name, smallest in (("batch_size", 1), ("n_epochs", 1), ("n_reused_rollouts", 0)):
             require_at_least(name, getattr(self, name), smallest)
+        for name in ("normalize_advantage", "share_starts", "use_sde", "normalize_observations"):
+            require_bool(name, getattr(self, name))
+        if self.sde_sample_freq != -1:
+            require_at_least("sde_sample_freq", self.sde_sample_freq, 1, "or -1")
         if self.group_size is not None:
             require_at_least("group_size", self.group_size, 2)
-        if self.n_steps is not None:
+        if not self._chooses_n_steps:
             require_at_least("n_steps", self.n_steps, 1)
         if self.seed is not None:
             require_at_least("seed", self.seed, 0)
@@ -332,7 +343,21 @@ class GRPO(OnPolicyAlgorithm):
                 f"{largest_coef:g}: start with a value in this range, such as kl_coef=0.1, not {self.kl_coef!r}."
             )
         check_buffer_arguments(self.rollout_buffer_class, self.rollout_buffer_kwargs)  # type: ignore[arg-type]
+        self._check_policy_kwargs()
         check_discrete_spaces(self.observation_space, self.action_space)
+
+    def _check_policy_kwargs(self) -> None:
+        name = "normalize_observations"
+        if name in self.policy_kwargs:
+            raise ValueError(
+                f"`policy_kwargs` has {name}={self.policy_kwargs[name]!r}, which is an argument of GRPO: pass it there, as "
+                f"GRPO(..., {name}={self.policy_kwargs[name]!r})."
+            )
+        if name in self._policy_arguments() and name not in constructor_arguments(self.policy_class):
+            raise ValueError(
+                f"`{self.policy_class.__name__}` takes no `{name}`, so it cannot standardise observations: let its `__init__` "
+                f"accept the argument and pass it to `super().__init__`, or pass {name}=False to GRPO."
+            )
 
     def _make_policy(self) -> ActorPolicy:
         """
@@ -348,7 +373,9 @@ class GRPO(OnPolicyAlgorithm):
         return partial(self.policy_class, *spaces_and_rate, use_sde=self.use_sde, **self._policy_arguments())  # type: ignore[return-value]
 
     def _policy_arguments(self) -> dict[str, Any]:
-        return {**(dict(normalize_observations=True) if self.normalize_observations else {}), **self.policy_kwargs}
+        # Policies of users need not know the argument as long as there is nothing to standardise.
+        standardises = self.normalize_observations and normalized_parts(self.observation_space)
+        return {**self.policy_kwargs, **(dict(normalize_observations=True) if standardises else {})}
 
     def _time_limit(self) -> int | None:
         """
@@ -459,24 +486,27 @@ class GRPO(OnPolicyAlgorithm):
         return self.group_size is None and self.share_starts and self.rollout_buffer.max_group_size > SMALL_GROUP
 
     @contextmanager
-    def _starts_handed_out(self, env: VecEnv) -> Iterator[None]:
+    def _starts_handed_out(self, env: VecEnv) -> Iterator[StandingStill]:
         """
         Hand out starts while the model resets or steps its environments, and only then: evaluations on the same environment
         get starts of their own.
 
         :param env: The training environment
+        :return: The context for callbacks, in which the environments may not be stepped
         """
         assert self.start_queue is not None
         seeded_env = find_seeded_vec_env(env)
         # Running statistics must not see values that are not finite. Other wrappers may be there to replace them.
         check = self._check_environments if self.get_vec_normalize_env() is not None else None
+        standing_still = StandingStill(seeded_env)
         seeded_env.attach(self.start_queue, self.share_starts, check)
         try:
-            yield
+            yield standing_still
         except BaseException:
             self._last_obs = None  # the environments may have moved on
             raise
         finally:
+            standing_still.end()
             seeded_env.detach()
 
     def collect_rollouts(
@@ -495,12 +525,12 @@ class GRPO(OnPolicyAlgorithm):
         :param n_rollout_steps: Number of steps per environment
         :return: False if the callback asked to stop; the last step is kept
         :raises ValueError: If an observation, a reward or the output of the policy is not finite
+        :raises RuntimeError: If a callback steps or resets the training environment in the course of the rollout
         """
-        with self._starts_handed_out(env):
+        with self._starts_handed_out(env) as standing_still:
             if find_seeded_vec_env(env).stepped_while_detached or self._last_obs is None:
-                self._last_obs = env.reset()  # type: ignore[assignment]
-                rollout_buffer.start_afresh()
-            if not self._collect(env, callback, rollout_buffer, n_rollout_steps):
+                self._begin_episodes(env, rollout_buffer)
+            if not self._collect(env, callback, rollout_buffer, n_rollout_steps, standing_still):
                 return False
             if self.policy.normalizer is not None and self.policy.normalizer.observe(rollout_buffer.observations):
                 rollout_buffer.policy_changed(self.policy)
@@ -517,7 +547,8 @@ class GRPO(OnPolicyAlgorithm):
                 self.logger.record(name, value)
         assert self.start_queue is not None
         if self.group_size is None:
-            self.start_queue.group_size = rollout_buffer.preferred_group_size
+            preferred = rollout_buffer.preferred_group_size if self._chooses_group_size() else SMALL_GROUP
+            self.start_queue.group_size = preferred
         if self._chooses_group_size():
             self.logger.record("rollout/group_size", self.start_queue.group_size)
         if self.share_starts:
@@ -527,16 +558,39 @@ class GRPO(OnPolicyAlgorithm):
         callback.on_rollout_end()
         return True
 
-    def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: GroupRolloutBuffer, n_rollout_steps: int) -> bool:
+    def _begin_episodes(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer) -> VecEnvObs:
         """
-        Fill the buffer. Arguments and result are those of :meth:`collect_rollouts`; local names are SB3's, because callbacks
-        read them.
+        Reset all environments.
+
+        :param env: The training environment
+        :param rollout_buffer: Buffer, which forgets the trajectories in progress
+        :return: First observations
+        :raises ValueError: If one of them is not finite
+        """
+        obs = env.reset()
+        check_finite("observation", obs, self.num_timesteps)
+        self._last_obs = obs  # type: ignore[assignment]
+        rollout_buffer.start_afresh()
+        return obs
+
+    def _collect(
+        self,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: GroupRolloutBuffer,
+        n_rollout_steps: int,
+        standing_still: AbstractContextManager[None],
+    ) -> bool:
+        """
+        Fill the buffer. Arguments and result are those of :meth:`collect_rollouts`, and the context in which callbacks run;
+        local names are SB3's, because callbacks read them.
         """
         normalizer = reward_normalizer(env) if rollout_buffer.takes_original_rewards else None
         n_steps = 0
         rollout_buffer.reset()
 
-        callback.on_rollout_start()
+        with standing_still:
+            callback.on_rollout_start()
 
         for step in self._steps(env, rollout_buffer, n_rollout_steps):
             obs_tensor, actions, clipped_actions, log_probs, features, start_indices, new_obs, rewards, dones, infos = step
@@ -545,7 +599,8 @@ class GRPO(OnPolicyAlgorithm):
             self.num_timesteps += env.num_envs
 
             callback.update_locals(locals())
-            continue_training = callback.on_step()
+            with standing_still:
+                continue_training = callback.on_step()
 
             self._update_info_buffer(infos, dones)
             n_steps += 1
@@ -595,8 +650,7 @@ class GRPO(OnPolicyAlgorithm):
             except RolloutLost as error:
                 env_idx, what, _ = error.args
                 warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
-                obs = self._last_obs = env.reset()  # type: ignore[assignment]
-                rollout_buffer.start_afresh()
+                obs = self._begin_episodes(env, rollout_buffer)
         seeded_env.count_mismatches(collected.mismatches, collected.warnings)
         return arrived_steps(collected, self.policy, seeded_env)
 
@@ -814,13 +868,17 @@ class GRPO(OnPolicyAlgorithm):
         :param force_reset: Whether learning begins with a reset of the environment
         :param kwargs: Arguments to change
         :return: The model
-        :raises ValueError: If the file is of another algorithm or of another file format
+        :raises ValueError: If the file is of another algorithm or of another file format, or if an argument does not fit
+            the saved weights
         :raises TypeError: If there is an unknown argument
         """
         classes = [each for each in cls.__mro__ if issubclass(each, GRPO)]
         accepted = [name for each in classes for name in inspect.signature(each).parameters if name != "unknown"]
         refuse_unknown_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
         check_format(path)
+        changed = {**(custom_objects or {}), **kwargs}
+        if "n_steps" in changed:
+            kwargs["_chooses_n_steps"] = changed["n_steps"] is None
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         if kwargs.get("seed") is not None:  # a new run
             model.start_queue = model._new_start_queue(model.seed)

@@ -1,6 +1,6 @@
 """Policies that consist of an actor alone: Stable-Baselines3's actor-critic policies without the critic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -151,6 +151,10 @@ class ActorPolicy(BasePolicy):
         if use_sde:
             dist_kwargs = dict(full_std=full_std, use_expln=use_expln, squash_output=squash_output, learn_features=False)
         self.action_dist = make_proba_distribution(action_space, use_sde=use_sde, dist_kwargs=dist_kwargs)
+        #: Standardises observations; ``None`` if it is not asked for, or if there is nothing to standardise.
+        self.normalizer: ObservationNormalizer | None = None
+        if normalize_observations and normalized_parts(observation_space):
+            self.normalizer = ObservationNormalizer(observation_space)
         self._build(lr_schedule)
 
     def _build(self, lr_schedule: Schedule) -> None:
@@ -159,9 +163,6 @@ class ActorPolicy(BasePolicy):
 
         :param lr_schedule: Learning rate schedule; ``lr_schedule(1)`` is the initial learning rate
         """
-        self.normalizer: ObservationNormalizer | None = None
-        if self.normalize_observations and normalized_parts(self.observation_space):
-            self.normalizer = ObservationNormalizer(self.observation_space)
         self.features_extractor = self.make_features_extractor()
         self.features_dim = self.features_extractor.features_dim
         self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, self.net_arch, self.activation_fn))
@@ -222,6 +223,23 @@ class ActorPolicy(BasePolicy):
             optimizer_kwargs=self.optimizer_kwargs,
         )
         return data
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """
+        :param state_dict: Weights
+        :param strict: Whether the names of the weights must be those of this policy
+        :param assign: As for :class:`torch.nn.Module`
+        :return: As for :class:`torch.nn.Module`
+        :raises ValueError: If only one of the weights and this policy standardises observations
+        """
+        has_statistics = any(name.startswith("normalizer.") for name in state_dict)
+        if strict and has_statistics != (self.normalizer is not None):
+            raise ValueError(
+                f"The weights belong to a policy with normalize_observations={has_statistics}, and this one has "
+                f"normalize_observations={not has_statistics}: leave the argument as it was. Or make a new model and copy the "
+                "weights with `load_actor(model, path)`, which takes this into account."
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
     def reset_noise(self, n_envs: int = 1) -> None:
         """

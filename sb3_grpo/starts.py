@@ -663,6 +663,45 @@ class SeededVecEnv(VecEnv):
         return innermost.group(1) if innermost else description
 
 
+class StandingStill:
+    """
+    While this context is entered, for example during a callback, the environments refuse to be stepped or reset. It can be
+    entered again and again. The base and the single environments refuse as well, because users may have them at hand.
+
+    :param env: The environments
+    :raises RuntimeError: If they are stepped or reset within the context
+    """
+
+    def __init__(self, env: SeededVecEnv):
+        refused = [(vars(each), name) for each in (env, env.venv) for name in ("step_async", "reset")]
+        if isinstance(env.venv, DummyVecEnv):
+            refused += [(getattr(each.unwrapped, "__dict__", {}), "step") for each in env.venv.envs]
+        # With each attribute the value that the object has itself; ``None`` if it has that of its class.
+        self._refused = [(attributes, name, attributes.get(name)) for attributes, name in refused]
+
+    def __enter__(self) -> None:
+        for attributes, name, _ in self._refused:
+            attributes[name] = _refuse_to_move
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Leave the context. If an interrupt has come while it was entered or left, nothing else does this."""
+        for attributes, name, own in self._refused:
+            if own is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = own
+
+
+def _refuse_to_move(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "A callback stepped or reset the training environment in the course of a rollout: pass `EvalCallback` (or "
+        "`evaluate_policy`) an environment of its own, such as `make_vec_env(...)` gives."
+    )
+
+
 def _require_seed_argument(env_idx: int, env: gym.Env) -> None:
     """Raise a ``ValueError`` if the ``reset`` of the environment, or of one of its wrappers, takes no seed."""
     signature = inspect.signature(env.reset)

@@ -1,6 +1,7 @@
 """Checks of arguments, and of the numbers that environments return. Messages quote the value and say what to do."""
 
 import difflib
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,10 @@ FOREIGN_ARGUMENTS = {
     "leave_one_out": "write `rollout_buffer_kwargs=dict(leave_one_out=True)`",
 }
 
+#: Bounds of an action that are further apart stand for no bounds, as the largest number of a type does. The initial standard
+#: deviation is a quarter of this range. Actuators in SI units and amounts of money stay below.
+MAX_ACTION_RANGE = 1e9
+
 
 def refuse_unknown_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]) -> None:
     """
@@ -53,6 +58,22 @@ def refuse_unknown_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]
         if name in FOREIGN_ARGUMENTS:
             hint = f"{FOREIGN_ARGUMENTS[name]}."
         raise TypeError(f"GRPO does not take `{name}={value!r}`: {hint}")
+
+
+def constructor_arguments(cls: type) -> set[str]:
+    """
+    :param cls: A class
+    :return: Names of the arguments of its constructor, and of those that it passes on to its bases as ``**kwargs``
+    """
+    accepted: set[str] = set()
+    for each in cls.__mro__:
+        if "__init__" not in vars(each):
+            continue
+        parameters = inspect.signature(each).parameters
+        accepted |= {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return accepted
 
 
 def is_finite_number(value: Any) -> bool:
@@ -102,6 +123,16 @@ def require_positive(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be a positive number, not {value!r}.")
 
 
+def require_bool(name: str, value: Any) -> None:
+    """
+    :param name: Name of the argument
+    :param value: Value of the argument
+    :raises ValueError: If the value is neither True nor False; a text such as ``"False"`` would count as true
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"`{name}` must be True or False, not {value!r}.")
+
+
 def require_schedule(name: str, value: Any) -> None:
     """
     :param name: Name of the argument
@@ -132,18 +163,22 @@ def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
 def check_environment(env: Any) -> None:
     """
     :param env: Environment, as it is passed to a model
-    :raises ValueError: If it is no object of an environment, or if an action has no finite bounds
+    :raises ValueError: If it is no object of an environment, or if an action has no finite bounds, or bounds that only stand
+        for none
     """
     if isinstance(env, type) or not hasattr(env, "action_space"):
         raise ValueError(
             f"`env` is {env!r}: pass an environment, such as `gymnasium.make('CartPole-v1')`, or several, such as "
             "`make_vec_env('CartPole-v1', n_envs=4)`."
         )
-    if isinstance(env.action_space, spaces.Box) and not env.action_space.is_bounded():
-        raise ValueError(
-            f"The action space {env.action_space} is unbounded: give it a finite `low` and `high` in the environment, such as "
-            "those of the actuators. Actions beyond them are clipped."
-        )
+    if isinstance(env.action_space, spaces.Box):
+        is_bounded, low, high = env.action_space.is_bounded(), env.action_space.low, env.action_space.high
+        if not is_bounded or np.any(high.astype(np.float64) - low.astype(np.float64) > MAX_ACTION_RANGE):
+            though = f", because its bounds are more than {MAX_ACTION_RANGE:g} apart" if is_bounded else ""
+            raise ValueError(
+                f"The action space {env.action_space} is unbounded{though}: give it a finite `low` and `high` in the "
+                "environment, such as those of the actuators. Actions beyond them are clipped."
+            )
 
 
 def check_registered(env_id: str) -> None:

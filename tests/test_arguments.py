@@ -42,6 +42,9 @@ SCHEDULE = "must be a finite number of at least 0, or a function that maps the r
 POSITIVE = "must be a positive number, not"
 FROM_0_TO_1 = "must be a finite number from 0 to 1, not"
 
+FLAGS = ("normalize_advantage", "share_starts", "normalize_observations")
+KERNEL_FLAGS = ("time_feature", "actor_features", "relative")
+
 #: Arguments, and a part of the message. Values are integers, numbers, flags, texts and containers where others are expected.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(policy="mlp"), "`policy` must be 'MlpPolicy', 'CnnPolicy' or 'MultiInputPolicy', not 'mlp'"),
@@ -87,6 +90,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(kl_reference_tau=1.5), f"`kl_reference_tau` {FROM_0_TO_1} 1.5"),
     (dict(kl_estimator="k4"), "`kl_estimator` must be 'exact', 'k1', 'k2' or 'k3', not 'k4'"),
     (dict(n_reused_rollouts=-1), "`n_reused_rollouts` must be an integer of at least 0, not -1"),
+    *((dict([(name, "False")]), f"`{name}` must be True or False, not 'False'") for name in FLAGS),
+    (dict(share_starts=0), "`share_starts` must be True or False, not 0"),
+    (dict(sde_sample_freq=0), "`sde_sample_freq` must be an integer of at least 1 or -1, not 0"),
+    (dict(sde_sample_freq="x"), "`sde_sample_freq` must be an integer of at least 1 or -1, not 'x'"),
     (dict(seed=-1), "`seed` must be an integer of at least 0, not -1"),
     (dict(seed=0.5), "`seed` must be an integer of at least 0, not 0.5"),
     # Buffers
@@ -102,6 +109,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (kernel(bandwidth=0.0), f"`bandwidth` {POSITIVE} 0.0"),
     (kernel(ridge=-1), "`ridge` must be a finite number of at least 1e-08, not -1"),
     (kernel(forgetting=1.5), f"`forgetting` {FROM_0_TO_1} 1.5"),
+    *((kernel(**{name: "no"}), f"`{name}` must be True or False, not 'no'") for name in KERNEL_FLAGS),
+    (buffer("outcome", leave_one_out="no"), "`leave_one_out` must be True or False, not 'no'"),
+    *(
+        (buffer(name, horizon=horizon), f"`horizon` must be an integer of at least 1 or None, not {horizon}")
+        for name in ("kernel", "outcome")
+        for horizon in (0, -5, 2.5, True)
+    ),
     (kernel(n_folds=0), "`n_folds` must be an integer of at least 1, not 0"),
     (kernel(target_lambda=2), f"`target_lambda` {FROM_0_TO_1} 2"),
     (buffer("outcome", leave_one=True), "OutcomeRolloutBuffer does not take ['leave_one']"),
@@ -120,6 +134,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # Policies
     (dict(use_sde=True), "can only be used with continuous actions"),
     (policy(net_arch=dict(pi=[8], vf=[8])), "asks for a value network, which GRPO does not have"),
+    (dict(use_sde="yes", env=AnyEnv(action_space=BOX)), "`use_sde` must be True or False, not 'yes'"),
+    (policy(normalize_observations=False), "pass it there, as GRPO(..., normalize_observations=False)"),
     (policy(net_arch=[8, 0]), "net_arch=[8, 0] is no list of positive integers"),
     (policy(net_arch=8), "net_arch=8 is no list of positive integers"),
     (policy(net_arch=dict(shared=[8])), "is no list of positive integers"),
@@ -242,9 +258,11 @@ ACCEPTED: list[dict[str, Any]] = [
     dict(kl_coef=0.1, adaptive_kl_target=1e-9, kl_reference=np.int64(3), kl_reference_tau=0, target_kl=1),
     dict(use_sde=True, env=AnyEnv(action_space=BOX), policy_kwargs=dict(squash_output=True)),
     dict(policy_kwargs=dict(net_arch=[], activation_fn=th.nn.ReLU, optimizer_class=th.optim.SGD)),
-    dict(rollout_buffer_class=None, seed=None),
+    dict(rollout_buffer_class=None, seed=None, share_starts=np.bool_(False), sde_sample_freq=np.int64(1)),
+    dict(env=AnyEnv(action_space=spaces.Box(-5e8, 5e8, (2,), np.float64))),
     dict(rollout_buffer_class=KernelRolloutBuffer),
     kernel(forgetting=0, n_folds=1, n_features=1, horizon=None, reward_weights=None),
+    kernel(horizon=np.int64(1)),
     kernel(forgetting=1, target_lambda=0, time_feature=False, actor_features=True, ridge=1),
     buffer("outcome", scale="none", max_waiting=1, leave_one_out=True, tied_groups="skip"),
 ]

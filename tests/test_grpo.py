@@ -47,6 +47,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFram
 
 from sb3_grpo import GRPO, Doctor, OutcomeRolloutBuffer, load_actor
 from sb3_grpo.buffers import BUFFERS
+from sb3_grpo.starts import SeededSubprocVecEnv
 
 # --- Spaces, wrappers, episodes ---------------------------------------------------------------------------------------
 
@@ -248,6 +249,61 @@ def test_an_evaluation_on_the_training_environment_has_starts_of_its_own():
     assert all(len(group) == 1 for group in again.groups(2))
 
 
+class Evaluates(BaseCallback):
+    """Evaluates at the beginning of each rollout, at each step, or at the end of each rollout."""
+
+    def __init__(self, event: str, env: Any) -> None:
+        super().__init__()
+        self.event, self.env = event, env
+
+    def _evaluate(self, event: str) -> bool:
+        if event == self.event:
+            evaluate_policy(self.model, self.env, n_eval_episodes=2, warn=False)
+        return True
+
+    def _on_rollout_start(self) -> None:
+        self._evaluate("start")
+
+    def _on_step(self) -> bool:
+        return self._evaluate("step")
+
+    def _on_rollout_end(self) -> None:
+        self._evaluate("end")
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False], ids=["as the model has it", "as the user has it"])
+@pytest.mark.parametrize(
+    ("vec_env_class", "event"),
+    [(DummyVecEnv, "start"), (DummyVecEnv, "step"), (SubprocVecEnv, "step"), (SeededSubprocVecEnv, "step")],
+)
+def test_a_callback_may_not_step_the_training_environment_within_a_rollout(vec_env_class: Any, event: str, is_wrapped: bool):
+    env = vec_env_class([AnyEnv] * 2)
+    model, watcher = make_model(env), Watcher()
+    with pytest.raises(RuntimeError, match=r"callback stepped or reset the training environment .* pass `EvalCallback`"):
+        model.learn(64, callback=Evaluates(event, model.get_env() if is_wrapped else env))
+    before = weights(model)
+    assert_trained(model.learn(64, callback=watcher), before)  # the same environments can go on
+    env.close()
+
+
+def test_a_single_environment_that_training_and_evaluation_share_is_refused():
+    env = Monitor(AnyEnv())
+    model = make_model(env)
+    with pytest.raises(RuntimeError, match="callback stepped or reset the training environment"):
+        model.learn(64, callback=EvalCallback(env, eval_freq=8, verbose=0))
+    env.reset(seed=0)
+    env.step(0)  # outside training, it can be used
+
+
+@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
+def test_an_evaluation_on_the_training_environment_between_rollouts_begins_new_groups(buffer: str):
+    model, watcher = make_model(rollout_buffer_class=buffer, group_size=2), Watcher()
+    model.learn(96, callback=[Evaluates("end", model.get_env()), watcher])
+    begun = [watcher.start_indices[16 * rollout].tolist() for rollout in range(3)]
+    assert all(first % 2 == 0 and second == first + 1 for first, second in begun)
+    assert begun[0] < begun[1] < begun[2]
+
+
 # --- Reproducible runs ------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +474,22 @@ def test_numbers_that_are_not_finite_are_refused_and_learning_continues_elsewher
     assert_trained(model.learn(64, reset_num_timesteps=False), before)
 
 
+def test_a_first_observation_that_is_not_finite_is_refused_also_after_a_reset_between_rollouts():
+    env = DummyVecEnv([lambda: BrokenEnv(-1, observation=np.nan, **LONG)])
+    model = make_model(env, share_starts=False).learn(16)
+
+    class Resets(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_end(self) -> None:
+            self.training_env.reset()
+            self.training_env.set_attr("breaks_at", 0)
+
+    with pytest.raises(ValueError, match="Environment 0 returned a non-finite observation after 32 timesteps"):
+        model.learn(48, callback=Resets(), reset_num_timesteps=False)
+
+
 def test_a_part_of_a_dict_observation_that_is_not_finite_is_refused_by_its_key():
     space = spaces.Dict({"a": VECTOR, "b": spaces.Discrete(4)})
     env = DummyVecEnv([lambda: BrokenEnv(5, observation=np.nan, observation_space=space, **LONG)])
@@ -502,6 +574,21 @@ def test_the_entropy_bonus_raises_the_entropy_and_a_penalty_lowers_it():
     with_bonus, without, with_penalty = entropy(1.0), entropy(0.0), entropy(-1.0)
     assert with_bonus > without + 0.1
     assert with_penalty < without - 0.1
+
+
+@pytest.mark.parametrize(
+    ("n_envs", "buffer", "batch_size", "rollout_size"),
+    [
+        (1, "kernel", 64, 1024),
+        (8, "outcome", 64, 2048),
+        (1, "kernel", 4096, 4096),
+        (16, "kernel", 4096, 4096),
+        (3, "outcome", 4096, 4095),  # not a second minibatch of two
+    ],
+)
+def test_the_rollout_that_is_chosen_has_room_for_a_batch(n_envs: int, buffer: str, batch_size: int, rollout_size: int):
+    model = make_model(make_envs(n_envs), n_steps=None, batch_size=batch_size, rollout_buffer_class=buffer)
+    assert model.n_steps * n_envs == rollout_size
 
 
 def test_a_batch_larger_than_the_update_is_all_of_it():
@@ -780,6 +867,17 @@ def test_a_run_begins_with_a_line_about_its_settings(settings: dict[str, Any], l
     assert line in printed and printed.count("buffer, groups of") == 1
     make_model(**settings).learn(16)
     assert capsys.readouterr().out == ""
+
+
+class WantsLargeGroups(OutcomeRolloutBuffer):
+    max_group_size = preferred_group_size = 8
+
+
+@pytest.mark.parametrize(("share_starts", "group_size"), [(True, 8), (False, 2)])
+def test_groups_grow_only_if_the_settings_say_so(share_starts: bool, group_size: int, capsys: pytest.CaptureFixture[str]):
+    model = make_model(rollout_buffer_class=WantsLargeGroups, share_starts=share_starts, verbose=1).learn(32)
+    assert model.start_queue.group_size == group_size
+    assert ("groups of 2 or 8" in capsys.readouterr().out) == share_starts
 
 
 def test_the_line_about_the_settings_is_repeated_once_they_change(capsys: pytest.CaptureFixture[str]):

@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "buffers",
         "kl_penalty",
         "losses",
+        "normalization",
         "persistence",
         "policies",
         "starts",

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from helpers import AnyEnv
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import VecNormalize
+from torch import nn
 
-from sb3_grpo import GRPO, load_actor
+from sb3_grpo import GRPO, ActorPolicy, load_actor
 from sb3_grpo.kernel import KernelBaseline
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 
@@ -238,6 +240,53 @@ def test_a_vec_normalize_outside_leaves_little_to_do():
     assert normalizer is not None
     np.testing.assert_allclose(normalizer.shift, 0.0, atol=0.25)
     np.testing.assert_allclose(normalizer.scale, 1.0, atol=0.25)
+
+
+# --- policies of users ----------------------------------------------------------------------------------------------
+
+
+class Explicit(ActorPolicy):
+    """Takes only the arguments that it knows."""
+
+    def __init__(self, observation_space: Any, action_space: Any, lr_schedule: Any, use_sde: bool = False):
+        super().__init__(observation_space, action_space, lr_schedule, [4], use_sde=use_sde)
+
+
+class Passing(ActorPolicy):
+    """Passes on what it does not know."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"net_arch": [4], **kwargs})
+
+
+class OwnLayers(ActorPolicy):
+    """Builds its layers by itself."""
+
+    def _build(self, lr_schedule: Any) -> None:
+        self.features_extractor = self.make_features_extractor()
+        self.policy_net = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+        self.action_net, self.log_std = self.action_dist.proba_distribution_net(4, log_std_init=0.0)
+        self.optimizer = th.optim.Adam(self.parameters(), lr=lr_schedule(1))
+
+
+def test_a_policy_that_takes_no_normalisation_is_used_where_there_is_nothing_to_standardise():
+    options: dict[str, Any] = dict(n_steps=8, batch_size=8, device="cpu")
+    assert GRPO(Explicit, AnyEnv(spaces.Discrete(3)), **options).learn(8).policy.normalizer is None
+    assert GRPO(Explicit, AnyEnv(), normalize_observations=False, **options).learn(8).policy.normalizer is None
+    with pytest.raises(
+        ValueError, match=r"`Explicit` takes no `normalize_observations`, .* pass normalize_observations=False"
+    ):
+        GRPO(Explicit, AnyEnv(), **options)
+    assert GRPO(Passing, AnyEnv(), **options).learn(8).policy.normalizer is not None
+
+
+@pytest.mark.parametrize("normalizes", [True, False], ids=["with", "without"])
+def test_a_policy_that_builds_its_own_layers_standardises_as_asked(normalizes: bool):
+    model = GRPO(OwnLayers, "Pendulum-v1", n_steps=16, batch_size=16, normalize_observations=normalizes, device="cpu")
+    model.learn(16)
+    normalizer = model.policy.normalizer
+    assert (normalizer is not None) == normalizes
+    assert normalizer is None or normalizer.count == 16
 
 
 # --- saved and copied -------------------------------------------------------------------------------------------------

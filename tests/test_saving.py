@@ -123,6 +123,26 @@ def test_a_model_continues_with_another_number_of_environments(n_envs: int):
     assert watcher.timesteps == [16 * n_envs, 32 * n_envs]
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "with_16_envs", "with_2_envs"),
+    [
+        pytest.param({}, 64, 512, id="chosen again"),
+        pytest.param(dict(rollout_buffer_class="outcome"), 128, 1024, id="chosen again for another buffer"),
+        pytest.param(dict(n_steps=1024), 1024, 1024, id="given"),
+        pytest.param(dict(custom_objects=dict(n_steps=1024)), 1024, 1024, id="given as an object"),
+    ],
+)
+def test_a_chosen_number_of_steps_follows_the_number_of_environments(
+    kwargs: dict[str, Any], with_16_envs: int, with_2_envs: int
+):
+    model = make_model(make_envs(1), n_steps=None)
+    assert model.n_steps == 1024
+    loaded = reload(model, env=make_envs(16), **kwargs)
+    assert loaded.n_steps == loaded.rollout_buffer.buffer_size == with_16_envs
+    assert reload(loaded, env=make_envs(2)).n_steps == with_2_envs  # a file of the loaded model knows which it was
+    assert reload(make_model(n_steps=8), env=make_envs(1), n_steps=None).n_steps == 1024
+
+
 def test_the_kernel_baseline_is_kept_with_its_random_features():
     model = make_model().learn(64)
     observations, times = np.random.default_rng(1).normal(size=(5, 3)), np.linspace(0, 1, 5)
@@ -226,11 +246,28 @@ def test_a_file_of_format_1_is_refused_by_name_and_load_actor_takes_its_weights(
 
 def test_a_file_of_a_later_format_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as later:
-        later.setattr("sb3_grpo.persistence.FORMAT", 4)
+        later.setattr("sb3_grpo.persistence.FORMAT", 5)
         later.setattr("sb3_grpo.persistence.VERSION", "9.0")
         file = saved(make_model())
-    with pytest.raises(ValueError, match=r"saved by sb3-grpo 9\.0 in file format 4; .* which loads format 3"):
+    with pytest.raises(ValueError, match=r"saved by sb3-grpo 9\.0 in file format 5; .* which loads format 4"):
         GRPO.load(file)
+
+
+@pytest.mark.parametrize("normalizes", [True, False], ids=["with", "without"])
+def test_weights_of_a_policy_that_standardises_do_not_fit_one_that_does_not(normalizes: bool):
+    model = make_model(normalize_observations=normalizes, kl_coef=0.1).learn(64)
+    assert (model.policy.normalizer is not None) == normalizes
+    with pytest.raises(
+        ValueError, match=rf"policy with normalize_observations={normalizes}, .*={not normalizes}: .*load_actor"
+    ):
+        reload(model, normalize_observations=not normalizes)
+    other = make_model(normalize_observations=not normalizes)
+    with pytest.raises(ValueError, match=rf"policy with normalize_observations={normalizes}"):
+        other.set_parameters(saved(model))
+    load_actor(other, model)
+    observations = 0.5 * OBSERVED.numpy()
+    actual, expected = (each.predict(observations, deterministic=True)[0] for each in (other, model))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
 def test_other_files_give_the_errors_of_sb3(tmp_path: pathlib.Path):

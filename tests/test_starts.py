@@ -30,7 +30,7 @@ from stable_baselines3.common.vec_env import (
 )
 
 from sb3_grpo import GRPO, EnvironmentFault, SeededSubprocVecEnv
-from sb3_grpo.starts import DeferredReset, SeededVecEnv, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.starts import DeferredReset, SeededVecEnv, StandingStill, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
 
 SPACES: dict[str, spaces.Space] = {
     "box": spaces.Box(-1.0, 1.0, (3,), np.float32),
@@ -568,6 +568,21 @@ def test_use_while_detached_is_noted_until_a_reset_with_a_queue():
         assert env.stepped_while_detached
         env.reset()
         assert not env.stepped_while_detached
+
+
+def test_environments_that_stand_still_move_again_even_if_an_interrupt_comes_while_they_stop():
+    env = SeededVecEnv(DummyVecEnv([DriftEnv] * 2))
+    standing_still = StandingStill(env)
+    standing_still.__enter__()
+    for moves in (env.reset, env.venv.reset, lambda: env.step(np.zeros(2)), lambda: env.venv.envs[1].step(0)):
+        with pytest.raises(RuntimeError, match="A callback stepped or reset the training environment"):
+            moves()
+    standing_still.__enter__()
+    standing_still.end()
+    standing_still.end()
+    env.reset()
+    env.step(np.zeros(2, dtype=int))
+    assert env.get_attr("step")[0].__func__ is DriftEnv.step and "step" not in vars(env.venv.envs[0])
 
 
 def test_a_group_is_verified_across_detach_and_attach_but_not_across_queues():

@@ -1,4 +1,4 @@
-"""Twelve mistakes that users make, each with the message that they see."""
+"""Mistakes that users make, each with the message that they see."""
 
 import pathlib
 import re
@@ -12,7 +12,9 @@ import pytest
 from gymnasium import spaces
 from helpers import VECTOR, AnyEnv, make_envs, make_model, reload
 from stable_baselines3 import PPO
-from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.common.callbacks import EvalCallback
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from sb3_grpo import GRPO, EnvironmentFault
 
@@ -45,6 +47,11 @@ def show_a_progress_bar_without_the_extra(folder: pathlib.Path) -> None:
 
 def continue_without_vec_normalize(folder: pathlib.Path) -> None:
     reload(make_model(VecNormalize(make_envs())).learn(32), env=make_envs()).learn(32, reset_num_timesteps=False)
+
+
+def evaluate_on_the_training_environment(folder: pathlib.Path) -> None:
+    env = DummyVecEnv([lambda: Monitor(AnyEnv())])
+    make_model(env).learn(32, callback=EvalCallback(env, eval_freq=8, verbose=0))
 
 
 MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] = [
@@ -116,6 +123,26 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
         lambda _: make_model(AnyEnv(VECTOR, spaces.Box(-np.inf, 1, (2,)))),
         ValueError,
         "The action space Box(-inf, 1.0, (2,), float32) is unbounded: give it a finite `low` and `high` in the environment",
+    ),
+    (
+        "actions have bounds that stand for none",
+        lambda _: make_model(AnyEnv(VECTOR, spaces.Box(-3.4e38, 3.4e38, (2,)))),
+        ValueError,
+        "is unbounded, because its bounds are more than 1e+09 apart: give it a finite `low` and `high` in the environment",
+    ),
+    (
+        "the evaluation uses the training environment",
+        evaluate_on_the_training_environment,
+        RuntimeError,
+        "A callback stepped or reset the training environment in the course of a rollout: pass `EvalCallback` (or "
+        "`evaluate_policy`) an environment of its own, such as `make_vec_env(...)` gives.",
+    ),
+    (
+        "the model is loaded with other observations",
+        lambda _: reload(make_model(), normalize_observations=False),
+        ValueError,
+        "The weights belong to a policy with normalize_observations=True, and this one has normalize_observations=False: "
+        "leave the argument as it was. Or make a new model and copy the weights with `load_actor(model, path)`",
     ),
     (
         "training continues without VecNormalize",

@@ -8,7 +8,6 @@ complete, and hands out minibatches. Each variant overrides one hook:
 - :meth:`CompleteGroupRolloutBuffer._group_advantages` compares whole trajectories of complete groups (the four others).
 """
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from sb3_grpo.buffers.rollout import (
     Observations,
     Transitions,
 )
-from sb3_grpo.validation import require_one_of
+from sb3_grpo.validation import constructor_arguments, require_one_of
 
 __all__ = [
     "BUFFERS",
@@ -79,14 +78,7 @@ def check_buffer_arguments(buffer_class: type[GroupRolloutBuffer], kwargs: Mappi
     :param kwargs: Its ``rollout_buffer_kwargs``
     :raises ValueError: If the constructor of the buffer does not take one of them
     """
-    accepted: set[str] = set()
-    for each in buffer_class.__mro__:
-        if "__init__" not in vars(each):
-            continue
-        parameters = inspect.signature(each).parameters
-        accepted |= {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
+    accepted = constructor_arguments(buffer_class)
     # GRPO passes these by itself.
     accepted -= {"args", "buffer_size", "observation_space", "action_space", "device", "gae_lambda", "gamma", "n_envs"}
     accepted.discard("group_size")

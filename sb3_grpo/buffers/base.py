@@ -23,6 +23,7 @@ from sb3_grpo.buffers.rollout import (
     reward_components,
 )
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
+from sb3_grpo.validation import require_at_least
 
 #: The group size where nothing speaks for larger groups: it leaves the most different starts in a rollout.
 SMALL_GROUP = 2
@@ -42,7 +43,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     :param group_size: Number of trajectories per group, or the largest one
     :param horizon: Time limit of the environment in steps; ``None`` if it is unknown
     :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
-    :raises ValueError: If ``reward_weights`` is invalid; in :meth:`add`, if an environment does not report the components
+    :raises ValueError: If ``horizon`` or ``reward_weights`` is invalid; in :meth:`add`, if an environment does not report the
+        components
     """
 
     #: Whether advantages are standardised over the update if ``normalize_advantage`` is set. Buffers that compare within
@@ -54,7 +56,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     takes_original_rewards: ClassVar[bool] = False
     #: The largest group size that the buffer chooses by itself.
     max_group_size: int = SMALL_GROUP
-    #: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is ``None``.
+    #: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is ``None`` and
+    #: starts are shared.
     preferred_group_size: int = SMALL_GROUP
     #: Metrics that say nothing about the updates of this buffer. They are not logged.
     unlogged: Collection[str] = ()
@@ -75,6 +78,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         reward_weights: Mapping[str, float] | None = None,
     ):
         super().__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        if horizon is not None:
+            require_at_least("horizon", horizon, 1, "or None")
         self.gae_lambda = gae_lambda
         self.gamma = gamma
         self.group_size = group_size

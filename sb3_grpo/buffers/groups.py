@@ -13,7 +13,7 @@ from sb3_grpo import advantages as A
 from sb3_grpo.buffers.base import GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Observations, Transitions
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.validation import require_at_least, require_one_of
+from sb3_grpo.validation import require_at_least, require_bool, require_one_of
 
 ComponentAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
@@ -240,6 +240,7 @@ class OutcomeRolloutBuffer(CompleteGroupRolloutBuffer):
 
     def __init__(self, *args: Any, leave_one_out: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        require_bool("leave_one_out", leave_one_out)
         self.leave_one_out = leave_one_out
 
     def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from sb3_grpo.buffers.rollout import Observations, Transitions, map_observations
 from sb3_grpo.kernel import KernelBaseline, calibration_slope, eligibility_traces, predict_by_fold
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
-from sb3_grpo.validation import require_at_least, require_between, require_one_of, require_positive
+from sb3_grpo.validation import require_at_least, require_between, require_bool, require_one_of, require_positive
 
 #: The kernel baseline solves a linear system with as many unknowns as it has inputs.
 MAX_INPUTS = 5000
@@ -120,6 +120,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         if target_lambda is not None:
             require_between("target_lambda", target_lambda, 0.0, 1.0)
         require_one_of("fit", fit, ("regression", "lstd"))
+        for name, flag in (("time_feature", time_feature), ("actor_features", actor_features), ("relative", relative)):
+            require_bool(name, flag)
         self.target_lambda = gae_lambda if target_lambda is None else target_lambda
         self.n_folds = n_folds
         n_inputs = 0 if self.has_images else get_flattened_obs_dim(observation_space)
