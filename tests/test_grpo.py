@@ -172,7 +172,7 @@ def test_callbacks_see_the_local_names_that_ppo_gives_them():
 
 def test_the_locals_are_those_of_the_step_that_was_just_taken():
     callback = Locals()
-    model = make_model(make_envs(action_space=BOX))
+    model = make_model(make_envs(action_space=BOX), normalize_observations=False)
     model.learn(32, callback=callback)
     seen, buffer = callback.seen, model.rollout_buffer
     assert [step["n_steps"] for step in seen] == list(range(16))
