@@ -24,7 +24,7 @@ from sb3_grpo import GRPO
 
 CSV = RESULTS / "metrics.csv"
 RUNS = {
-    "CartPole-v1": 100_000,
+    "CartPole-v1": 30_000,  # once it is solved, returns do not vary
     "Pendulum-v1": 100_000,
     "LunarLander-v3": 300_000,
     "HalfCheetah-v5": 300_000,
