@@ -1,4 +1,4 @@
-"""Figures of finished runs: learning curves and performance profiles."""
+"""Figures of finished runs: learning curves."""
 
 import math
 import pathlib
@@ -11,13 +11,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from rliable import library as rly
-from rliable import plot_utils
 
 from benchmarks.curves import WINDOW
 from benchmarks.results import Suite
-from benchmarks.statistics import N_RESAMPLES, seeded_numpy
-from benchmarks.versus import Arms, above_random, arm_in, learns
+from benchmarks.statistics import N_RESAMPLES
+from benchmarks.versus import Arms, arm_in
 
 #: Colours, fonts and sizes of all figures of the documentation
 STYLE = pathlib.Path(__file__).parents[1] / "docs" / "figures.mplstyle"
@@ -87,43 +85,3 @@ def short_name(env: str) -> str:
         .rpartition("-")[0]
         .replace("MountainCarContinuous", "MountainCarCont.")
     )
-
-
-def draw_profile(suite: Suite, arms: Arms, reference: str, path: pathlib.Path) -> None:
-    """
-    Draw rliable's performance profiles: the share of runs whose area above random actions, over the mean of that of a
-    reference, exceeds a value; over the environments and seeds that all arms have, and in which the reference learns.
-
-    :param suite: Finished runs
-    :param arms: For each name the arms that stand for it
-    :param reference: One of these names
-    :param path: File of the figure
-    """
-    envs = [env for env in suite.timesteps if all(arm_in(suite, each, env) for each in arms.values())]
-    found = {(name, env): str(arm_in(suite, each, env)) for name, each in arms.items() for env in envs}
-    seeds = sorted(set.intersection(*(set(suite.by_seed(arm, env)) for (_, env), arm in found.items()))) if envs else []
-    areas = {key: above_random(suite, arm, key[1], "auc", seeds) for key, arm in found.items()}
-    envs = [env for env in envs if len(seeds) > 1 and learns(areas[reference, env])]
-    if not envs:
-        return
-    scores = {name: np.array([areas[name, env] / areas[reference, env].mean() for env in envs]).T for name in arms}
-    thresholds = np.linspace(0.0, 2.5, 101)
-    with seeded_numpy():
-        profiles, intervals = rly.create_performance_profile(scores, thresholds, reps=N_RESAMPLES)
-    with plt.style.context(STYLE):
-        figure, axis = plt.subplots(figsize=(7.35, 4.2))
-        plot_utils.plot_performance_profiles(
-            profiles,
-            thresholds,
-            performance_profile_cis=intervals,
-            colors={name: f"C{i}" for i, name in enumerate(scores)},
-            xlabel=f"area over that of {reference}",
-            ax=axis,
-            labelsize="medium",
-            ticklabelsize="small",
-        )
-        axis.set_ylabel("share of runs above", fontsize="medium")
-        axis.set_title(f"{len(envs)} environments, {len(seeds)} seeds", fontsize="medium")
-        axis.axvline(1.0, color="grey", lw=0.8, ls=":")
-        axis.legend()
-        save(figure, path)

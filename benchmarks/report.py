@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from benchmarks import candidates, metrics
-from benchmarks.figures import draw_curves, draw_profile
+from benchmarks.figures import draw_curves
 from benchmarks.matrix import load_matrix
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
@@ -51,8 +51,6 @@ RIVALS = {
 ARMS = {"GRPO": [OURS], **RIVALS}
 #: What a figure can hold
 DRAWN = {name: ARMS[name] for name in ("GRPO", "PPO, our settings", "PPO, defaults", "PPO, rl-zoo3")}
-#: Ours, and rivals that all environments have
-EVERYWHERE = ("GRPO", "PPO, our settings", "PPO, defaults")
 #: The same in other units, with the unit of the rewards
 CHANGES = {"rewards times 1e-3": 1e-3, "rewards times 1e3": 1e3, "observations in other units": 1.0}
 UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
@@ -158,8 +156,7 @@ def main() -> None:
         page.write_text(fill(page.read_text(encoding="utf-8"), contents), encoding="utf-8")
     frozen = Suite("default", args.results)
     draw_curves(frozen, DRAWN, DOCS / "benchmark_curves.svg")
-    draw_profile(frozen, {name: ARMS[name] for name in EVERYWHERE}, EVERYWHERE[1], DOCS / "benchmark_profile.svg")
-    print(f"wrote {', '.join(str(page.relative_to(ROOT)) for page in PAGES)} and the figures in docs")
+    print(f"wrote {', '.join(str(page.relative_to(ROOT)) for page in PAGES)} and the figure in docs")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import report, tables
-from benchmarks.figures import draw_curves, draw_profile, interval_of_means
+from benchmarks.figures import draw_curves, interval_of_means
 from benchmarks.matrix import expand
 from benchmarks.results import FIELDS, RESULTS, Suite, append_row
 from benchmarks.statistics import interquartile_mean, median
@@ -224,12 +224,6 @@ def test_the_figure_of_curves_shows_each_arm_that_an_environment_has_and_repeats
     ours, theirs = ([line for line in lines if colour in line] for colour in ("#2b83d6", "#d9730d"))
     assert len(ours) == 3 and len(theirs) == 2  # in two panels and in one, and in the legend
     assert ["dasharray" in line for line in ours + theirs] == [False] * 3 + [True] * 2
-
-
-def test_the_profile_is_drawn(tmp_path: pathlib.Path) -> None:
-    suite = toy_suite(tmp_path, {"grpo": BETTER, "ppo": WORSE})
-    draw_profile(suite, {"ours": ["grpo"], "theirs": ["ppo"]}, "theirs", tmp_path / "profile.svg")
-    assert (tmp_path / "profile.svg").read_text().startswith("<?xml")
 
 
 def test_the_interval_of_a_mean_over_seeds_is_narrower_than_their_range() -> None:
