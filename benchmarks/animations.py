@@ -10,6 +10,7 @@ a way to render without a display: `MUJOCO_GL=egl`, or `MUJOCO_GL=osmesa`.
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.env_util import make_vec_env
 
 from sb3_grpo import GRPO
-from sb3_grpo.envs.load_balancing import LoadBalancingEnv
 
 FOLDER = Path(__file__).parents[1] / "docs" / "animations"
 #: Environment: steps of training, and steps from one frame to the next
@@ -68,14 +68,12 @@ def frames(model: BaseAlgorithm, env: gym.Env, seed: int, every: int) -> Iterato
     Act deterministically, episode after episode.
 
     :param model: Whose policy acts
-    :param env: Environment that renders ``rgb_array``, or load balancing
+    :param env: Environment that renders ``rgb_array``; one that renders nothing has to be load balancing
     :param seed: Seed of the first episode
     :param every: Steps from one frame to the next
     :return: Pictures, without end, shape ``(height, width, 3)``
     """
-    draw: Callable[[], Any] = env.render
-    if isinstance(env.unwrapped, LoadBalancingEnv):
-        draw = lambda: draw_queues(env.unwrapped)  # noqa: E731
+    draw: Callable[[], Any] = partial(draw_queues, env.unwrapped) if env.render_mode is None else env.render
     while True:
         observation, _ = env.reset(seed=seed)
         done, n_steps, seed = False, 0, seed + 1
@@ -122,10 +120,11 @@ def record(models: dict[str, BaseAlgorithm], env_id: str, path: Path, every: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("envs", nargs="*", default=list(RECORDED), metavar="ENV", help="one of " + ", ".join(RECORDED))
+    args = parser.parse_args()
+    th.set_num_threads(1)
     FOLDER.mkdir(exist_ok=True)
-    for env_id in parser.parse_args().envs:
+    for env_id in args.envs:
         timesteps, every = RECORDED[env_id]
-        th.set_num_threads(1)
         untrained, trained = (GRPO("MlpPolicy", make_vec_env(env_id, n_envs=8, seed=0), seed=0) for _ in range(2))
         trained.learn(timesteps, progress_bar=True)
         path = FOLDER / f"{env_id.split('/')[-1].split('-')[0].lower()}.webp"
