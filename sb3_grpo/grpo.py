@@ -23,11 +23,12 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import BUFFERS, SMALL_GROUP, GroupRolloutBuffer, check_buffer_arguments, resolve_buffer_class
-from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference, adapted_kl_coef
+from sb3_grpo.buffers import BUFFERS, SMALL_GROUP, GroupRolloutBuffer, resolve_buffer_class
+from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_grpo.settings import check_policy_class, check_settings, check_standardisation
 from sb3_grpo.starts import RolloutLost, StandingStill, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
 from sb3_grpo.steps import Step, arrived_steps, take_steps
 from sb3_grpo.update import ClipRange, MinibatchLoss, Objective, check_update, describe_update
@@ -37,14 +38,7 @@ from sb3_grpo.validation import (
     check_final_observations,
     check_finite,
     check_registered,
-    constructor_arguments,
     refuse_unknown_arguments,
-    require_at_least,
-    require_between,
-    require_bool,
-    require_one_of,
-    require_positive,
-    require_schedule,
 )
 from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper, reward_normalizer
 
@@ -171,7 +165,7 @@ class GRPO(OnPolicyAlgorithm):
         **unknown: Any,
     ):
         refuse_unknown_arguments(unknown, [name for name in GRPO.__init__.__annotations__ if name != "unknown"])
-        _check_policy_class(policy)
+        check_policy_class(policy, GRPO.policy_aliases)
         if env is None and _init_setup_model:
             raise ValueError("`env` is None: pass an environment or its Gymnasium id, such as 'CartPole-v1'.")
         if isinstance(env, str):
@@ -246,7 +240,11 @@ class GRPO(OnPolicyAlgorithm):
 
     def _setup_model(self) -> None:
         self.rollout_buffer_class = resolve_buffer_class(self.rollout_buffer_class)  # type: ignore[assignment, arg-type]
-        self._check_arguments()
+        check_settings(vars(self), self._chooses_n_steps)
+        check_standardisation(self.policy_class, self.policy_kwargs, self._standardises())
+        check_discrete_spaces(self.observation_space, self.action_space)
+        if self.seed is not None:
+            self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
         self._choose_n_steps()
         self.clip_range = FloatSchedule(self.clip_range)
         if self.clip_range_high is not None:
@@ -308,57 +306,6 @@ class GRPO(OnPolicyAlgorithm):
                 stacklevel=2,
             )
 
-    def _check_arguments(self) -> None:
-        for name in ("learning_rate", "clip_range", "clip_range_high"):
-            if getattr(self, name) is not None or name != "clip_range_high":
-                require_schedule(name, getattr(self, name))
-        for name, smallest in (("batch_size", 1), ("n_epochs", 1), ("n_reused_rollouts", 0)):
-            require_at_least(name, getattr(self, name), smallest)
-        for name in ("normalize_advantage", "share_starts", "use_sde", "normalize_observations"):
-            require_bool(name, getattr(self, name))
-        if self.sde_sample_freq != -1:
-            require_at_least("sde_sample_freq", self.sde_sample_freq, 1, "or -1")
-        if self.group_size is not None:
-            require_at_least("group_size", self.group_size, 2)
-        if not self._chooses_n_steps:
-            require_at_least("n_steps", self.n_steps, 1)
-        if self.seed is not None:
-            require_at_least("seed", self.seed, 0)
-            self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
-        for name in ("gamma", "gae_lambda"):
-            require_between(name, getattr(self, name), 0.0, 1.0)
-        require_between("ent_coef", self.ent_coef, -math.inf)
-        require_one_of("importance_sampling_level", self.importance_sampling_level, losses.LOG_RATIOS)
-        require_one_of("loss_aggregation", self.loss_aggregation, losses.LOSS_WEIGHTS)
-        if self.max_grad_norm != math.inf:
-            require_positive("max_grad_norm", self.max_grad_norm)
-        for name in ("target_kl", "adaptive_kl_target"):
-            if getattr(self, name) is not None:
-                require_positive(name, getattr(self, name))
-        require_between("kl_coef", self.kl_coef, 0.0)
-        smallest_coef, largest_coef = KL_COEF_BOUNDS
-        if self.adaptive_kl_target is not None and not smallest_coef <= self.kl_coef <= largest_coef:
-            raise ValueError(
-                f"adaptive_kl_target={self.adaptive_kl_target!r} adapts `kl_coef` between {smallest_coef:g} and "
-                f"{largest_coef:g}: start with a value in this range, such as kl_coef=0.1, not {self.kl_coef!r}."
-            )
-        check_buffer_arguments(self.rollout_buffer_class, self.rollout_buffer_kwargs)  # type: ignore[arg-type]
-        self._check_policy_kwargs()
-        check_discrete_spaces(self.observation_space, self.action_space)
-
-    def _check_policy_kwargs(self) -> None:
-        name = "normalize_observations"
-        if name in self.policy_kwargs:
-            raise ValueError(
-                f"`policy_kwargs` has {name}={self.policy_kwargs[name]!r}, which is an argument of GRPO: pass it there, as "
-                f"GRPO(..., {name}={self.policy_kwargs[name]!r})."
-            )
-        if name in self._policy_arguments() and name not in constructor_arguments(self.policy_class):
-            raise ValueError(
-                f"`{self.policy_class.__name__}` takes no `{name}`, so it cannot standardise observations: let its `__init__` "
-                f"accept the argument and pass it to `super().__init__`, or pass {name}=False to GRPO."
-            )
-
     def _make_policy(self) -> ActorPolicy:
         """
         :return: A policy like the one that is trained, with other weights
@@ -372,10 +319,12 @@ class GRPO(OnPolicyAlgorithm):
         spaces_and_rate = self.observation_space, self.action_space, self.policy._dummy_schedule
         return partial(self.policy_class, *spaces_and_rate, use_sde=self.use_sde, **self._policy_arguments())  # type: ignore[return-value]
 
+    def _standardises(self) -> bool:
+        return self.normalize_observations and bool(normalized_parts(self.observation_space))
+
     def _policy_arguments(self) -> dict[str, Any]:
         # Policies of users need not know the argument as long as there is nothing to standardise.
-        standardises = self.normalize_observations and normalized_parts(self.observation_space)
-        return {**self.policy_kwargs, **(dict(normalize_observations=True) if standardises else {})}
+        return {**self.policy_kwargs, **(dict(normalize_observations=True) if self._standardises() else {})}
 
     def _time_limit(self) -> int | None:
         """
@@ -887,17 +836,3 @@ class GRPO(OnPolicyAlgorithm):
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "kl_penalty", "_random_state", "_printed_settings"]
-
-
-def _check_policy_class(policy: Any) -> None:
-    """
-    :param policy: Argument of GRPO
-    :raises ValueError: If it is neither a short name nor an actor-only policy
-    """
-    if isinstance(policy, str):
-        require_one_of("policy", policy, GRPO.policy_aliases)
-    elif not (isinstance(policy, type) and issubclass(policy, ActorPolicy)):
-        raise ValueError(
-            f"`policy` must be {', '.join(map(repr, GRPO.policy_aliases))} or a subclass of `sb3_grpo.ActorPolicy`, not "
-            f"{policy!r}: SB3's own policies have a critic."
-        )

@@ -1,0 +1,96 @@
+"""Checks of GRPO's arguments before anything is made of them."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sb3_grpo import losses
+from sb3_grpo.buffers import check_buffer_arguments
+from sb3_grpo.kl_penalty import KL_COEF_BOUNDS
+from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.validation import (
+    constructor_arguments,
+    require_at_least,
+    require_between,
+    require_bool,
+    require_one_of,
+    require_positive,
+    require_schedule,
+)
+
+
+def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
+    """
+    :param policy: Argument of GRPO
+    :param aliases: Short names of policies
+    :raises ValueError: If it is neither a short name nor an actor-only policy
+    """
+    if isinstance(policy, str):
+        require_one_of("policy", policy, aliases)
+    elif not (isinstance(policy, type) and issubclass(policy, ActorPolicy)):
+        raise ValueError(
+            f"`policy` must be {', '.join(map(repr, aliases))} or a subclass of `sb3_grpo.ActorPolicy`, not {policy!r}: SB3's "
+            "own policies have a critic."
+        )
+
+
+def check_settings(settings: Mapping[str, Any], chooses_n_steps: bool) -> None:
+    """
+    :param settings: GRPO's arguments by name, with the class of the buffer
+    :param chooses_n_steps: Whether the number of steps is chosen by GRPO
+    :raises ValueError: If one of them is out of range, or does not fit another
+    """
+    for name in ("learning_rate", "clip_range", "clip_range_high"):
+        if settings[name] is not None or name != "clip_range_high":
+            require_schedule(name, settings[name])
+    for name, smallest in (("batch_size", 1), ("n_epochs", 1), ("n_reused_rollouts", 0)):
+        require_at_least(name, settings[name], smallest)
+    for name in ("normalize_advantage", "share_starts", "use_sde", "normalize_observations"):
+        require_bool(name, settings[name])
+    if settings["sde_sample_freq"] != -1:
+        require_at_least("sde_sample_freq", settings["sde_sample_freq"], 1, "or -1")
+    if settings["group_size"] is not None:
+        require_at_least("group_size", settings["group_size"], 2)
+    if not chooses_n_steps:
+        require_at_least("n_steps", settings["n_steps"], 1)
+    if settings["seed"] is not None:
+        require_at_least("seed", settings["seed"], 0)
+    for name in ("gamma", "gae_lambda"):
+        require_between(name, settings[name], 0.0, 1.0)
+    require_between("ent_coef", settings["ent_coef"], -math.inf)
+    require_one_of("importance_sampling_level", settings["importance_sampling_level"], losses.LOG_RATIOS)
+    require_one_of("loss_aggregation", settings["loss_aggregation"], losses.LOSS_WEIGHTS)
+    if settings["max_grad_norm"] != math.inf:
+        require_positive("max_grad_norm", settings["max_grad_norm"])
+    for name in ("target_kl", "adaptive_kl_target"):
+        if settings[name] is not None:
+            require_positive(name, settings[name])
+    kl_coef, target = settings["kl_coef"], settings["adaptive_kl_target"]
+    require_between("kl_coef", kl_coef, 0.0)
+    smallest_coef, largest_coef = KL_COEF_BOUNDS
+    if target is not None and not smallest_coef <= kl_coef <= largest_coef:
+        raise ValueError(
+            f"adaptive_kl_target={target!r} adapts `kl_coef` between {smallest_coef:g} and {largest_coef:g}: start with a "
+            f"value in this range, such as kl_coef=0.1, not {kl_coef!r}."
+        )
+    check_buffer_arguments(settings["rollout_buffer_class"], settings["rollout_buffer_kwargs"])
+
+
+def check_standardisation(policy_class: type, policy_kwargs: Mapping[str, Any], standardises: bool) -> None:
+    """
+    :param policy_class: Class of the policy
+    :param policy_kwargs: Argument of GRPO
+    :param standardises: Whether the policy is to standardise observations
+    :raises ValueError: If the two arguments contradict each other, or if the policy cannot do it
+    """
+    name = "normalize_observations"
+    if name in policy_kwargs:
+        raise ValueError(
+            f"`policy_kwargs` has {name}={policy_kwargs[name]!r}, which is an argument of GRPO: pass it there, as "
+            f"GRPO(..., {name}={policy_kwargs[name]!r})."
+        )
+    if standardises and name not in constructor_arguments(policy_class):
+        raise ValueError(
+            f"`{policy_class.__name__}` takes no `{name}`, so it cannot standardise observations: let its `__init__` accept "
+            f"the argument and pass it to `super().__init__`, or pass {name}=False to GRPO."
+        )
