@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.curves import WINDOW
 from benchmarks.results import Suite
-from benchmarks.statistics import N_RESAMPLES
+from benchmarks.statistics import interval_of_means
 from benchmarks.versus import Arms, arm_in
 
 #: Colours, fonts and sizes of all figures of the documentation
@@ -29,16 +29,6 @@ def save(figure: Figure, path: pathlib.Path) -> None:
     """
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
-
-
-def interval_of_means(returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """
-    :param returns: Shape ``(n_seeds, n_points)``
-    :return: Ends of the 95% bootstrap intervals of the means over seeds, shape ``(n_points,)``
-    """
-    draws = np.random.default_rng(0).integers(len(returns), size=(N_RESAMPLES, len(returns)))
-    low, high = np.quantile(returns[draws].mean(axis=1), [0.025, 0.975], axis=0)
-    return low, high
 
 
 def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
@@ -64,7 +54,8 @@ def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
                 returns = np.array([curve.smoothed(steps) for curve in curves])
                 style = "--" if "defaults" in name else "-"
                 (handles[name],) = axis.plot(steps, returns.mean(axis=0), style, color=f"C{i}")
-                axis.fill_between(steps, *interval_of_means(returns), color=f"C{i}", alpha=0.2, lw=0)
+                if len(returns) > 1:
+                    axis.fill_between(steps, *interval_of_means(returns), color=f"C{i}", alpha=0.2, lw=0)
             axis.set_title(short_name(env))
             axis.xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}k" if steps else "0")
             axis.xaxis.set_major_locator(MaxNLocator(3))

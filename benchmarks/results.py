@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.curves import CurveStore, LearningCurve
 from benchmarks.matrix import Run, cells, expand, load_matrix
-from benchmarks.statistics import mean_over_seeds
+from benchmarks.statistics import is_positive
 
 RESULTS = pathlib.Path(__file__).with_name("results")
 FIELDS = [
@@ -141,8 +141,7 @@ class Suite:
         :return: Whether the interval of its mean area, or the area of a single run, is above the return of random actions
         """
         if (arm, env) not in self._learns:
-            area = mean_over_seeds(self.column(arm, env, "auc"))
-            self._learns[arm, env] = bool(np.fmin(area.value, area.low) > self.random_area(env))
+            self._learns[arm, env] = is_positive(self.column(arm, env, "auc") - self.random_area(env))
         return self._learns[arm, env]
 
     def values(self, arm: str, env: str, seeds: Sequence[int], name: str) -> np.ndarray:

@@ -8,7 +8,7 @@ bootstrap that is stratified by environment. All intervals are of 95%.
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rliable import library as rly
@@ -119,6 +119,17 @@ def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> Estimate
     return bootstrapped(metrics.probability_of_improvement, ours, theirs)
 
 
+def interval_of_means(values: np.ndarray) -> tuple[Any, Any]:
+    """
+    :param values: Shape ``(n_seeds, ...)``, at least two seeds
+    :return: Ends of the interval of the mean over seeds, each of shape ``(...)``
+    """
+    interval = stats.bootstrap(
+        (values,), np.mean, n_resamples=N_RESAMPLES, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    return interval.low, interval.high
+
+
 def mean_over_seeds(values: np.ndarray) -> Estimate:
     """
     :param values: Shape ``(n_seeds,)``
@@ -128,10 +139,17 @@ def mean_over_seeds(values: np.ndarray) -> Estimate:
         return Estimate(float(values.mean()), math.nan, math.nan)
     if np.ptp(values) == 0.0:
         return Estimate(*[float(values[0])] * 3)
-    interval = stats.bootstrap(
-        (np.sort(values),), np.mean, n_resamples=N_RESAMPLES, method="percentile", rng=np.random.default_rng(0)
-    ).confidence_interval
-    return Estimate(float(values.mean()), float(interval.low), float(interval.high))
+    low, high = interval_of_means(np.sort(values))
+    return Estimate(float(values.mean()), float(low), float(high))
+
+
+def is_positive(values: np.ndarray) -> bool:
+    """
+    :param values: Shape ``(n_seeds,)``
+    :return: Whether the interval of their mean, or a single value, is above zero
+    """
+    mean = mean_over_seeds(values)
+    return bool(np.fmin(mean.value, mean.low) > 0)
 
 
 def mean_of_paired_ratios(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Estimate:

@@ -1,5 +1,5 @@
 """
-One arm against several rivals: by area, by the evaluation after training, and by seconds.
+One arm against several rivals: by area, and by the evaluation after training.
 
 A *ratio* divides what is above the return of random actions by the mean of the same for the rival. Throughout, `suite` has the
 finished runs, `arm` is compared, and `rivals` has for each name the arms that stand for it, of which an environment has one.
@@ -15,11 +15,12 @@ from benchmarks.statistics import (
     Estimate,
     chance_of_improvement,
     format_number,
+    is_positive,
     mean_over_seeds,
     over_environments,
     ratio_of_runs,
 )
-from benchmarks.tables import NO_ROWS, markdown_table
+from benchmarks.tables import markdown_table
 
 Arms = Mapping[str, Sequence[str]]
 
@@ -29,18 +30,22 @@ def arm_in(suite: Suite, arms: Sequence[str], env: str) -> str | None:
     return next((arm for arm in arms if suite.runs(arm, env)), None)
 
 
-def above_random(suite: Suite, arm: str, env: str, column: str, seeds: Sequence[int]) -> np.ndarray:
-    """:return: Values of a column above the return of random actions, shape ``(n_seeds,)``"""
-    return suite.values(arm, env, seeds, column) - suite.random_area(env)
-
-
-def learns(values: np.ndarray) -> bool:
+def paired_scores(suite: Suite, arm: str, arms: Sequence[str], column: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """
-    :param values: Scores above those of random actions, shape ``(n_seeds,)``
-    :return: Whether the interval of their mean is above zero
+    :param arms: Arms that stand for the rival
+    :param column: ``auc`` or ``eval_mean``
+    :return: By environment the scores of both, above those of random actions and over common seeds, each of shape
+        ``(n_seeds,)``. Environments in which neither is better than random actions are left out
     """
-    mean = mean_over_seeds(values)
-    return bool(np.fmin(mean.value, mean.low) > 0)
+    scores = {}
+    for env in suite.timesteps:
+        rival = arm_in(suite, arms, env)
+        if rival is None or not (seeds := suite.common_seeds((arm, rival), [env])):
+            continue
+        ours, theirs = (suite.values(each, env, seeds, column) - suite.random_area(env) for each in (arm, rival))
+        if is_positive(ours) or is_positive(theirs):
+            scores[env] = ours, theirs
+    return scores
 
 
 def environments_table(suite: Suite, arms: Arms, column: str, units: Mapping[str, float] | None = None) -> str:
@@ -73,15 +78,8 @@ def comparison(suite: Suite, arm: str, arms: Sequence[str], column: str) -> tupl
     :return: Interquartile mean of the ratios, over the environments in which the rival is better than random actions; the
         probability of improvement, over those in which either is; and the numbers of these environments
     """
-    pairs = []
-    for env in suite.timesteps:
-        rival = arm_in(suite, arms, env)
-        if rival is None or not (seeds := suite.common_seeds((arm, rival), [env])):
-            continue
-        ours, theirs = (above_random(suite, each, env, column, seeds) for each in (arm, rival))
-        if learns(ours) or learns(theirs):
-            pairs.append((ours, theirs))
-    with_ratio = [(ours, theirs) for ours, theirs in pairs if learns(theirs)]
+    pairs = list(paired_scores(suite, arm, arms, column).values())
+    with_ratio = [(ours, theirs) for ours, theirs in pairs if is_positive(theirs)]
     ratio = over_environments(ratio_of_runs, with_ratio) if with_ratio else ""
     better = over_environments(chance_of_improvement, pairs) if pairs else ""
     return ratio, better, len(with_ratio), len(pairs)
@@ -97,7 +95,7 @@ def summary_table(suite: Suite, arm: str, rivals: Arms) -> str:
         if area[3]:
             counts = [f"{n_ratio} of {n_either}" for _, _, n_ratio, n_either in (area, evaluation)]
             lines.append([name, " and ".join(dict.fromkeys(counts)), *area[:2], *evaluation[:2]])
-    return markdown_table(header, lines) if lines else NO_ROWS
+    return markdown_table(header, lines)
 
 
 def wins_table(suite: Suite, arm: str, rivals: Arms) -> str:
@@ -107,18 +105,10 @@ def wins_table(suite: Suite, arm: str, rivals: Arms) -> str:
     """
     lines: list[list[Any]] = []
     for name, arms in rivals.items():
-        ahead: dict[str, set[str]] = {"auc": set(), "eval_mean": set()}
-        counted = set()
-        for env in suite.timesteps:
-            rival = arm_in(suite, arms, env)
-            if rival is None or not (seeds := suite.common_seeds((arm, rival), [env])):
-                continue
-            for column, envs in ahead.items():
-                ours, theirs = (above_random(suite, each, env, column, seeds) for each in (arm, rival))
-                if learns(ours) or learns(theirs):
-                    counted.add(env)
-                    envs.update([env] if ours.mean() > theirs.mean() else [])
-        if counted:
-            wins = [ahead["auc"], ahead["eval_mean"], ahead["auc"] & ahead["eval_mean"]]
-            lines.append([name, *(f"{len(each)} of {len(counted)}" for each in wins)])
-    return markdown_table(["against", "ahead by area", "ahead by evaluation", "ahead by both"], lines) if lines else NO_ROWS
+        by_column = [paired_scores(suite, arm, arms, column) for column in ("auc", "eval_mean")]
+        area, evaluation = (
+            {env for env, (ours, theirs) in scores.items() if ours.mean() > theirs.mean()} for scores in by_column
+        )
+        if counted := set().union(*by_column):
+            lines.append([name, *(f"{len(each)} of {len(counted)}" for each in (area, evaluation, area & evaluation))])
+    return markdown_table(["against", "ahead by area", "ahead by evaluation", "ahead by both"], lines)

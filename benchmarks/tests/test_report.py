@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks import report, tables
-from benchmarks.figures import draw_curves, interval_of_means
+from benchmarks.figures import draw_curves
 from benchmarks.matrix import expand
 from benchmarks.results import FIELDS, RESULTS, Suite, append_row
-from benchmarks.statistics import interquartile_mean, median
+from benchmarks.statistics import interquartile_mean, interval_of_means, median
 from benchmarks.tests.toys import SMALL, toy_suite
 
 BETTER = {"CartPole-v1": [30.0, 31.0, 32.0], "Acrobot-v1": [300.0, 310.0, 320.0]}

@@ -8,6 +8,7 @@ from rliable import metrics
 
 from benchmarks import versus
 from benchmarks.statistics import chance_of_improvement, over_environments, ratio_of_runs
+from benchmarks.tables import NO_ROWS
 from benchmarks.tests.toys import toy_suite
 
 RIVALS = {"PPO": ["ppo-default", "ppo"]}
@@ -45,8 +46,8 @@ def test_there_is_no_ratio_to_a_rival_that_does_not_learn_and_no_win_where_nobod
 
 def test_nothing_is_said_before_there_are_rows(tmp_path: pathlib.Path) -> None:
     suite = toy_suite(tmp_path, {"grpo": {"CartPole-v1": [1.0]}, "ppo": {"CartPole-v1": []}})
-    assert versus.summary_table(suite, "grpo", {"PPO": ["ppo"]}) == versus.NO_ROWS
-    assert versus.wins_table(suite, "grpo", {"PPO": ["ppo"]}) == versus.NO_ROWS
+    assert versus.summary_table(suite, "grpo", {"PPO": ["ppo"]}) == NO_ROWS
+    assert versus.wins_table(suite, "grpo", {"PPO": ["ppo"]}) == NO_ROWS
 
 
 def test_intervals_draw_environments_anew_and_not_seeds_alone() -> None:
