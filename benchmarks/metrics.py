@@ -75,7 +75,10 @@ def table(rows: list[dict[str, str]]) -> str:
     :return: One line per metric, one column per environment
     """
     envs = list(dict.fromkeys(row["env"] for row in rows))
-    cells = {(row["metric"], row["env"]): " to ".join(f"{float(row[end]):.2g}" for end in ("low", "high")) for row in rows}
+    cells = {}
+    for row in rows:
+        ends = [f"{round(float(row[end]), 6):.2g}" for end in ("low", "high")]
+        cells[row["metric"], row["env"]] = " to ".join(dict.fromkeys(ends))
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     header = ["metric", *(env.removeprefix("sb3_grpo/") for env in envs)]
     return markdown_table(header, [[f"`{metric}`", *(cells.get((metric, env), "") for env in envs)] for metric in metrics])
