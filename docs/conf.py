@@ -75,9 +75,9 @@ def without_internal_parameters(signature: str | None, returns: str | None) -> t
     return signature.replace(", _init_setup_model=True", "").replace(", **unknown", ""), returns
 
 
-def keep_numbers_together(app: Any, doctree: nodes.document, docname: str) -> None:
+def keep_intervals_together(app: Any, doctree: nodes.document, docname: str) -> None:
     """
-    Let no line break part a number from its interval in a table.
+    Let tables break a line before an interval, and nowhere in it.
 
     :param app: Sphinx
     :param doctree: A page, changed in place
@@ -86,7 +86,7 @@ def keep_numbers_together(app: Any, doctree: nodes.document, docname: str) -> No
     for cell in doctree.findall(nodes.entry):
         for text in list(cell.findall(nodes.Text)):
             if re.fullmatch(r"-?[\d.,]+( \(-?[\d.,]+ to -?[\d.,]+\)| to -?[\d.,]+| of \d+)", text):
-                text.parent.replace(text, nodes.Text(text.replace(" ", "\u00a0")))
+                text.parent.replace(text, nodes.Text(re.sub(r" (?!\()", "\u00a0", text)))
 
 
 def setup(app: Any) -> None:
@@ -94,5 +94,5 @@ def setup(app: Any) -> None:
     :param app: Sphinx
     """
     app.connect("autodoc-process-docstring", lambda *args: hide_internal_parameters(args[-1]))
-    app.connect("doctree-resolved", keep_numbers_together)
+    app.connect("doctree-resolved", keep_intervals_together)
     app.connect("autodoc-process-signature", lambda *args: without_internal_parameters(*args[-2:]))

@@ -78,7 +78,7 @@ plt.show()
 # to choose an action: it says that upright poles do better, whatever the action. It is noise to the policy gradient, and
 # ``kernel`` has removed most of it.
 
-figure, axes = plt.subplots(1, 5, figsize=(10, 2.6), sharex=True, sharey=True, layout="constrained")
+figure, axes = plt.subplots(1, 5, sharey=True, figsize=(10, 2.6), layout="constrained")
 bins = np.linspace(-1.5, 1.5, 9)
 for axis, buffer in zip(axes, BUFFERS, strict=True):
     model = GRPO(
@@ -95,8 +95,9 @@ for axis, buffer in zip(axes, BUFFERS, strict=True):
     falling, advantage = update.observations[:, 3].numpy(), update.advantages.numpy()
     for action, push in enumerate(["push left", "push right"]):
         own = update.actions.numpy() == action
-        axis.scatter(falling[own][::10], advantage[own][::10], s=3, alpha=0.3, color=f"C{action}", lw=0)
-        means = pd.Series(advantage[own]).groupby(pd.cut(falling[own], bins), observed=False).mean()
+        x, y = falling[own], advantage[own]
+        axis.scatter(x[::10], y[::10], s=3, alpha=0.3, color=f"C{action}", lw=0)
+        means = pd.Series(y).groupby(pd.cut(x, bins), observed=False).mean()
         axis.plot((bins[:-1] + bins[1:]) / 2, means, color=f"C{action}", label=push)
     axis.axhline(0, color="grey", lw=0.8)
     axis.set(title=buffer, xlabel="pole falls, rad/s", xlim=(bins[0], bins[-1]), ylim=(-3, 3))
