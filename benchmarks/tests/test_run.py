@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from benchmarks import run
 from benchmarks.curves import CurveStore, LearningCurve, TrainingCurve
 from benchmarks.matrix import expand
-from benchmarks.results import FIELDS, append_row, read_rows
+from benchmarks.results import FIELDS, Suite, append_row, read_rows
 from benchmarks.tests.toys import SMALL
 
 Command = Callable[..., int]
@@ -147,6 +148,22 @@ def test_a_training_cut_short_is_no_finished_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(TrainingCurve, "_on_rollout_end", interrupt)  # rl-zoo3 swallows it
     with pytest.raises(RuntimeError, match="interrupted after 256 of 2048 steps"):
         run.execute(cell)
+
+
+@pytest.mark.slow
+def test_five_published_rows_drawn_by_lot_are_reproduced_to_the_digit() -> None:
+    suite = Suite("default")
+    finished = [
+        each
+        for arm in suite.arms
+        for env, timesteps in suite.timesteps.items()
+        for each in suite.runs(arm, env)
+        if arm != "random" and timesteps <= 200_000
+    ]
+    for drawn in random.sample(finished, 5):
+        again, _ = run.execute_apart(drawn.run)
+        for name in ("auc", "final", "eval_mean", "eval_std", "steps_to_threshold"):
+            assert str(again[name]) == drawn.row[name], (drawn.run.arm, drawn.run.env, drawn.run.seed, name)
 
 
 @pytest.mark.slow
