@@ -3,11 +3,11 @@ Which settings should be the default: the score of each candidate, from the rows
 
     python -m benchmarks.run --suite candidates_final    # run what is missing of the last stage
     python -m benchmarks.candidates                      # the tables
-    python -m benchmarks.candidates --reference          # write results/ppo.csv anew, from the rows of PPO
 
 The score of a run is the mean of its area and its evaluation, each above that of random actions and divided by the same for
-the best stored arm of PPO in that environment, and at most 2. The candidate with the largest interquartile mean over
-environments and seeds is the best. The reference is a file, so that scores do not change when PPO gets more rows.
+the best arm of PPO that was stored in that environment when the search began, and at most 2. The candidate with the largest
+interquartile mean over environments and seeds is the best. The reference is a file, `results/ppo.csv`; the rows that it was
+made of are those of commit `1af8f9f`.
 
 The second table has the effects of the changes in the factorial design (Box, Hunter & Hunter 2005, "Statistics for
 Experimenters", chapter 6), by least squares: where all runs are there, each is the difference of two means, over the half with
@@ -15,7 +15,6 @@ the change and the half without.
 """
 
 import argparse
-import csv
 import math
 from typing import Any
 
@@ -27,29 +26,10 @@ from benchmarks.statistics import interquartile_mean
 from benchmarks.tables import markdown_table
 
 REFERENCE = RESULTS / "ppo.csv"
-#: Suites with rows of PPO at the budgets of the candidates
-SUITES_OF_PPO = ("short", "minigrid", "inputs")
 MAX_SCORE = 2.0
 COLUMNS = ("auc", "eval_mean")
 #: The arm of the factorial design without changes, the beginning of the names of the others, and the seed that they have
 BASE, DESIGN, SEED = "normalised, 1024", "design ", 0
-
-
-def write_reference() -> None:
-    """Write for each environment of the candidates the arm of PPO with the largest sum of area and evaluation."""
-    suites = [Suite(name) for name in SUITES_OF_PPO]
-    lines = []
-    for env, timesteps in Suite("candidates").timesteps.items():
-        scores = []
-        for suite in (suite for suite in suites if suite.timesteps.get(env) == timesteps):
-            for arm in (arm for arm in suite.arms if arm.startswith("ppo") and suite.runs(arm, env)):
-                area, evaluation = (suite.column(arm, env, name).mean() for name in COLUMNS)
-                scores.append((area, evaluation, arm, len(suite.runs(arm, env)), suite.random_area(env)))
-        area, evaluation, arm, n_seeds, random = max(scores, key=lambda score: score[0] + score[1])
-        lines.append([env, timesteps, arm, n_seeds, f"{random:.4f}", f"{area:.4f}", f"{evaluation:.4f}"])
-    with REFERENCE.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([["env", "timesteps", "arm", "n_seeds", "random", "area", "evaluation"], *lines])
 
 
 def score(area: np.ndarray, evaluation: np.ndarray, reference: dict[str, str]) -> np.ndarray:
@@ -156,10 +136,7 @@ def stored_references() -> dict[str, dict[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reference", action="store_true", help="write the reference anew")
-    if parser.parse_args().reference:
-        write_reference()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     suite = Suite("candidates")
     print(table(suite, stored_references()))
     print()

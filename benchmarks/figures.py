@@ -13,9 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.curves import WINDOW
-from benchmarks.results import Suite
+from benchmarks.results import Arms, Suite
 from benchmarks.statistics import interval_of_means
-from benchmarks.versus import Arms, arm_in
 
 #: Colours, fonts and sizes of all figures of the documentation
 STYLE = pathlib.Path(__file__).parents[1] / "docs" / "figures.mplstyle"
@@ -39,7 +38,7 @@ def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
     :param arms: For each name the arms that stand for it; dashed if the name contains "defaults"
     :param path: File of the figure
     """
-    envs = [env for env in suite.timesteps if any(arm_in(suite, each, env) for each in arms.values())]
+    envs = [env for env in suite.timesteps if any(suite.arm_in(each, env) for each in arms.values())]
     columns = 3
     rows = max(1, math.ceil(len(envs) / columns))
     handles: dict[str, Any] = {}
@@ -47,7 +46,7 @@ def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
         figure, axes = plt.subplots(rows, columns, figsize=(7.35, 2.1 * rows + 0.7), squeeze=False)
         for axis, env in zip(axes.flat, envs, strict=False):
             for i, (name, each) in enumerate(arms.items()):
-                if (arm := arm_in(suite, each, env)) is None:
+                if (arm := suite.arm_in(each, env)) is None:
                     continue
                 curves = suite.curves(arm, env)
                 steps = np.linspace(max(curve.steps[0] for curve in curves), suite.timesteps[env], N_POINTS)

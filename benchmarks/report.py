@@ -13,32 +13,34 @@ import pathlib
 import re
 from collections.abc import Callable, Sequence
 
-from benchmarks import candidates, metrics
+from benchmarks import candidates, metrics, seconds
 from benchmarks.figures import draw_curves
 from benchmarks.matrix import load_matrix
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
     ablation_table,
-    aggregate_table,
-    area_table,
     gains_table,
     learning_table,
     paired_table,
     rivals_table,
-    seconds_table,
     throughput_table,
     variance_table,
     variants_table,
     zoo_table,
 )
-from benchmarks.versus import environments_table, summary_table, wins_table
+from benchmarks.versus import claim, environments_table, losses_table, summary_table, wins_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+#: Names of the pages of `docs` with places to fill
+TABLES_ON = ("benchmark", "benchmark_details", "when_groups_win", "images_and_gpus", "zoo", "diagnostics")
 PAGES = (
     ROOT / "README.md",
     ROOT / "benchmarks" / "LOG.md",
-    *(DOCS / f"{name}.md" for name in ("benchmark", "when_groups_win", "images_and_gpus", "zoo", "diagnostics")),
+    *(
+        DOCS / f"{name}.md"
+        for name in ("benchmark", "benchmark_details", "when_groups_win", "images_and_gpus", "zoo", "diagnostics")
+    ),
 )
 #: The default settings and what they are compared with, by the names that tables and figures have
 OURS = "default"
@@ -48,23 +50,19 @@ RIVALS = {
     "PPO, defaults": ["ppo, defaults"],
     "PPO, rl-zoo3": ["ppo", "ppo, not normalized"],
 }
-ARMS = {"GRPO": [OURS], **RIVALS}
+ARMS = {"GRPO, kernel": [OURS], **RIVALS}
+#: The sentences of the claim
+CLAIMS = {
+    "PPO, our settings": "Against PPO with the same settings, GRPO with the `kernel` buffer is",
+    "PPO, defaults": "Against PPO's defaults, it is",
+}
 #: What a figure can hold
-DRAWN = {name: ARMS[name] for name in ("GRPO", "PPO, our settings", "PPO, defaults", "PPO, rl-zoo3")}
+DRAWN = {name: ARMS[name] for name in ("GRPO, kernel", "PPO, our settings", "PPO, defaults", "PPO, rl-zoo3")}
 #: The same in other units, with the unit of the rewards
 CHANGES = {"rewards times 1e-3": 1e-3, "rewards times 1e3": 1e3, "observations in other units": 1.0}
 UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
 UNITS |= {f"{name}, {what}": [f"{arm}, {what}"] for name, (arm,) in UNITS.items() for what in CHANGES}
-ABLATIONS = ("minigrid", "cheetah_reuse", "buffers", "groups", "starts", "baseline")
-
-
-def provenance(rows: list[dict[str, str]]) -> str:
-    """
-    :param rows: Rows of finished runs
-    :return: The code that they were run with
-    """
-    commits, versions = (dict.fromkeys(row[name] for row in rows) for name in ("commit", "versions"))
-    return f"{len(rows)} rows, of {len(commits)} commits, with {'; '.join(versions)}."
+ABLATIONS = ("buffers", "groups", "starts", "baseline")
 
 
 def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
@@ -72,37 +70,33 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     :param results: Folder
     :return: By name of the place on a page, a function that makes its content
     """
-    short = Suite("short", results)
     inputs = Suite("inputs", results)
     rivals: dict[str, Sequence[str]] = {
         "no groups": ["grpo, no groups"],
         "PPO": ["ppo, defaults", "ppo, same settings", "ppo, same settings, rewards normalised"],
     }
     frozen, untouched, million = (Suite(name, results) for name in ("default", "untouched", "default_million"))
-    single = {"GRPO, 1 environment": ["default, 1 environment"]}
+    single = {"GRPO, kernel, 1 environment": ["default, 1 environment"]}
     at_a_million = {"PPO, rl-zoo3": ["ppo"], "TRPO, rl-zoo3": ["trpo"]}
-    pairs = [("grpo", "ppo"), ("grpo-default", "ppo-default"), ("grpo-default", "ppo")]
     return {
         "frozen_summary": lambda: summary_table(frozen, OURS, RIVALS),
         "frozen_wins": lambda: wins_table(frozen, OURS, RIVALS),
         "frozen_area": lambda: environments_table(frozen, {**ARMS, **single}, "auc"),
         "frozen_evaluation": lambda: environments_table(frozen, {**ARMS, **single}, "eval_mean"),
+        "claim": lambda: "\n".join(claim(frozen, OURS, RIVALS[name], opening) for name, opening in CLAIMS.items()),
+        "frozen_losses": lambda: losses_table(frozen, OURS, RIVALS),
+        "seconds_runs": lambda: seconds.runs_table(frozen, OURS, RIVALS),
+        "seconds": lambda: seconds.environments_table(frozen, OURS, RIVALS),
         "untouched_wins": lambda: wins_table(untouched, OURS, {"PPO, defaults": ["ppo, defaults"]}),
         "untouched_area": lambda: environments_table(untouched, ARMS, "auc"),
         "untouched_evaluation": lambda: environments_table(untouched, ARMS, "eval_mean"),
-        "frozen_million": lambda: environments_table(million, {"GRPO": [OURS], **at_a_million}, "eval_mean"),
+        "frozen_million": lambda: environments_table(million, {"GRPO, kernel": [OURS], **at_a_million}, "eval_mean"),
         "units": lambda: environments_table(
             Suite("units", results),
             UNITS,
             "auc",
             {f"{name}, {what}": unit for name in ("GRPO", "PPO") for what, unit in CHANGES.items()},
         ),
-        "provenance": lambda: provenance(read_rows(results / "runs.csv")),
-        "aggregate": lambda: aggregate_table(short, pairs),
-        "short": lambda: area_table(short, "grpo", "ppo"),
-        "default": lambda: area_table(short, "grpo-default", "ppo-default"),
-        "seconds": lambda: seconds_table(short, "grpo", "ppo"),
-        "full": lambda: area_table(Suite("full", results), "grpo", "ppo"),
         **{name: lambda name=name: ablation_table(Suite(name, results)) for name in ABLATIONS},  # type: ignore[misc]
         "learning": lambda: learning_table(Suite("learning", results)),
         "variants": lambda: learning_table(Suite("variants", results)),

@@ -5,14 +5,16 @@ import importlib.metadata
 import math
 import pathlib
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.curves import CurveStore, LearningCurve
 from benchmarks.matrix import Run, cells, expand, load_matrix
-from benchmarks.statistics import is_positive
+
+#: For each name the arms that stand for it, of which an environment has one
+Arms = Mapping[str, Sequence[str]]
 
 RESULTS = pathlib.Path(__file__).with_name("results")
 FIELDS = [
@@ -106,7 +108,6 @@ class Suite:
         csv = rows_file(matrix, name, results)
         self.results, self._store = results, CurveStore(csv)
         self._curves: dict[tuple[str, ...], LearningCurve] | None = None
-        self._learns: dict[tuple[str, str], bool] = {}
         rows = {row_key(row): row for row in read_rows(csv)}
         self._finished: dict[tuple[str, str], list[Finished]] = {}
         self.arms = list(dict.fromkeys(cell.arm for cell, _ in cells(matrix, name)))
@@ -132,17 +133,13 @@ class Suite:
         """:return: Area of each run, by seed"""
         return {each.run.seed: float(each.row["auc"]) for each in self.runs(arm, env)}
 
+    def arm_in(self, arms: Sequence[str], env: str) -> str | None:
+        """:return: The first of these arms that has finished runs in an environment, if any"""
+        return next((arm for arm in arms if self.runs(arm, env)), None)
+
     def random_area(self, env: str) -> float:
         """:return: Area of random actions, which is their mean return"""
         return float(self.column("random", env, "auc")[0])
-
-    def learns(self, arm: str, env: str) -> bool:
-        """
-        :return: Whether the interval of its mean area, or the area of a single run, is above the return of random actions
-        """
-        if (arm, env) not in self._learns:
-            self._learns[arm, env] = is_positive(self.column(arm, env, "auc") - self.random_area(env))
-        return self._learns[arm, env]
 
     def values(self, arm: str, env: str, seeds: Sequence[int], name: str) -> np.ndarray:
         """
@@ -169,8 +166,3 @@ class Suite:
         """:return: Seeds of which every arm has a run in every environment"""
         seeds = [set(self.by_seed(arm, env)) for arm in arms for env in envs]
         return sorted(set.intersection(*seeds)) if seeds else []
-
-    def areas(self, arm: str, envs: Sequence[str], seeds: Sequence[int]) -> np.ndarray:
-        """:return: Areas, shape ``(n_seeds, n_envs)``"""
-        areas = [[self.by_seed(arm, env)[seed] for env in envs] for seed in seeds]
-        return np.array(areas).reshape(len(seeds), len(envs))

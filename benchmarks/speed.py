@@ -5,7 +5,7 @@ Measure speed and memory, on one torch thread.
     python -m benchmarks.speed throughput --env image --n-envs 4 --policy CnnPolicy --n-steps 64 --batch-size 64 --n-epochs 4
     python -m benchmarks.speed scaling                  # with the number of environments, and with the size of a rollout
     python -m benchmarks.speed memory                   # peak memory on images
-    python -m benchmarks.speed turns --arms ppo grpo    # seconds per step of the arms of a suite
+    python -m benchmarks.speed turns                    # seconds per step of the arms of a suite
 
 - `throughput`: GRPO, PPO and the bare work (see `benchmarks.bound`) take turns in one process, with the same environment,
   rollout, minibatches, epochs and network; a turn is a few rollouts and updates. Printed are medians over turns, and the
@@ -16,7 +16,7 @@ Measure speed and memory, on one torch thread.
   which each rollout buffer turns a rollout of Pendulum-v1 into an update, which should not grow per transition. The time is
   that of this thread alone.
 - `memory`: peak resident memory of GRPO and of PPO, each in a process of its own.
-- `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for the table of seconds in `docs/benchmark.md`.
+- `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for `benchmarks.seconds`.
 """
 
 import argparse
@@ -290,7 +290,7 @@ def memory(args: argparse.Namespace) -> None:
 
 def turns_of(runs: list[Run]) -> list[dict[str, Any]]:
     """
-    Train in turns of whole rollouts of every arm: whatever else the machine does slows all arms alike.
+    Train in turns of whole rollouts of every arm. The time is that of this thread alone.
 
     :param runs: One run of each arm, in the same environment
     :return: Rows of ``speed.csv``, one for each turn
@@ -298,7 +298,8 @@ def turns_of(runs: list[Run]) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         models = {run.arm: stack.enter_context(experiment(run))[1] for run in runs}
         steps = max(*(model.n_steps * model.n_envs for model in models.values()), SHORTEST_TURN)  # type: ignore[attr-defined]
-        turns = take_turns({arm: training(model, steps) for arm, model in models.items()}, N_TURNS)
+        trainings = {arm: training(model, steps) for arm, model in models.items()}
+        turns = take_turns(trainings, N_TURNS, clock=time.thread_time)
         taken = {arm: model.num_timesteps / (N_TURNS + 1) for arm, model in models.items()}
     common = {"session": f"{time.time():.0f}", **provenance()}
     return [
@@ -357,7 +358,7 @@ def main() -> None:
         "--rounds", type=int, default=5, help="turns of each algorithm, rollouts of each size"
     )
     commands.choices["scaling"].add_argument("--largest", type=int, default=65_536, help="transitions of the largest rollout")
-    commands.choices["turns"].add_argument("--suite", default="short")
+    commands.choices["turns"].add_argument("--suite", default="default")
     commands.choices["turns"].add_argument("--arms", nargs="+", default=[], metavar="ARM")
     commands.choices["turns"].add_argument("--envs", nargs="+", default=[], metavar="ENV")
     commands.choices["turns"].add_argument("--dry-run", action="store_true", help="print what would be measured")

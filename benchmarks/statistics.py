@@ -16,8 +16,6 @@ from rliable import metrics
 from scipy import stats
 
 N_RESAMPLES = 2000
-#: Stands for infinity where a library needs a number: a mean with any of these in it is told from all others.
-VERY_LARGE = 1e12
 
 
 #: For each environment the scores of both sides
@@ -85,38 +83,18 @@ def bootstrapped(statistic: Callable[..., float], *scores: np.ndarray) -> Estima
     return Estimate(float(points[""][0]), float(low), float(high))
 
 
-def over_means(areas: np.ndarray, scales: Sequence[np.ndarray]) -> np.ndarray:
-    """
-    :param areas: Shape ``(n_seeds, n_envs)``
-    :param scales: Numbers for each environment, shape ``(n,)``
-    :return: Areas divided by the means of the scales, shape ``(n_seeds, n_envs)``
-    """
-    return areas / np.array([scale.mean() for scale in scales])
-
-
 def interquartile_mean(scores: np.ndarray, scales: Sequence[np.ndarray] = ()) -> Estimate:
     """
-    :param scores: Shape ``(n_seeds, n_envs)``; infinity is larger than any number
+    :param scores: Shape ``(n_seeds, n_envs)``
     :param scales: Numbers for each environment, by the mean of which its scores are divided, shape ``(n,)``. They are drawn
         anew as the scores are
-    :return: The mean of the middle half, infinity where infinite scores are part of it
+    :return: The mean of the middle half
     """
 
     def statistic(scores: np.ndarray, *scales: np.ndarray) -> float:
-        ratios = over_means(scores, scales) if scales else scores
-        return metrics.aggregate_iqm(np.where(np.isinf(ratios), VERY_LARGE, ratios))
+        return metrics.aggregate_iqm(scores / np.array([scale.mean() for scale in scales]) if scales else scores)
 
-    estimate = bootstrapped(statistic, scores, *(scale[:, None] for scale in scales))
-    return Estimate(*(math.inf if value > VERY_LARGE / 1000 else value for value in estimate))
-
-
-def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> Estimate:
-    """
-    :param ours: Shape ``(n_seeds, n_envs)``
-    :param theirs: Shape ``(n_seeds, n_envs)``
-    :return: Probability that a run of ours is better than one of theirs in the same environment, averaged over environments
-    """
-    return bootstrapped(metrics.probability_of_improvement, ours, theirs)
+    return bootstrapped(statistic, scores, *(scale[:, None] for scale in scales))
 
 
 def interval_of_means(values: np.ndarray) -> tuple[Any, Any]:
@@ -141,6 +119,25 @@ def mean_over_seeds(values: np.ndarray) -> Estimate:
         return Estimate(*[float(values[0])] * 3)
     low, high = interval_of_means(np.sort(values))
     return Estimate(float(values.mean()), float(low), float(high))
+
+
+def difference_of_means(ours: np.ndarray, theirs: np.ndarray) -> Estimate:
+    """
+    :param ours: Shape ``(n,)``
+    :param theirs: Shape ``(m,)``
+    :return: The difference of their means; both are drawn anew for the interval, which a single run does not have
+    """
+
+    def statistic(ours: np.ndarray, theirs: np.ndarray, axis: int) -> Any:
+        return ours.mean(axis=axis) - theirs.mean(axis=axis)
+
+    value = float(ours.mean() - theirs.mean())
+    if min(len(ours), len(theirs)) < 2:
+        return Estimate(value, math.nan, math.nan)
+    interval = stats.bootstrap(
+        (ours, theirs), statistic, n_resamples=N_RESAMPLES, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    return Estimate(value, float(interval.low), float(interval.high))
 
 
 def is_positive(values: np.ndarray) -> bool:
@@ -181,15 +178,16 @@ def over_environments(statistic: Callable[[Pairs], float], pairs: Pairs) -> Esti
         drawn = [pairs[env] for env in rng.integers(len(pairs), size=len(pairs))]
         return statistic([(rng.choice(ours, len(ours)), rng.choice(theirs, len(theirs))) for ours, theirs in drawn])
 
-    low, high = np.quantile([resampled() for _ in range(N_RESAMPLES)], [0.025, 0.975])
+    # The nearest of the values, because there is nothing between a number and infinity
+    low, high = np.quantile([resampled() for _ in range(N_RESAMPLES)], [0.025, 0.975], method="nearest")
     return Estimate(statistic(pairs), float(low), float(high))
 
 
 def ratio_of_runs(pairs: Pairs) -> float:
     """
-    :param pairs: As in :func:`over_environments`, the second scores with a positive mean
-    :return: Interquartile mean of the first scores over the means of the second. An environment with fewer runs counts as much
-        as one with more
+    :param pairs: As in :func:`over_environments`, the second scores finite and with a positive mean
+    :return: Interquartile mean of the first scores over the means of the second, infinity where infinite scores are part of
+        it. An environment with fewer runs counts as much as one with more
     """
     n_runs = math.lcm(*(len(ours) for ours, _ in pairs))
     return float(metrics.aggregate_iqm(np.array([np.resize(ours, n_runs) / theirs.mean() for ours, theirs in pairs])))

@@ -1,9 +1,8 @@
 """
 Tables of finished runs, in Markdown.
 
-The *area* is the mean over the budget of the mean return of the last 20 training episodes. An area *over that of PPO* is the
-area above the return of random actions, divided by the mean of the same for PPO. Throughout, `suite` has the finished runs,
-and `arm` is compared with `reference`.
+The *area* is the mean over the budget of the mean return of the last 20 training episodes. Throughout, `suite` has the
+finished runs, and `arm` is compared with `reference`.
 """
 
 import math
@@ -12,26 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.curves import LearningCurve
-from benchmarks.results import Suite, read_rows
+from benchmarks.results import Suite
 from benchmarks.statistics import (
     Estimate,
     format_number,
     interquartile_mean,
     mean_of_paired_ratios,
     mean_over_seeds,
-    over_means,
-    probability_of_improvement,
 )
 
 NO_ROWS = "There are no rows yet."
 #: Runs that a comparison in :func:`gains_table` needs
 MIN_SEEDS = 3
 LABELS = {
-    "grpo": "GRPO",
-    "ppo": "PPO",
-    "grpo-default": "GRPO, defaults",
-    "ppo-default": "PPO, defaults",
     "grpo, defaults": "GRPO",
     "grpo, no relative term": "without the term",
     "ppo, defaults": "defaults",
@@ -57,93 +49,6 @@ def format_steps(steps: float) -> str:
     :return: As a whole number, "never" for infinity
     """
     return "never" if math.isinf(steps) else f"{steps:,.0f}"
-
-
-def areas_and_scales(
-    suite: Suite, arm: str, reference: str, envs: Sequence[str], seeds: Sequence[int]
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """
-    Numerators and denominators of areas over those of the reference.
-    :return: Areas above that of random actions, shape ``(n_seeds, n_envs)``, and for each environment those of the reference,
-        shape ``(n,)``; where it is no better than random actions, infinity for a run that is and 0 for others, over one
-    """
-    above = suite.areas(arm, envs, seeds) - np.array([suite.random_area(env) for env in envs])
-    learns = np.array([suite.learns(reference, env) for env in envs], dtype=bool)
-    scales = [
-        suite.column(reference, env, "auc") - suite.random_area(env) if learned else np.ones(1)
-        for env, learned in zip(envs, learns, strict=True)
-    ]
-    return np.where(learns, above, np.where(above > 0.0, math.inf, 0.0)), scales
-
-
-def normalised_areas(suite: Suite, arms: Sequence[str], reference: str) -> tuple[dict[str, np.ndarray], list[str], list[int]]:
-    """
-    :return: By arm the areas over those of the reference, shape ``(n_seeds, n_envs)``; the environments, without those where
-        the reference is no better than random actions; and the seeds that all arms have in all of them
-    """
-    envs = [env for env in suite.compared(*arms, reference) if suite.learns(reference, env)]
-    seeds = suite.common_seeds(arms, envs)
-    return {arm: over_means(*areas_and_scales(suite, arm, reference, envs, seeds)) for arm in arms}, envs, seeds
-
-
-def area_table(suite: Suite, arm: str, reference: str) -> str:
-    """:return: One line per environment"""
-    ours, theirs = LABELS[arm], LABELS[reference]
-    header = (
-        "environment", "steps", "seeds", "random", f"area, {ours}", f"area, {theirs}", "ratio", f"evaluation, {ours}",
-        f"evaluation, {theirs}",
-    )  # fmt: skip
-    lines = []
-    for env in suite.compared(arm, reference):
-        areas = [suite.column(each, env, "auc") for each in (arm, reference)]
-        evaluations = [suite.column(each, env, "eval_mean") for each in (arm, reference)]
-        above = [area.mean() - suite.random_area(env) for area in areas]
-        ratio = format_number(above[0] / above[1]) if suite.learns(reference, env) else f"{theirs} no better than random"
-        lines.append([
-            env, f"{suite.timesteps[env]:,}", " and ".join(str(n) for n in sorted({len(each) for each in areas})),
-            format_number(suite.random_area(env)), *map(mean_over_seeds, areas), ratio, *map(mean_over_seeds, evaluations),
-        ])  # fmt: skip
-    return markdown_table(header, lines)
-
-
-def aggregate_table(suite: Suite, pairs: Sequence[tuple[str, str]]) -> str:
-    """
-    :param suite: Finished runs
-    :param pairs: Arms, and the reference of each
-    :return: One line per pair, and the notes
-    """
-    header = (
-        "comparison", "environments", "seeds", "area at least as large", "interquartile mean of ratios",
-        "probability of improvement",
-    )  # fmt: skip
-    lines, notes = [], []
-    for arm, reference in pairs:
-        compared = suite.compared(arm, reference)
-        seeds = suite.common_seeds((arm, reference), compared)
-        if not seeds:
-            continue
-        title = f"{LABELS[arm]} against {LABELS[reference]}"
-        ours, theirs = (suite.areas(each, compared, seeds) for each in (arm, reference))
-        at_least = {
-            env for env in compared if np.subtract(*(suite.column(a, env, "auc").mean() for a in (arm, reference))) >= 0
-        }
-        _, envs, ratio_seeds = normalised_areas(suite, (arm, reference), reference)
-        ratio: Any = "none"
-        if envs:
-            ratio = interquartile_mean(*areas_and_scales(suite, arm, reference, envs, ratio_seeds))
-        better = probability_of_improvement(ours, theirs)
-        lines.append([title, len(compared), len(seeds), f"{len(at_least)} of {len(compared)}", ratio, better])
-        if left_out := [env for env in compared if env not in envs]:
-            note = f"{title}: no ratio on {', '.join(left_out)}, where {LABELS[reference]} is no better than random actions."
-            if envs:
-                better = probability_of_improvement(*(suite.areas(each, envs, ratio_seeds) for each in (arm, reference)))
-                note += f" On the other {len(envs)} the area is at least as large on {len(at_least & set(envs))}, and the "
-                note += f"probability of improvement {better}."
-            mean = interquartile_mean(*areas_and_scales(suite, arm, reference, compared, seeds)).text(infinity="∞")
-            notes.append(
-                f"{note} With runs better than random counted as ∞ there, others as 0, the interquartile mean is {mean}."
-            )
-    return "\n".join([markdown_table(header, lines), *(["", *notes] if notes else [])])
 
 
 def ablation_table(suite: Suite, column: str = "auc") -> str:
@@ -185,7 +90,7 @@ def gains_table(suite: Suite, arm: str, rivals: dict[str, Sequence[str]], column
         for name, arms in rivals.items()
         if all(len(suite.common_seeds([arm, each], [env])) >= MIN_SEEDS for each in arms for env in suite.timesteps)
     }
-    header = ["environment", "seeds", LABELS[arm], *(text for name in rivals for text in (name, f"gain over {name}"))]
+    header = ["environment", "seeds", LABELS.get(arm, arm), *(text for name in rivals for text in (name, f"gain over {name}"))]
     lines, pooled = [], []
     envs = suite.compared(arm, *(arms[0] for arms in rivals.values()))
     if not envs or not rivals:
@@ -217,7 +122,7 @@ def rivals_table(suite: Suite, arm: str, rivals: Sequence[str]) -> str:
     """
     header = [
         "environment",
-        *(f"{what}, {LABELS[each]}" for each in rivals for what in ("area", "evaluation")),
+        *(f"{what}, {LABELS.get(each, each)}" for each in rivals for what in ("area", "evaluation")),
         "ratio at most",
     ]
     lines = []
@@ -238,7 +143,7 @@ def paired_table(suite: Suite, arm: str, reference: str) -> str:
     header = [
         "environment",
         "seeds",
-        *(f"{what}, {LABELS[each]}" for what in ("area", "evaluation") for each in (arm, reference)),
+        *(f"{what}, {LABELS.get(each, each)}" for what in ("area", "evaluation") for each in (arm, reference)),
     ]
     envs = suite.compared(arm, reference)
     lines, pairs = [], []
@@ -275,71 +180,6 @@ def variants_table(suite: Suite) -> str:
         reached = f"{np.isfinite(steps).sum()} of {len(steps)}"
         lines.append([arm.partition(", ")[2], *estimates, reached, format_steps(float(np.median(steps))), f"{seconds:.0f}"])
     return markdown_table(("arm", "area", "evaluation", "reached the threshold", "after steps", "seconds"), lines)
-
-
-def seconds_per_step(suite: Suite, arms: Sequence[str], env: str) -> dict[str, float]:
-    """
-    :return: By arm, the median of the turns of the latest session in ``speed.csv`` that all of them took part in; empty if
-        there is none
-    """
-    wanted = {arm: {finished.run.settings_hash() for finished in suite.runs(arm, env)} for arm in arms}
-    sessions: dict[str, dict[str, list[float]]] = {}
-    for row in read_rows(suite.results / "speed.csv"):
-        for arm in arms:
-            if row["env"] == env and row["settings_hash"] in wanted[arm]:
-                sessions.setdefault(row["session"], {}).setdefault(arm, []).append(float(row["seconds_per_step"]))
-    for session in sorted(sessions, key=float, reverse=True):
-        if len(sessions[session]) == len(arms):
-            return {arm: float(np.median(turns)) for arm, turns in sessions[session].items()}
-    return {}
-
-
-def steps_to(curve: LearningCurve, target: float) -> float:
-    """
-    :param curve: Curve of a run
-    :param target: Return
-    :return: First step at which 20 episodes had that mean return, infinity if there is none
-    """
-    # Rows and curves are rounded differently
-    held = curve.first_held(target - 1e-6 * abs(target))
-    return math.inf if held is None else float(curve.steps[held])
-
-
-def seconds_table(suite: Suite, arm: str, reference: str) -> str:
-    """
-    Seconds until the mean return of 20 training episodes is the final return of the reference: the mean of its last 100
-    episodes, averaged over seeds. Environments where the reference is no better than random actions are left out. A run of the
-    reference that never gets there counts with its whole budget, one of the arm as never.
-    :return: One line per environment, with medians over runs, and the interquartile mean, over runs, of the arm's seconds over
-        the mean of the reference's
-    """
-    header = [
-        "environment", f"{LABELS[reference]}'s final return",
-        *(f"{what}, {LABELS[each]}" for what in ("runs there", "steps", "steps/s") for each in (arm, reference)),
-        "ratio of seconds",
-    ]  # fmt: skip
-    lines = []
-    seconds: list[dict[int, float]] = []
-    scales: list[np.ndarray] = []
-    for env in suite.compared(arm, reference):
-        speeds = seconds_per_step(suite, (arm, reference), env)
-        if not speeds or not suite.learns(reference, env):
-            continue
-        target = suite.column(reference, env, "final").mean()
-        ours, theirs = (np.array([steps_to(curve, target) for curve in suite.curves(each, env)]) for each in (arm, reference))
-        scales.append(np.minimum(theirs, suite.timesteps[env]) * speeds[reference])
-        seconds.append({each.run.seed: steps * speeds[arm] for each, steps in zip(suite.runs(arm, env), ours, strict=True)})
-        lines.append([
-            env, format_number(target), *(f"{np.isfinite(steps).sum()} of {len(steps)}" for steps in (ours, theirs)),
-            *(format_steps(float(np.median(steps))) for steps in (ours, theirs)),
-            *(f"{1 / speeds[each]:,.0f}" for each in (arm, reference)),
-            format_number(float(np.median(ours * speeds[arm]) / scales[-1].mean())),
-        ])  # fmt: skip
-    text = markdown_table(header, lines)
-    if seconds and (seeds := sorted(set.intersection(*(set(each) for each in seconds)))):
-        ratio = interquartile_mean(np.array([[each[seed] for each in seconds] for seed in seeds]), scales)
-        text += f"\n\nInterquartile mean, over runs, of the seconds over the mean of PPO's: {ratio}."
-    return text
 
 
 def learning_table(suite: Suite) -> str:

@@ -1,8 +1,8 @@
 """
-One arm against several rivals: by area, and by the evaluation after training.
+One arm against several rivals: by area, by the evaluation after training, and by seconds.
 
 A *ratio* divides what is above the return of random actions by the mean of the same for the rival. Throughout, `suite` has the
-finished runs, `arm` is compared, and `rivals` has for each name the arms that stand for it, of which an environment has one.
+finished runs, `arm` is compared, and `rivals` has for each name the arms that stand for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,24 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.results import Suite
+from benchmarks import seconds
+from benchmarks.results import Arms, Suite
 from benchmarks.statistics import (
     Estimate,
     chance_of_improvement,
+    difference_of_means,
     format_number,
     is_positive,
     mean_over_seeds,
     over_environments,
     ratio_of_runs,
 )
-from benchmarks.tables import markdown_table
+from benchmarks.tables import NO_ROWS, markdown_table
 
-Arms = Mapping[str, Sequence[str]]
-
-
-def arm_in(suite: Suite, arms: Sequence[str], env: str) -> str | None:
-    """:return: The arm that has finished runs in an environment, if any"""
-    return next((arm for arm in arms if suite.runs(arm, env)), None)
+NO_LOSSES = "Nowhere is a rival ahead."
 
 
 def paired_scores(suite: Suite, arm: str, arms: Sequence[str], column: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -39,7 +36,7 @@ def paired_scores(suite: Suite, arm: str, arms: Sequence[str], column: str) -> d
     """
     scores = {}
     for env in suite.timesteps:
-        rival = arm_in(suite, arms, env)
+        rival = suite.arm_in(arms, env)
         if rival is None or not (seeds := suite.common_seeds((arm, rival), [env])):
             continue
         ours, theirs = (suite.values(each, env, seeds, column) - suite.random_area(env) for each in (arm, rival))
@@ -57,7 +54,7 @@ def environments_table(suite: Suite, arms: Arms, column: str, units: Mapping[str
     """
     lines = []
     for env in suite.timesteps:
-        found = {name: arm_in(suite, each, env) for name, each in arms.items()}
+        found = {name: suite.arm_in(each, env) for name, each in arms.items()}
         if not any(found.values()) or not suite.runs("random", env):
             continue
         means = [
@@ -86,16 +83,65 @@ def comparison(suite: Suite, arm: str, arms: Sequence[str], column: str) -> tupl
 
 
 def summary_table(suite: Suite, arm: str, rivals: Arms) -> str:
-    """:return: One line per rival: ratios and probabilities of improvement, by area and by evaluation"""
-    header = ["against", "environments"]
-    header += [f"{what}, {name}" for name in ("area", "evaluation") for what in ("ratio", "probability of improvement")]
+    """:return: One line per rival: ratios of areas, of evaluations and of seconds, and the probability of improvement"""
+    header = ["against", "environments", "area", "evaluation", "probability of improvement", "seconds"]
     lines: list[list[Any]] = []
     for name, arms in rivals.items():
         area, evaluation = (comparison(suite, arm, arms, column) for column in ("auc", "eval_mean"))
         if area[3]:
             counts = [f"{n_ratio} of {n_either}" for _, _, n_ratio, n_either in (area, evaluation)]
-            lines.append([name, " and ".join(dict.fromkeys(counts)), *area[:2], *evaluation[:2]])
+            seconds_ratio = seconds.ratio(suite, arm, arms) or ""
+            lines.append([name, " and ".join(dict.fromkeys(counts)), area[0], *evaluation[:2], seconds_ratio])
     return markdown_table(header, lines)
+
+
+def verdict(ratio: Estimate, less_is_better: bool = False) -> str:
+    """
+    :param ratio: Ratio with its interval
+    :param less_is_better: Whether a ratio below one is good
+    :return: What it says: better or worse if the interval lies on one side of one, and level otherwise
+    """
+    if ratio.low <= 1.0 <= ratio.high:
+        return "level"
+    return "better" if (ratio.low > 1.0) is not less_is_better else "worse"
+
+
+def claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:
+    """
+    :param arms: Arms that stand for the rival
+    :param opening: Beginning of the sentence
+    :return: The sentence: by area, evaluation and seconds separately, whether the arm is better, level or worse
+    """
+    ratios = {
+        "area": comparison(suite, arm, arms, "auc")[0],
+        "evaluation": comparison(suite, arm, arms, "eval_mean")[0],
+        "seconds": seconds.ratio(suite, arm, arms),
+    }
+    parts = [
+        f"**{verdict(ratio, name == 'seconds')}** by {name}, {ratio}"
+        for name, ratio in ratios.items()
+        if isinstance(ratio, Estimate)
+    ]
+    return f"{opening} {', '.join(parts[:-1])} and {parts[-1]}." if len(parts) > 1 else NO_ROWS
+
+
+def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:
+    """
+    :return: One line for each environment and measure in which a rival is ahead: the means of both, and their difference,
+        whose interval lies below zero
+    """
+    lines: list[list[Any]] = []
+    has_rows = False
+    for name, arms in rivals.items():
+        for column, measure in (("auc", "area"), ("eval_mean", "evaluation")):
+            for env, pair in paired_scores(suite, arm, arms, column).items():
+                difference, has_rows = difference_of_means(*pair), True
+                if difference.high < 0:
+                    ours, theirs = (scores.mean() + suite.random_area(env) for scores in pair)
+                    cells = [measure, format_number(ours), format_number(theirs), difference]
+                    lines.append([name, env.removeprefix("sb3_grpo/"), *cells])
+    header = ["ahead of GRPO", "environment", "by", "GRPO", "rival", "difference"]
+    return NO_LOSSES if has_rows and not lines else markdown_table(header, lines)
 
 
 def wins_table(suite: Suite, arm: str, rivals: Arms) -> str:

@@ -20,7 +20,7 @@ def make_run(**changes: Any) -> Run:
 
 
 def test_runs_come_seed_by_seed_with_arms_side_by_side() -> None:
-    assert [(run.arm, run.env, run.seed) for run in expand(SMALL, "short")] == [
+    assert [(run.arm, run.env, run.seed) for run in expand(SMALL, "default")] == [
         ("random", "CartPole-v1", 0),
         ("random", "Acrobot-v1", 0),
         ("ppo", "CartPole-v1", 100),
@@ -33,16 +33,16 @@ def test_runs_come_seed_by_seed_with_arms_side_by_side() -> None:
 
 
 def test_a_part_of_a_suite_can_be_chosen() -> None:
-    runs = expand(SMALL, "short", arms=["grpo"], envs=["Acrobot-v1"], seeds=[3, 4])
+    runs = expand(SMALL, "default", arms=["grpo"], envs=["Acrobot-v1"], seeds=[3, 4])
     assert [(run.arm, run.env, run.seed) for run in runs[1:]] == [("grpo", "Acrobot-v1", 3), ("grpo", "Acrobot-v1", 4)]
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        pytest.param(dict(suite="long"), "'long'.*short, cases", id="suite"),
-        pytest.param(dict(suite="short", arms=["a2c"]), "'a2c'.*ppo, grpo", id="arm"),
-        pytest.param(dict(suite="short", envs=["Acrobot-v2"]), "'Acrobot-v2'.*CartPole-v1, Acrobot-v1", id="environment"),
+        pytest.param(dict(suite="long"), "'long'.*default, cases", id="suite"),
+        pytest.param(dict(suite="default", arms=["a2c"]), "'a2c'.*ppo, grpo", id="arm"),
+        pytest.param(dict(suite="default", envs=["Acrobot-v2"]), "'Acrobot-v2'.*CartPole-v1, Acrobot-v1", id="environment"),
     ],
 )
 def test_an_unknown_name_is_refused(wrong: dict[str, Any], message: str) -> None:
@@ -50,7 +50,7 @@ def test_an_unknown_name_is_refused(wrong: dict[str, Any], message: str) -> None
         expand(SMALL, **wrong)
 
 
-@pytest.mark.parametrize("suite", ["short", "full", "minigrid"])
+@pytest.mark.parametrize("suite", ["default", "default_million"])
 def test_tuned_ppo_has_the_settings_of_rl_zoo3(suite: str) -> None:
     shipped = yaml.safe_load((importlib.resources.files("rl_zoo3") / "hyperparams" / "ppo.yml").read_text())
     runs = [run for run in expand(MATRIX, suite) if run.arm == "ppo"]
@@ -61,11 +61,12 @@ def test_tuned_ppo_has_the_settings_of_rl_zoo3(suite: str) -> None:
 
 
 def test_default_arms_have_nothing_but_defaults() -> None:
-    runs = [run for run in expand(MATRIX, "short") if run.arm.endswith("-default")]
-    assert {run.algo for run in runs} == {"ppo", "grpo"}
-    added = [{"group_size": 2, "rollout_buffer_kwargs": {"relative": False}}, {}]  # before the relative term, and PPO
+    runs = [run for run in expand(MATRIX, "default") if run.arm in ("default", "default, 1 environment", "ppo, defaults")]
+    size = {"default": {"n_envs": 8}, "default, 1 environment": {}, "ppo, defaults": {"n_envs": 8, "n_steps": 256}}
     ours = ("policy", "n_timesteps", "env_wrapper")
-    assert all({key: value for key, value in run.entry.items() if key not in ours} in added for run in runs)
+    for run in runs:
+        assert {key: value for key, value in run.entry.items() if key not in ours} == size[run.arm]
+    assert {run.arm for run in runs} == set(size)
 
 
 def test_arms_of_older_rows_have_what_the_defaults_were() -> None:
@@ -98,7 +99,7 @@ def test_the_hash_of_older_rows_does_not_change_with_the_defaults() -> None:
 def test_reported_seeds_are_not_those_of_tuning() -> None:
     seeds = {name: {run.seed for run in expand(MATRIX, name) if run.algo != "random"} for name in MATRIX["suites"]}
     reported = [
-        *("short", "full", "minigrid", "zoo", "inputs", "ordinary", "tokens"),
+        *("zoo", "inputs", "ordinary", "tokens"),
         *("default", "default_million", "untouched", "units", "proof", "proof_million"),
     ]
     compared = set.union(*(seeds.pop(name) for name in reported))

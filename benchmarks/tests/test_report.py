@@ -19,20 +19,6 @@ BETTER = {"CartPole-v1": [30.0, 31.0, 32.0], "Acrobot-v1": [300.0, 310.0, 320.0]
 WORSE = {"CartPole-v1": [10.0, 11.0, 12.0], "Acrobot-v1": [100.0, 110.0, 120.0]}
 
 
-@pytest.mark.parametrize(
-    ("grpo", "ppo", "probability"),
-    [
-        pytest.param(BETTER, WORSE, "1.00 (1.00 to 1.00)", id="strictly better"),
-        pytest.param(WORSE, BETTER, "0.00 (0.00 to 0.00)", id="strictly worse"),
-    ],
-)
-def test_the_probability_of_improvement_of_a_toy(
-    grpo: dict[str, list[float]], ppo: dict[str, list[float]], probability: str, tmp_path: pathlib.Path
-) -> None:
-    suite = toy_suite(tmp_path, {"grpo": grpo, "ppo": ppo})
-    assert tables.aggregate_table(suite, [("grpo", "ppo")]).endswith(f" | {probability} |")
-
-
 def test_gains_are_differences_between_runs_with_the_same_seed_over_the_best_rival(tmp_path: pathlib.Path) -> None:
     suite = toy_suite(
         tmp_path,
@@ -44,7 +30,7 @@ def test_gains_are_differences_between_runs_with_the_same_seed_over_the_best_riv
     )
     table = tables.gains_table(suite, "grpo", {"PPO": ["ppo-default", "ppo"], "defaults": ["ppo-default"]}, "auc")
     line = table.splitlines()[2]
-    assert "| 25.0<br>PPO | 5.00 (5.00 to 5.00) | 2.00 | 28.0 (" in line
+    assert "| 25.0<br>ppo | 5.00 (5.00 to 5.00) | 2.00 | 28.0 (" in line
     assert "over PPO 1.20 (" in table
     assert "over defaults 15.0 (" in table
 
@@ -79,11 +65,6 @@ def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
     assert interquartile_mean(np.array([[1.0, -50.0], [2.0, 100.0]])).value == pytest.approx(1.5)
 
 
-def test_the_interquartile_mean_is_infinite_where_its_middle_is() -> None:
-    assert interquartile_mean(np.array([[1.0, 2.0], [3.0, math.inf]])).value == pytest.approx(2.5)
-    assert str(interquartile_mean(np.array([[1.0, 2.0], [math.inf, math.inf]]))).startswith("never")
-
-
 def test_the_reference_is_drawn_anew_as_well() -> None:
     ours, theirs = np.array([[2.0], [3.0], [4.0]]), np.array([1.0, 2.0, 3.0])
     known, drawn = interquartile_mean(ours / theirs.mean()), interquartile_mean(ours, [theirs])
@@ -107,50 +88,6 @@ def test_a_median_has_an_interval_around_it() -> None:
     assert 1.0 <= low < value == 3.0 < high <= 100.0
 
 
-def test_areas_are_above_random_and_over_the_mean_of_ppo(tmp_path: pathlib.Path) -> None:
-    suite = toy_suite(tmp_path, {"grpo": {"CartPole-v1": [50.0, 70.0]}, "ppo": {"CartPole-v1": [20.0, 40.0]}}, random=10.0)
-    scores, _, seeds = tables.normalised_areas(suite, ("grpo", "ppo"), "ppo")
-    assert seeds == [100, 101]
-    np.testing.assert_allclose(scores["grpo"], [[2.0], [3.0]])
-    np.testing.assert_allclose(scores["ppo"], [[0.5], [1.5]])
-    assert "| 2.50 |" in tables.area_table(suite, "grpo", "ppo")
-
-
-@pytest.mark.parametrize(
-    ("ppo", "learns"),
-    [
-        pytest.param([11.0, 40.0], True, id="interval above"),
-        pytest.param([9.0, 40.0], False, id="interval around"),
-        pytest.param([11.0], True, id="one seed above"),
-        pytest.param([9.0], False, id="one seed below"),
-    ],
-)
-def test_a_ratio_needs_a_reference_above_random(ppo: list[float], learns: bool, tmp_path: pathlib.Path) -> None:
-    suite = toy_suite(tmp_path, {"grpo": {"CartPole-v1": [50.0] * len(ppo)}, "ppo": {"CartPole-v1": ppo}}, random=10.0)
-    assert ("PPO no better than random" in tables.area_table(suite, "grpo", "ppo")) is not learns
-
-
-def test_seeds_are_matched_by_number(tmp_path: pathlib.Path) -> None:
-    areas = {"grpo": {"CartPole-v1": [math.nan, 4.0, 9.0]}, "ppo": {"CartPole-v1": [2.0, 2.0]}}
-    scores, _, seeds = tables.normalised_areas(toy_suite(tmp_path, areas), ("grpo", "ppo"), "ppo")
-    assert seeds == [101]
-    np.testing.assert_allclose(scores["grpo"], [[2.0]])
-
-
-@pytest.mark.parametrize(
-    ("ours", "mean"),
-    [pytest.param(0.5, "2.50", id="of 1, 2, 3, infinity"), pytest.param(-0.5, "1.50", id="of 0, 1, 2, 3")],
-)
-def test_an_environment_without_a_ratio_is_named_and_counts_as_infinity_or_zero(
-    ours: float, mean: str, tmp_path: pathlib.Path
-) -> None:
-    grpo = {"CartPole-v1": [1.0], "Pendulum-v1": [2.0], "MountainCarContinuous-v0": [3.0], "Acrobot-v1": [ours]}
-    ppo = {**{env: [1.0] for env in grpo}, "Acrobot-v1": [-1.0]}
-    table = tables.aggregate_table(toy_suite(tmp_path, {"grpo": grpo, "ppo": ppo}), [("grpo", "ppo")])
-    assert "no ratio on Acrobot-v1, where PPO is no better than random actions. On the other 3 the area is" in table
-    assert table.endswith(f"the interquartile mean is {mean}.")
-
-
 def test_an_ablation_is_over_the_seeds_that_all_arms_have(tmp_path: pathlib.Path) -> None:
     grpo = {"CartPole-v1": [30.0, 50.0, 90.0], "Acrobot-v1": [3.0, 3.0]}
     suite = toy_suite(tmp_path, {"grpo": grpo, "ppo": {"CartPole-v1": [20.0, 20.0], "Acrobot-v1": []}})
@@ -160,30 +97,6 @@ def test_an_ablation_is_over_the_seeds_that_all_arms_have(tmp_path: pathlib.Path
         "| grpo | 40.0 (30.0 to 50.0) | 3.00 (3.00 to 3.00) |",
         "| ppo | 20.0 (20.0 to 20.0) | not run |",
     ]
-
-
-def test_seconds_are_those_until_the_final_return_of_ppo(tmp_path: pathlib.Path) -> None:
-    # Returns rise evenly from 0 to twice the area, and PPO's "final" is its area. Means of 20 episodes lag ten episodes behind
-    areas = {"grpo": {"CartPole-v1": [40.0]}, "ppo": {"CartPole-v1": [20.0]}}
-    table = tables.seconds_table(toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003}), "grpo", "ppo")
-    assert "| 1 of 1 | 1 of 1 | 360 | 600 | 1,000 | 333 | 0.20 |" in table
-    assert table.endswith("the mean of PPO's: 0.20.")
-
-
-def test_a_run_that_never_gets_there_counts_as_never(tmp_path: pathlib.Path) -> None:
-    areas = {"grpo": {"CartPole-v1": [5.0]}, "ppo": {"CartPole-v1": [20.0]}}
-    table = tables.seconds_table(toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003}), "grpo", "ppo")
-    assert "| 0 of 1 | 1 of 1 | never |" in table
-
-
-def test_speeds_are_those_of_one_session(tmp_path: pathlib.Path) -> None:
-    areas = {"grpo": {"CartPole-v1": [4.0]}, "ppo": {"CartPole-v1": [2.0]}}
-    suite = toy_suite(tmp_path, areas, speeds={"grpo": 1.0, "ppo": 2.0})
-    settings = suite.runs("ppo", "CartPole-v1")[0].run.settings_hash()
-    row = {"session": 2, "env": "CartPole-v1", "settings_hash": settings, "seconds_per_step": 50.0}
-    append_row(tmp_path / "speed.csv", row, list(row))
-    assert tables.seconds_per_step(suite, ("grpo", "ppo"), "CartPole-v1") == {"grpo": 1.0, "ppo": 2.0}
-    assert tables.seconds_per_step(suite, ("ppo",), "CartPole-v1") == {"ppo": 50.0}
 
 
 def test_rows_of_other_settings_do_not_count(tmp_path: pathlib.Path) -> None:
@@ -234,7 +147,6 @@ def test_the_interval_of_a_mean_over_seeds_is_narrower_than_their_range() -> Non
 
 def test_without_rows_every_table_says_so(tmp_path: pathlib.Path) -> None:
     contents = report.sections(tmp_path)
-    del contents["provenance"]
     assert {text() for text in contents.values()} == {tables.NO_ROWS}
 
 

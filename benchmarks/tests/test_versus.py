@@ -7,7 +7,7 @@ import pytest
 from rliable import metrics
 
 from benchmarks import versus
-from benchmarks.statistics import chance_of_improvement, over_environments, ratio_of_runs
+from benchmarks.statistics import Estimate, chance_of_improvement, over_environments, ratio_of_runs
 from benchmarks.tables import NO_ROWS
 from benchmarks.tests.toys import toy_suite
 
@@ -26,7 +26,8 @@ def test_ratios_are_of_what_is_above_random_and_an_environment_takes_the_rival_i
     }
     suite = toy_suite(tmp_path, areas, random=10.0)
     perfect = ["2.00 (2.00 to 2.00)", "1.00 (1.00 to 1.00)"]  # seeds and environments are all alike
-    assert cells(versus.summary_table(suite, "grpo", RIVALS).splitlines()[2]) == ["PPO", "2 of 2", *perfect, *perfect]
+    line = versus.summary_table(suite, "grpo", RIVALS).splitlines()[2]
+    assert cells(line) == ["PPO", "2 of 2", perfect[0], *perfect, ""]
     names = {"ours": ["grpo"], **RIVALS}
     assert cells(versus.environments_table(suite, names, "auc").splitlines()[2])[2:] == [
         "2", "10.0", "30.0 (30.0 to 30.0)", "20.0 (20.0 to 20.0)",
@@ -40,7 +41,7 @@ def test_there_is_no_ratio_to_a_rival_that_does_not_learn_and_no_win_where_nobod
     }
     suite = toy_suite(tmp_path, areas, random=10.0)
     line = cells(versus.summary_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])
-    assert line[1:4] == ["1 of 2", "0.50 (0.50 to 0.50)", "0.50 (0.00 to 1.00)"]
+    assert line[1:] == ["1 of 2", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)", "0.50 (0.00 to 1.00)", ""]
     assert cells(versus.wins_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])[1:] == ["1 of 2"] * 3
 
 
@@ -69,3 +70,42 @@ def test_the_chance_of_improvement_is_that_of_rliable() -> None:
     ours, theirs = rng.integers(4, size=(2, 6, 3)).astype(float)  # with ties
     pairs = [(ours[:, env], theirs[:, env]) for env in range(3)]
     assert chance_of_improvement(pairs) == pytest.approx(metrics.probability_of_improvement(ours, theirs))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "less_is_better", "expected"),
+    [
+        pytest.param((1.2, 1.1, 1.3), False, "better", id="more"),
+        pytest.param((0.8, 0.7, 0.9), False, "worse", id="less"),
+        pytest.param((1.2, 0.9, 1.4), False, "level", id="neither"),
+        pytest.param((0.4, 0.3, 0.5), True, "better", id="fewer seconds"),
+        pytest.param((np.inf, 1.2, np.inf), True, "worse", id="never there"),
+    ],
+)
+def test_a_verdict_needs_an_interval_on_one_side(ratio: tuple[float, ...], less_is_better: bool, expected: str) -> None:
+    assert versus.verdict(Estimate(*ratio), less_is_better) == expected
+
+
+def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [40.0, 40.0]}, "ppo": {"CartPole-v1": [20.0, 20.0]}}
+    suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
+    assert versus.claim(suite, "grpo", ["ppo"], "It is") == (
+        "It is **better** by area, 2.00 (2.00 to 2.00), **better** by evaluation, 2.00 (2.00 to 2.00) and "
+        "**better** by seconds, 0.20 (0.20 to 0.20)."
+    )
+
+
+def test_a_loss_is_a_difference_whose_interval_lies_below_zero(tmp_path: pathlib.Path) -> None:
+    areas = {
+        "grpo": {"CartPole-v1": [20.0, 22.0], "Acrobot-v1": [20.0, 30.0], "Pendulum-v1": [50.0, 50.0]},
+        "ppo": {"CartPole-v1": [30.0, 32.0], "Acrobot-v1": [25.0, 27.0], "Pendulum-v1": [20.0, 20.0]},
+    }
+    suite = toy_suite(tmp_path, areas, random=10.0)
+    _, _, *lines = versus.losses_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()
+    assert [cells(line) for line in lines] == [
+        ["PPO", "CartPole-v1", by, "21.0", "31.0", "-10.0 (-12.0 to -8.00)"] for by in ("area", "evaluation")
+    ]
+    assert versus.losses_table(suite, "ppo", {"GRPO": ["grpo"]}).count("Pendulum-v1") == 2
+    del areas["ppo"]["CartPole-v1"], areas["grpo"]["CartPole-v1"]
+    ahead = toy_suite(tmp_path / "ahead", areas, random=10.0)
+    assert versus.losses_table(ahead, "grpo", {"PPO": ["ppo"]}) == versus.NO_LOSSES
