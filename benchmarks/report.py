@@ -83,7 +83,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "frozen_wins": lambda: wins_table(frozen, OURS, RIVALS),
         "frozen_area": lambda: environments_table(frozen, {**ARMS, **single}, "auc"),
         "frozen_evaluation": lambda: environments_table(frozen, {**ARMS, **single}, "eval_mean"),
-        "claim": lambda: "\n".join(claim(frozen, OURS, RIVALS[name], opening) for name, opening in CLAIMS.items()),
+        "claim": lambda: "\n".join(dict.fromkeys(claim(frozen, OURS, RIVALS[name], each) for name, each in CLAIMS.items())),
         "frozen_losses": lambda: losses_table(frozen, OURS, RIVALS),
         "seconds_runs": lambda: seconds.runs_table(frozen, OURS, RIVALS),
         "seconds": lambda: seconds.environments_table(frozen, OURS, RIVALS),

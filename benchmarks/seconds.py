@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.curves import LearningCurve
 from benchmarks.results import Arms, Suite, read_rows
-from benchmarks.statistics import Estimate, format_number, is_positive, over_environments, ratio_of_runs
+from benchmarks.statistics import Estimate, format_number, is_positive, median, median_ratio, over_environments
 from benchmarks.tables import markdown_table
 
 
@@ -87,9 +87,22 @@ def races(suite: Suite, arm: str, arms: Sequence[str]) -> dict[str, Race]:
 
 
 def ratio(suite: Suite, arm: str, arms: Sequence[str]) -> Estimate | None:
-    """:return: Interquartile mean, over environments and seeds, of seconds over the mean of the rival's; if there are any"""
+    """
+    :return: Median, over environments and seeds, of the seconds over the mean of the rival's, if there are any. An
+        interquartile mean would say nothing as soon as a quarter of the runs does not get there
+    """
     pairs = [(race.ours, race.theirs) for race in races(suite, arm, arms).values()]
-    return over_environments(ratio_of_runs, pairs) if pairs else None
+    return over_environments(median_ratio, pairs) if pairs else None
+
+
+def ratio_per_step(suite: Suite, arm: str, arms: Sequence[str]) -> Estimate | None:
+    """:return: Median over environments of the seconds per step over those of the rival, if there are any"""
+    ratios = []
+    for env in suite.timesteps:
+        rival = suite.arm_in(arms, env)
+        if rival is not None and (speeds := seconds_per_step(suite, (arm, rival), env)):
+            ratios.append(speeds[arm] / speeds[rival])
+    return median(np.array(ratios)) if ratios else None
 
 
 def runs_table(suite: Suite, arm: str, rivals: Arms) -> str:

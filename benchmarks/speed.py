@@ -10,8 +10,9 @@ Measure speed and memory, on one torch thread.
 - `throughput`: GRPO, PPO and the bare work (see `benchmarks.bound`) take turns in one process, with the same environment,
   rollout, minibatches, epochs and network; a turn is a few rollouts and updates. Printed are medians over turns, and the
   median of the ratios within each round of turns with its interval. PPO is SB3's as it comes, whose Adam is not fused;
-  `--fused-ppo` gives it the one that GRPO has. The breakdown comes from further turns with a stopwatch around each part, whose
-  overhead is in the figures.
+  `--fused-ppo` gives it the one that GRPO has. sbx's PPO, on JAX, takes part where it is installed (`pip install sbx-rl`); the
+  first turns, in which JAX compiles, do not count. The breakdown comes from further turns with a stopwatch around each part,
+  whose overhead is in the figures.
 - `scaling`: steps per second of GRPO and PPO for 1 to 64 environments with rollouts of 1024 transitions, and the seconds in
   which each rollout buffer turns a rollout of Pendulum-v1 into an update, which should not grow per transition. The time is
   that of this thread alone.
@@ -22,6 +23,7 @@ Measure speed and memory, on one torch thread.
 import argparse
 import contextlib
 import functools
+import importlib.util
 import multiprocessing
 import pathlib
 import time
@@ -47,10 +49,13 @@ from benchmarks.timing import Stopwatch, take_turns
 from sb3_grpo import GRPO
 from sb3_grpo.buffers import BUFFERS
 
+#: SB3's algorithms on JAX, if they are installed
+SBX = importlib.util.find_spec("sbx") is not None
 ALGORITHMS: dict[str, type[GRPO] | type[PPO]] = {"GRPO": GRPO, "PPO": PPO}
 THROUGHPUT_FIELDS = [
     "env", "n_envs", "n_steps", "batch_size", "n_epochs", "buffer", "fused_ppo", "pairs", "grpo", "ppo", "bound", "over_ppo",
     "over_ppo_low", "over_ppo_high", "over_bound", "over_bound_low", "over_bound_high", "fit_share", "commit", "versions",
+    "sbx", "over_sbx", "over_sbx_low", "over_sbx_high",
 ]  # fmt: skip
 TURNS_FIELDS = ["session", "arm", "env", "settings_hash", "steps", "seconds_per_step", "commit", "versions"]
 SCALING_FIELDS = ["curve", "what", "x", "y"]
@@ -100,9 +105,9 @@ class Setting(NamedTuple):
 IMAGES = Setting(env="image", policy="CnnPolicy", n_epochs=1, n_channels=4)
 
 
-def make_model(algorithm: type[GRPO] | type[PPO], setting: Setting) -> OnPolicyAlgorithm:
+def make_model(algorithm: type[OnPolicyAlgorithm], setting: Setting) -> OnPolicyAlgorithm:
     """
-    :param algorithm: GRPO or PPO
+    :param algorithm: GRPO, PPO, or sbx's PPO
     :param setting: Setting of the comparison
     :return: A model
     """
@@ -160,16 +165,21 @@ def compare_speed(setting: Setting, pairs: int, rollouts: int) -> tuple[dict[str
     sizes = setting.n_steps, setting.batch_size, setting.n_epochs
     lean = LeanActor(setting.make_env(), setting.policy == "CnnPolicy", *sizes)
     contestants = dict(grpo=training(grpo, timesteps), ppo=training(ppo, timesteps), bound=lambda: lean.learn(timesteps))
+    if SBX:
+        import sbx
+
+        contestants["sbx"] = training(make_model(sbx.PPO, setting), timesteps)
     seconds = take_turns(contestants, pairs)
     shares = breakdown(grpo, pairs * timesteps)
     row = {
+        **dict.fromkeys(THROUGHPUT_FIELDS, ""),
         **{name: value for name, value in setting._asdict().items() if name in THROUGHPUT_FIELDS},
         "pairs": pairs,
         **{name: round(timesteps / float(np.median(turns))) for name, turns in seconds.items()},
         "fit_share": f"{shares['advantages']:.4f}",
         **provenance(),
     }
-    for other in ("ppo", "bound"):
+    for other in [name for name in seconds if name != "grpo"]:
         for suffix, value in zip(("", "_low", "_high"), median(seconds[other] / seconds["grpo"]), strict=True):
             row[f"over_{other}{suffix}"] = f"{value:.3f}"
     return row, shares
@@ -182,7 +192,7 @@ def throughput(args: argparse.Namespace) -> None:
     row, shares = compare_speed(setting_of(args), args.pairs, args.rollouts)
     print(", ".join(f"{name} {row[name]}" for name in THROUGHPUT_FIELDS[:8]))
     print(f"GRPO  {row['grpo']:>8,} steps/s")
-    for other in ("ppo", "bound"):
+    for other in [name for name in ("ppo", "sbx", "bound") if row[name]]:
         over, low, high = (row[f"over_{other}{suffix}"] for suffix in ("", "_low", "_high"))
         print(f"{other:<5} {row[other]:>8,} steps/s, GRPO over it {over} ({low} to {high})")
     for part, share in shares.items():

@@ -183,14 +183,30 @@ def over_environments(statistic: Callable[[Pairs], float], pairs: Pairs) -> Esti
     return Estimate(statistic(pairs), float(low), float(high))
 
 
-def ratio_of_runs(pairs: Pairs) -> float:
+def ratios_of_runs(pairs: Pairs) -> np.ndarray:
     """
     :param pairs: As in :func:`over_environments`, the second scores finite and with a positive mean
-    :return: Interquartile mean of the first scores over the means of the second, infinity where infinite scores are part of
-        it. An environment with fewer runs counts as much as one with more
+    :return: The first scores over the means of the second, shape ``(n_envs, n_runs)``. Where an environment has fewer runs
+        than another, they are repeated, so that it counts as much
     """
     n_runs = math.lcm(*(len(ours) for ours, _ in pairs))
-    return float(metrics.aggregate_iqm(np.array([np.resize(ours, n_runs) / theirs.mean() for ours, theirs in pairs])))
+    return np.array([np.resize(ours, n_runs) / theirs.mean() for ours, theirs in pairs])
+
+
+def ratio_of_runs(pairs: Pairs) -> float:
+    """
+    :param pairs: As in :func:`ratios_of_runs`
+    :return: Interquartile mean of the ratios
+    """
+    return float(metrics.aggregate_iqm(ratios_of_runs(pairs)))
+
+
+def median_ratio(pairs: Pairs) -> float:
+    """
+    :param pairs: As in :func:`ratios_of_runs`; first scores may be infinite
+    :return: Median of the ratios
+    """
+    return float(np.median(ratios_of_runs(pairs)))
 
 
 def chance_of_improvement(pairs: Pairs) -> float:

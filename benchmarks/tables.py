@@ -232,12 +232,18 @@ def throughput_table(rows: list[dict[str, str]]) -> str:
     :return: One line per setting
     """
     setting = ("env", "n_envs", "n_steps", "batch_size", "n_epochs", "buffer", "fused_ppo")
-    header = ("environment", "envs x steps, batch, epochs", "GRPO, steps/s", "PPO", "over PPO", "of the bound", "advantages")
+    header = (
+        "environment", "envs x steps, batch, epochs", "GRPO, steps/s", "PPO", "over PPO", "over sbx's PPO", "of the bound",
+        "advantages",
+    )  # fmt: skip
     lines = []
     for row in {tuple(row[name] for name in setting): row for row in rows}.values():
         ppo = f"{int(row['ppo']):,}" + (", fused Adam" if row["fused_ppo"] == "True" else "")
-        over = Estimate(*(float(row[name]) for name in ("over_ppo", "over_ppo_low", "over_ppo_high")))
+        over = [
+            Estimate(*(float(row[f"over_{other}{end}"]) for end in ("", "_low", "_high"))) if row[other] else ""
+            for other in ("ppo", "sbx")
+        ]
         sizes = f"{row['n_envs']} x {row['n_steps']}, {row['batch_size']}, {row['n_epochs']}"
         shares = f"{float(row['over_bound']):.2f}", f"{float(row['fit_share']):.1%}"
-        lines.append([row["env"], sizes, f"{int(row['grpo']):,}", ppo, over, *shares])
+        lines.append([row["env"], sizes, f"{int(row['grpo']):,}", ppo, *over, *shares])
     return markdown_table(header, lines)

@@ -84,14 +84,14 @@ def comparison(suite: Suite, arm: str, arms: Sequence[str], column: str) -> tupl
 
 def summary_table(suite: Suite, arm: str, rivals: Arms) -> str:
     """:return: One line per rival: ratios of areas, of evaluations and of seconds, and the probability of improvement"""
-    header = ["against", "environments", "area", "evaluation", "probability of improvement", "seconds"]
+    header = ["against", "environments", "area", "evaluation", "probability of improvement", "seconds", "seconds per step"]
     lines: list[list[Any]] = []
     for name, arms in rivals.items():
         area, evaluation = (comparison(suite, arm, arms, column) for column in ("auc", "eval_mean"))
         if area[3]:
             counts = [f"{n_ratio} of {n_either}" for _, _, n_ratio, n_either in (area, evaluation)]
-            seconds_ratio = seconds.ratio(suite, arm, arms) or ""
-            lines.append([name, " and ".join(dict.fromkeys(counts)), area[0], *evaluation[:2], seconds_ratio])
+            times = [measured(suite, arm, arms) or "" for measured in (seconds.ratio, seconds.ratio_per_step)]
+            lines.append([name, " and ".join(dict.fromkeys(counts)), area[0], *evaluation[:2], *times])
     return markdown_table(header, lines)
 
 
@@ -122,7 +122,10 @@ def claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:
         for name, ratio in ratios.items()
         if isinstance(ratio, Estimate)
     ]
-    return f"{opening} {', '.join(parts[:-1])} and {parts[-1]}." if len(parts) > 1 else NO_ROWS
+    per_step = seconds.ratio_per_step(suite, arm, arms)
+    if len(parts) < len(ratios) or per_step is None:
+        return NO_ROWS
+    return f"{opening} {', '.join(parts[:-1])} and {parts[-1]}. A step takes {per_step} of the time."
 
 
 def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:

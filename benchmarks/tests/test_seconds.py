@@ -21,6 +21,7 @@ def test_seconds_are_those_until_the_evaluation_of_the_rival(tmp_path: pathlib.P
     # Half of PPO's way and a quarter of GRPO's, and a mean of 20 episodes of 10 steps lags 100 steps behind
     assert race.theirs.tolist() == [600 * 0.003] * 2 and race.ours.tolist() == [360 * 0.001] * 2
     assert str(seconds.ratio(suite, "grpo", ["ppo"])) == "0.20 (0.20 to 0.20)"
+    assert str(seconds.ratio_per_step(suite, "grpo", ["ppo"])) == "0.33 (0.33 to 0.33)"
     assert seconds.environments_table(suite, "grpo", RIVALS).endswith("| CartPole-v1 | 1,000 | 333 | 0.20 |")
 
 
@@ -38,6 +39,12 @@ def test_a_run_of_the_rival_counts_with_its_budget_at_most(tmp_path: pathlib.Pat
     suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
     race = seconds.races(suite, "grpo", ["ppo"])["CartPole-v1"]
     assert race.theirs.tolist() == [1000 * 0.003, 380 * 0.003] and race.n_there == 1
+
+
+def test_the_median_is_known_while_less_than_half_of_the_runs_do_not_get_there(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [40.0, 40.0, 5.0]}, "ppo": {"CartPole-v1": [20.0, 20.0, 20.0]}}
+    suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
+    assert str(seconds.ratio(suite, "grpo", ["ppo"])) == "0.20 (0.20 to never)"
 
 
 def test_there_is_no_race_against_a_rival_that_does_not_learn(tmp_path: pathlib.Path) -> None:

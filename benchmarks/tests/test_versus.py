@@ -27,7 +27,7 @@ def test_ratios_are_of_what_is_above_random_and_an_environment_takes_the_rival_i
     suite = toy_suite(tmp_path, areas, random=10.0)
     perfect = ["2.00 (2.00 to 2.00)", "1.00 (1.00 to 1.00)"]  # seeds and environments are all alike
     line = versus.summary_table(suite, "grpo", RIVALS).splitlines()[2]
-    assert cells(line) == ["PPO", "2 of 2", perfect[0], *perfect, ""]
+    assert cells(line) == ["PPO", "2 of 2", perfect[0], *perfect, "", ""]
     names = {"ours": ["grpo"], **RIVALS}
     assert cells(versus.environments_table(suite, names, "auc").splitlines()[2])[2:] == [
         "2", "10.0", "30.0 (30.0 to 30.0)", "20.0 (20.0 to 20.0)",
@@ -41,7 +41,7 @@ def test_there_is_no_ratio_to_a_rival_that_does_not_learn_and_no_win_where_nobod
     }
     suite = toy_suite(tmp_path, areas, random=10.0)
     line = cells(versus.summary_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])
-    assert line[1:] == ["1 of 2", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)", "0.50 (0.00 to 1.00)", ""]
+    assert line[1:] == ["1 of 2", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)", "0.50 (0.00 to 1.00)", "", ""]
     assert cells(versus.wins_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])[1:] == ["1 of 2"] * 3
 
 
@@ -91,7 +91,7 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
     suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
     assert versus.claim(suite, "grpo", ["ppo"], "It is") == (
         "It is **better** by area, 2.00 (2.00 to 2.00), **better** by evaluation, 2.00 (2.00 to 2.00) and "
-        "**better** by seconds, 0.20 (0.20 to 0.20)."
+        "**better** by seconds, 0.20 (0.20 to 0.20). A step takes 0.33 (0.33 to 0.33) of the time."
     )
 
 
