@@ -1,4 +1,4 @@
-"""Figures of finished runs: learning curves."""
+"""Figures of finished runs: learning curves and performance profiles."""
 
 import math
 import pathlib
@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.curves import WINDOW
 from benchmarks.results import Arms, Suite
-from benchmarks.statistics import interval_of_means
+from benchmarks.statistics import interval_of_means, performance_profile
 
 #: Colours, fonts and sizes of all figures of the documentation
 STYLE = pathlib.Path(__file__).parents[1] / "docs" / "figures.mplstyle"
@@ -64,6 +64,30 @@ def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
         figure.supxlabel("environment steps")
         figure.supylabel(f"training return, mean of {WINDOW} episodes")
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
+        save(figure, path)
+
+
+def draw_profiles(scores: dict[str, dict[str, list[np.ndarray]]], path: pathlib.Path) -> None:
+    """
+    Draw a panel per measure: the performance profile of each name, with its interval.
+
+    :param scores: For each measure and name the scores in each environment, see :func:`benchmarks.versus.scores_by_arm`
+    :param path: File of the figure
+    """
+    thresholds = np.linspace(0.0, 1.4, N_POINTS)
+    handles: dict[str, Any] = {}
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots(1, len(scores), figsize=(7.35, 3.6), sharey=True, squeeze=False)
+        for axis, (measure, by_name) in zip(axes.flat, scores.items(), strict=True):
+            for i, (name, own) in enumerate(by_name.items()):
+                profile, low, high = performance_profile(own, thresholds)
+                (handles[name],) = axis.plot(thresholds, profile, "--" if "defaults" in name else "-", color=f"C{i}")
+                axis.fill_between(thresholds, low, high, color=f"C{i}", alpha=0.15, lw=0)
+            axis.set_title(measure)
+        figure.supxlabel("score: 0 is random actions, 1 the mean of the best in each environment")
+        figure.supylabel("share of runs above it")
+        if handles:
+            figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
         save(figure, path)
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from benchmarks import candidates, metrics, seconds
-from benchmarks.figures import draw_curves
+from benchmarks.figures import draw_curves, draw_profiles
 from benchmarks.matrix import load_matrix
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
@@ -28,7 +28,7 @@ from benchmarks.tables import (
     variants_table,
     zoo_table,
 )
-from benchmarks.versus import claim, environments_table, losses_table, summary_table, wins_table
+from benchmarks.versus import claim, environments_table, losses_table, scores_by_arm, summary_table, wins_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -150,7 +150,10 @@ def main() -> None:
         page.write_text(fill(page.read_text(encoding="utf-8"), contents), encoding="utf-8")
     frozen = Suite("default", args.results)
     draw_curves(frozen, DRAWN, DOCS / "benchmark_curves.svg")
-    print(f"wrote {', '.join(str(page.relative_to(ROOT)) for page in PAGES)} and the figure in docs")
+    measures = {"area": "auc", "evaluation": "eval_mean"}
+    profiles = {name: scores_by_arm(frozen, DRAWN, column) for name, column in measures.items()}
+    draw_profiles(profiles, DOCS / "benchmark_profiles.svg")
+    print(f"wrote {', '.join(str(page.relative_to(ROOT)) for page in PAGES)} and the figures in docs")
 
 
 if __name__ == "__main__":

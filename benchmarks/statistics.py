@@ -218,6 +218,28 @@ def chance_of_improvement(pairs: Pairs) -> float:
     return float(np.mean([np.mean(np.sign(ours[:, None] - theirs) + 1) / 2 for ours, theirs in pairs]))
 
 
+def performance_profile(scores: Sequence[np.ndarray], thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """
+    Share of the runs with a score above each threshold (Agarwal et al. 2021, section 4.3). Environments count alike.
+
+    :param scores: For each environment the scores of its runs, each of shape ``(n_seeds,)``
+    :param thresholds: Shape ``(n,)``
+    :return: The profile, and the ends of its interval, for which environments are drawn anew, and in each of them the runs;
+        each of shape ``(n,)``
+    """
+
+    def profile(scores: Iterable[np.ndarray]) -> np.ndarray:
+        return np.mean([(own[:, None] > thresholds).mean(axis=0) for own in scores], axis=0)
+
+    rng = np.random.default_rng(0)
+    resampled = [
+        profile([rng.choice(scores[env], len(scores[env])) for env in rng.integers(len(scores), size=len(scores))])
+        for _ in range(N_RESAMPLES)
+    ]
+    low, high = np.quantile(resampled, [0.025, 0.975], axis=0)
+    return profile(scores), low, high
+
+
 def median(sample: np.ndarray) -> Estimate:
     """
     :param sample: Shape ``(n,)``

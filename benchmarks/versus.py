@@ -45,6 +45,23 @@ def paired_scores(suite: Suite, arm: str, arms: Sequence[str], column: str) -> d
     return scores
 
 
+def scores_by_arm(suite: Suite, arms: Arms, column: str) -> dict[str, list[np.ndarray]]:
+    """
+    :param column: ``auc`` or ``eval_mean``
+    :return: For each name the scores of its runs in each environment that it has: 0 is random actions, and 1 the mean of the
+        best name there. Each of shape ``(n_seeds,)``. Environments in which nobody is better than random actions are left out
+    """
+    scores: dict[str, list[np.ndarray]] = {name: [] for name in arms}
+    for env in suite.timesteps:
+        found = {name: suite.arm_in(each, env) for name, each in arms.items()}
+        above = {name: suite.column(each, env, column) - suite.random_area(env) for name, each in found.items() if each}
+        if any(map(is_positive, above.values())):
+            best = max(values.mean() for values in above.values())
+            for name, values in above.items():
+                scores[name].append(values / best)
+    return {name: each for name, each in scores.items() if each}
+
+
 def environments_table(suite: Suite, arms: Arms, column: str, units: Mapping[str, float] | None = None) -> str:
     """
     :param arms: For each name the arms that stand for it
@@ -130,20 +147,19 @@ def claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:
 
 def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:
     """
-    :return: One line for each environment and measure in which a rival is ahead: the means of both, and their difference,
-        whose interval lies below zero
+    :return: One line for each environment and measure in which the mean of a rival is larger, as far as two digits show: the
+        means of both, and their difference with its interval
     """
     lines: list[list[Any]] = []
     has_rows = False
     for name, arms in rivals.items():
         for column, measure in (("auc", "area"), ("eval_mean", "evaluation")):
             for env, pair in paired_scores(suite, arm, arms, column).items():
-                difference, has_rows = difference_of_means(*pair), True
-                if difference.high < 0:
-                    ours, theirs = (scores.mean() + suite.random_area(env) for scores in pair)
-                    cells = [measure, format_number(ours), format_number(theirs), difference]
-                    lines.append([name, env.removeprefix("sb3_grpo/"), *cells])
-    header = ["ahead of GRPO", "environment", "by", "GRPO", "rival", "difference"]
+                has_rows, difference = True, difference_of_means(*pair)
+                if round(difference.value, 2) < 0:
+                    means = [format_number(scores.mean() + suite.random_area(env)) for scores in pair]
+                    lines.append([name, measure, env.removeprefix("sb3_grpo/"), *means, difference])
+    header = ["rival", "by", "environment", "GRPO", "rival's", "difference"]
     return NO_LOSSES if has_rows and not lines else markdown_table(header, lines)
 
 

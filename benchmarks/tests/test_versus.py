@@ -7,7 +7,7 @@ import pytest
 from rliable import metrics
 
 from benchmarks import versus
-from benchmarks.statistics import Estimate, chance_of_improvement, over_environments, ratio_of_runs
+from benchmarks.statistics import Estimate, chance_of_improvement, over_environments, performance_profile, ratio_of_runs
 from benchmarks.tables import NO_ROWS
 from benchmarks.tests.toys import toy_suite
 
@@ -95,17 +95,33 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
     )
 
 
-def test_a_loss_is_a_difference_whose_interval_lies_below_zero(tmp_path: pathlib.Path) -> None:
+def test_a_loss_is_shown_with_the_interval_of_the_difference(tmp_path: pathlib.Path) -> None:
     areas = {
         "grpo": {"CartPole-v1": [20.0, 22.0], "Acrobot-v1": [20.0, 30.0], "Pendulum-v1": [50.0, 50.0]},
-        "ppo": {"CartPole-v1": [30.0, 32.0], "Acrobot-v1": [25.0, 27.0], "Pendulum-v1": [20.0, 20.0]},
+        "ppo": {"CartPole-v1": [30.0, 32.0], "Acrobot-v1": [26.0, 28.0], "Pendulum-v1": [49.999, 49.999]},
     }
     suite = toy_suite(tmp_path, areas, random=10.0)
     _, _, *lines = versus.losses_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()
     assert [cells(line) for line in lines] == [
-        ["PPO", "CartPole-v1", by, "21.0", "31.0", "-10.0 (-12.0 to -8.00)"] for by in ("area", "evaluation")
+        ["PPO", by, env, *numbers]
+        for by in ("area", "evaluation")
+        for env, *numbers in [
+            ["CartPole-v1", "21.0", "31.0", "-10.0 (-12.0 to -8.00)"],
+            ["Acrobot-v1", "25.0", "27.0", "-2.00 (-8.00 to 4.00)"],
+        ]
     ]
-    assert versus.losses_table(suite, "ppo", {"GRPO": ["grpo"]}).count("Pendulum-v1") == 2
-    del areas["ppo"]["CartPole-v1"], areas["grpo"]["CartPole-v1"]
-    ahead = toy_suite(tmp_path / "ahead", areas, random=10.0)
-    assert versus.losses_table(ahead, "grpo", {"PPO": ["ppo"]}) == versus.NO_LOSSES
+
+
+def test_scores_are_one_for_the_best_and_a_profile_is_the_share_of_runs_above(tmp_path: pathlib.Path) -> None:
+    areas = {
+        "grpo": {"CartPole-v1": [30.0, 50.0], "Acrobot-v1": [15.0, 15.0], "Pendulum-v1": [9.0, 11.0]},
+        "ppo": {"CartPole-v1": [20.0, 20.0], "Acrobot-v1": [20.0, 20.0], "Pendulum-v1": [9.0, 11.0]},
+    }
+    suite = toy_suite(tmp_path, areas, random=10.0)
+    scores = versus.scores_by_arm(suite, {"ours": ["grpo"], "PPO": ["ppo"]}, "auc")  # nobody learns in Pendulum
+    assert [each.round(3).tolist() for each in scores["ours"]] == [[0.667, 1.333], [0.5, 0.5]]
+    assert [each.round(3).tolist() for each in scores["PPO"]] == [[0.333, 0.333], [1.0, 1.0]]
+    profile, low, high = performance_profile(scores["ours"], np.array([0.0, 0.6, 1.0, 2.0]))
+    assert profile.tolist() == [1.0, 0.5, 0.25, 0.0]
+    assert np.all(low <= profile) and np.all(profile <= high)
+    assert low[1] == 0.0 and high[1] == 1.0  # both draws are of one environment
