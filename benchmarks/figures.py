@@ -84,10 +84,10 @@ def draw_profiles(scores: dict[str, dict[str, list[np.ndarray]]], path: pathlib.
                 (handles[name],) = axis.plot(thresholds, profile, "--" if "defaults" in name else "-", color=f"C{i}")
                 axis.fill_between(thresholds, low, high, color=f"C{i}", alpha=0.15, lw=0)
             axis.set_title(measure)
-        figure.supxlabel("score: 0 is random actions, 1 the mean of the best in each environment")
+        figure.supxlabel("score")
         figure.supylabel("share of runs above it")
         if handles:
-            figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
+            figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
         save(figure, path)
 
 
