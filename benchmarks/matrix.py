@@ -50,9 +50,8 @@ LATEST_GENERATION = 3
 FORMER_DEFAULTS: dict[str, Any] = dict(normalize_observations=False)
 FORMER_BUFFER_DEFAULTS: dict[str, Any] = dict(bandwidth=0.5)
 FORMER_POLICY_DEFAULTS: dict[str, Any] = dict(log_std_init=0.0)
-#: Transitions per rollout with ``n_steps=None`` then, and the hyperparameter file
+#: Transitions per rollout with ``n_steps=None`` then
 FORMER_ROLLOUT_SIZE = 2048
-FORMER_HYPERPARAMS = pathlib.Path(__file__).with_name("former_grpo.yml")
 
 
 @dataclass(frozen=True)
@@ -172,14 +171,12 @@ def load_matrix(path: pathlib.Path = MATRIX) -> dict[str, Any]:
 
 
 @functools.cache
-def hyperparameter_file(algo: str, generation: int = LATEST_GENERATION) -> dict[str, dict[str, Any]]:
+def hyperparameter_file(algo: str) -> dict[str, dict[str, Any]]:
     """
     :param algo: ``grpo`` or one of :data:`RIVALS`
-    :param generation: Generation of GRPO's settings
     :return: The entries of this package's file, or of that of the installed rl-zoo3
     """
-    own = HYPERPARAMS if generation == LATEST_GENERATION else FORMER_HYPERPARAMS
-    file = own if algo == "grpo" else importlib.resources.files("rl_zoo3") / "hyperparams" / f"{algo}.yml"
+    file = HYPERPARAMS if algo == "grpo" else importlib.resources.files("rl_zoo3") / "hyperparams" / f"{algo}.yml"
     return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
@@ -196,7 +193,7 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
 
     def cell(arm: str, env: str, timesteps: int, threshold: float, settings: dict[str, Any]) -> Run:
         algo = settings.get("algo", "grpo")
-        entry = entry_of(settings, algo, env, matrix["environments"][env], generation)
+        entry = entry_of(settings, algo, env, matrix["environments"][env])
         entry["n_timesteps"] = timesteps
         for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
@@ -230,17 +227,16 @@ def before_relative_term(entry: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any], generation: int) -> dict[str, Any]:
+def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any]) -> dict[str, Any]:
     """
     :param settings: Arm or case of the matrix
     :param algo: ``grpo`` or ``ppo``
     :param env: Gymnasium environment
     :param about: Entry of the environment in the matrix
-    :param generation: Generation of GRPO's settings
     :return: The hyperparameters that the settings begin with, as in a file of rl-zoo3
     """
     if settings["entry"] == "zoo":
-        return copy.deepcopy(hyperparameter_file(algo, generation)[settings.get("of") or about.get(f"{algo}_entry", env)])
+        return copy.deepcopy(hyperparameter_file(algo)[settings.get("of") or about.get(f"{algo}_entry", env)])
     matched = matched_settings(about, settings.get("normalize_rewards", False)) if settings["entry"] == "matched" else {}
     return {"policy": "MlpPolicy", **matched, **{key: about[key] for key in ("env_wrapper",) if key in about}}
 
