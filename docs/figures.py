@@ -22,7 +22,7 @@ from benchmarks.figures import STYLE, save
 from sb3_grpo import GRPO, KernelRolloutBuffer
 from sb3_grpo import advantages as F
 from sb3_grpo.buffers import Transitions
-from sb3_grpo.starts import StartQueue
+from sb3_grpo.start_queue import StartQueue
 
 HERE = pathlib.Path(__file__).parent
 GAMMA = 0.99

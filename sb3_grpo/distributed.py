@@ -35,7 +35,9 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 from sb3_grpo.buffers.rollout import map_observations, take_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.starts import DeferredReset, EnvironmentFault, RolloutLost, SeededVecEnv, StartQueue, same_observations
+from sb3_grpo.resets import DeferredReset, EnvironmentFault, RolloutLost
+from sb3_grpo.start_queue import StartQueue
+from sb3_grpo.starts import SeededVecEnv, same_observations
 from sb3_grpo.steps import Collected, Infos, take_steps
 from sb3_grpo.validation import check_finite
 

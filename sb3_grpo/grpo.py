@@ -28,8 +28,10 @@ from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_grpo.resets import RolloutLost
 from sb3_grpo.settings import check_policy_class, check_settings, check_standardisation
-from sb3_grpo.starts import RolloutLost, StandingStill, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.start_queue import StartQueue
+from sb3_grpo.starts import StandingStill, find_seeded_vec_env, insert_seeded_vec_env
 from sb3_grpo.steps import Step, arrived_steps, take_steps
 from sb3_grpo.update import ClipRange, MinibatchLoss, Objective, check_update, describe_update
 from sb3_grpo.validation import (

@@ -1,12 +1,12 @@
 """
-Shared starts: the queue that numbers and seeds the starts of a run, and the innermost ``VecEnv`` that hands them out.
+Shared starts: the innermost ``VecEnv``, which hands out the starts of the queue.
 
 The members of a group start from the same initial state, in any environment and at any time. SB3 has no means for this:
 ``VecEnv.seed`` gives each environment another seed, for one reset only, and the automatic reset at the end of an episode
 passes no seed.
 
-This module relies on the following private or undocumented parts of SB3. ``tests/test_starts.py`` has a test for each of them,
-which fails when SB3 changes it:
+This module and :mod:`sb3_grpo.resets` rely on the following private or undocumented parts of SB3. ``tests/test_starts.py``
+has a test for each of them, which fails when SB3 changes it:
 
 - ``VecEnv._seeds`` holds the seeds of the next ``reset()``, which forgets them.
 - ``DummyVecEnv.envs`` holds the environments; after the last step of an episode their ``reset()`` gets no argument.
@@ -21,9 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
-from multiprocessing import connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -31,345 +29,22 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
+from sb3_grpo.resets import (
+    TAKE_A_SEED,
+    DeferredReset,
+    EnvironmentFault,
+    SeededSubprocVecEnv,
+    WatchedPipe,
+    insert_resets,
+    observation_parts,
+    reset_workers,
+    stop_workers,
+)
+from sb3_grpo.start_queue import Start, StartQueue
+
 #: A function that checks what the environments return before a wrapper sees it: observations, and after a step also rewards,
 #: dones and infos, which are ``None`` after a reset.
 Check = Callable[[VecEnvObs, np.ndarray | None, np.ndarray | None, Sequence[dict[str, Any]] | None], None]
-
-#: How long to wait until the operating system reports that a worker has ended.
-DEAD_WORKER_TIMEOUT_S = 5.0
-
-TAKE_A_SEED = (
-    "Define it as `def reset(self, *, seed=None, options=None)` and call `super().reset(seed=seed)` first, in a wrapper "
-    "`self.env.reset(seed=seed, options=options)`."
-)
-
-#: What the methods of an environment return. Those of older versions of Gym returned less.
-RETURNED = {"reset": "observation, info", "step": "observation, reward, terminated, truncated, info"}
-
-
-class EnvironmentFault(RuntimeError):
-    """
-    An environment has raised an error, its process has ended, or it has returned an observation of the wrong shape. The
-    rollout was not used for learning. The model can be saved, and it can continue with another environment.
-
-    :param env_idx: Index of the environment
-    :param what: Description of the fault, which follows the words "Environment 3"
-    :param hint: A sentence about a remedy
-    """
-
-    def __init__(self, env_idx: int, what: str, hint: str = ""):
-        super().__init__(env_idx, what, hint)
-        self.env_idx = env_idx
-        #: Exit code of the environment's process, if that has ended
-        self.exit_code: int | None = None
-
-    def __str__(self) -> str:
-        env_idx, what, hint = self.args
-        return (
-            f"Environment {env_idx} {what}. This rollout was not used for learning, so the model can be saved, and it can "
-            f"continue after `set_env` with an environment that works. {hint}".rstrip()
-        )
-
-
-class RolloutLost(EnvironmentFault):
-    """A worker was lost, and its environments cannot be brought back to where they were: all of them have to be reset."""
-
-
-# -- the queue --------------------------------------------------------------------------------------------------------
-
-
-class Start(NamedTuple):
-    """
-    The start of one trajectory.
-
-    :param index: Position in the queue of the run, counted from 0
-    :param group: Group of the trajectory, ``index // max_group_size``
-    :param seed: Seed of the reset, the same for all members of a group
-    """
-
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on a start
-    group: int
-    seed: int
-
-
-class StartQueue:
-    """
-    Numbers the starts of a run and gives each group a seed.
-
-    The seed of a group is a function of ``(seed, group)``, so the queue has no random state and continues identically after
-    pickling.
-
-    :attr:`group_size` may change in the course of a run, up to ``max_group_size``. Smaller groups leave gaps between the
-    indices of their starts, so that the group of a start is always ``index // max_group_size``.
-
-    If several workers reset environments, each worker takes the starts of a part of its own: whole groups, whose numbers leave
-    the remainder ``part`` when divided by :attr:`n_parts`. No worker has to know what the others have taken.
-
-    :param group_size: Number of trajectories that share a start, at least 2
-    :param seed: Seed of the queue, not negative; ``None`` for a random number from numpy's global generator, as in SB3
-    :param max_group_size: Largest group size that the run may choose; ``None`` for ``group_size``
-    :raises ValueError: If ``group_size`` is not an integer of at least 2, or ``seed`` is negative
-    """
-
-    def __init__(self, group_size: int, seed: int | None = None, max_group_size: int | None = None):
-        if not isinstance(group_size, (int, np.integer)) or group_size < 2:
-            raise ValueError(f"`group_size` must be an integer of at least 2, got {group_size!r}")
-        if seed is None:
-            seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))
-        if seed < 0:
-            raise ValueError(f"`seed` must not be negative, got {seed!r}")
-        self.group_size = int(group_size)
-        self.max_group_size = max(self.group_size, max_group_size or 0)
-        self.seed = int(seed)
-        # For each part the position of its next start among the starts of the part.
-        self._positions = [0]
-
-    @property
-    def n_parts(self) -> int:
-        """Number of parts; one, unless :meth:`split` was called."""
-        return len(self._positions)
-
-    @property
-    def next_index(self) -> int:
-        """Index from which on all starts are to come, if there is one part; else the largest such index of all parts."""
-        return max(self._index(part, position) for part, position in enumerate(self._positions))
-
-    def _index(self, part: int, position: int) -> int:
-        group, member = divmod(position, self.max_group_size)
-        return (group * self.n_parts + part) * self.max_group_size + member
-
-    def take(self, part: int = 0) -> Start:
-        """
-        :param part: Part of the queue, from 0
-        :return: Its next start
-        """
-        if self._positions[part] % self.max_group_size >= self.group_size:
-            self._positions[part] = self._rounded_up(self._positions[part])
-        start = self.start(self._index(part, self._positions[part]))
-        self._positions[part] += 1
-        return start
-
-    def start(self, index: int) -> Start:
-        """
-        :param index: Index of a start
-        :return: That start
-        """
-        group = index // self.max_group_size
-        return Start(index, group, self._derive_seed(group))
-
-    def begin_group(self) -> None:
-        """
-        Skip to the first start of a new group. All environments are about to be reset, so unfinished groups stay incomplete.
-        """
-        self._positions = [self._rounded_up(position) for position in self._positions]
-
-    def split(self, n_parts: int) -> None:
-        """
-        Divide the starts to come into parts. The groups so far stay incomplete, unless the number of parts is the same.
-
-        :param n_parts: Number of parts
-        """
-        if n_parts != self.n_parts:
-            n_groups = -(-self.next_index // self.max_group_size)
-            self._positions = [-(-n_groups // n_parts) * self.max_group_size] * n_parts
-
-    def follow(self, other: "StartQueue", part: int) -> None:
-        """
-        Note which starts of a part a copy of this queue has taken.
-
-        :param other: The copy
-        :param part: The part
-        """
-        self._positions[part] = other._positions[part]
-
-    def _rounded_up(self, position: int) -> int:
-        return -(-position // self.max_group_size) * self.max_group_size
-
-    def seed_apart(self) -> int:
-        """
-        :return: A seed for resets that are not starts of this queue. It differs from the seeds of all groups, and changes with
-            each start that is taken
-        """
-        return self._derive_seed(self.next_index, 0)
-
-    def _derive_seed(self, *spawn_key: int) -> int:
-        # 31 bits, because some environments pass the seed to functions that take signed 32-bit integers.
-        return int(np.random.SeedSequence(self.seed, spawn_key=spawn_key).generate_state(1)[0] >> 1)
-
-
-# -- one reset per episode --------------------------------------------------------------------------------------------
-
-
-class DeferredReset(gym.Wrapper):
-    """
-    Ignores the reset that a ``VecEnv`` makes right after the last step of an episode, because ``SeededVecEnv`` makes it later
-    with the seed of the next start. Exceptions become an ``EnvironmentFault`` with the index of the environment.
-
-    Attributes are read from and written to the wrapped environment.
-
-    :param env: Environment
-    :param env_idx: Index of the environment in the ``VecEnv``
-    """
-
-    #: Attributes of this wrapper and of ``gym.Wrapper``. All others belong to the environment.
-    _OWN = ("env", "_env_idx", "_shape", "_final", "_action_space", "_observation_space", "_metadata", "_cached_spec")
-
-    def __init__(self, env: gym.Env, env_idx: int):
-        super().__init__(env)
-        self._env_idx = env_idx
-        self._shape = env.observation_space.shape
-        self._final: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        # Called only for attributes that this class does not have. While a copy is built, `env` itself may be missing.
-        if name in self._OWN or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-        return getattr(self.env, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.env, name, value)
-
-    def get_wrapper_attr(self, name: str) -> Any:
-        return self.env.get_wrapper_attr(name)
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        try:
-            observation, reward, terminated, truncated, info = self.env.step(action)
-        except Exception as error:
-            raise self._fault("step", error) from error
-        self._check_shape(observation)
-        if terminated or truncated:
-            self._final = observation
-        return observation, reward, terminated, truncated, info
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        final, self._final = self._final, None
-        if final is not None and not kwargs:
-            return final, {}  # replaced by the first observation of the next episode
-        try:
-            observation, info = self.env.reset(**kwargs)
-        except Exception as error:
-            raise self._fault("reset", error) from error
-        self._check_shape(observation)
-        return observation, info
-
-    def _fault(self, method: str, error: Exception) -> EnvironmentFault:
-        hint = ""
-        if isinstance(error, ValueError) and "values to unpack" in str(error):
-            hint = f"In Gymnasium, `{method}` returns `{RETURNED[method]}`."
-        return EnvironmentFault(self._env_idx, f"raised {type(error).__name__} in `{method}`: {error}", hint)
-
-    def _check_shape(self, observation: Any) -> None:
-        # DummyVecEnv would broadcast it.
-        if self._shape is not None and np.shape(observation) != self._shape:
-            what = f"returned an observation of shape {np.shape(observation)}, but its space has shape {self._shape}"
-            raise EnvironmentFault(self._env_idx, what)
-
-
-def _make_deferred(env_fn: Callable[[], gym.Env], env_idx: int) -> gym.Env:
-    return DeferredReset(env_fn(), env_idx)
-
-
-class SeededSubprocVecEnv(SubprocVecEnv):
-    """
-    A ``SubprocVecEnv`` for GRPO that resets an environment once per episode, with the seed of its start. The workers of SB3's
-    ``SubprocVecEnv`` reset their environments before the seed can reach them, so GRPO has to reset them a second time. For all
-    other algorithms, this class is a ``SubprocVecEnv``::
-
-        make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SeededSubprocVecEnv)
-
-    :param env_fns: Functions that construct the environments, each in a process of its own
-    :param start_method: Start method of the processes, as for ``SubprocVecEnv``
-    """
-
-    def __init__(self, env_fns: list[Callable[[], gym.Env]], start_method: str | None = None):
-        #: Whether another object resets the environments that are done.
-        self.defers_resets = False
-        super().__init__([partial(_make_deferred, env_fn, i) for i, env_fn in enumerate(env_fns)], start_method)
-
-    def step_wait(self) -> VecEnvStepReturn:
-        observations, rewards, dones, infos = super().step_wait()
-        if not self.defers_resets and np.any(dones):
-            done = np.flatnonzero(dones).tolist()
-            _insert(self, done, _reset_workers(self, done, [None] * len(done)), observations)
-        return observations, rewards, dones, infos
-
-
-# -- workers ----------------------------------------------------------------------------------------------------------
-
-
-class WatchedPipe:
-    """
-    The pipe to a worker of a ``SubprocVecEnv``. It raises an ``EnvironmentFault`` if the worker has ended. SB3 would raise an
-    ``EOFError`` without an index, or wait forever, because forked workers keep each other's pipes open.
-
-    :param pipe: The pipe
-    :param process: The worker
-    :param env_idx: Index of its environment
-    """
-
-    def __init__(self, pipe: Any, process: Any, env_idx: int):
-        self.pipe, self.process, self.env_idx = pipe, process, env_idx
-        self._asked = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.pipe, name)
-
-    def send(self, message: tuple[str, Any]) -> None:
-        self._asked = message[0]
-        try:
-            self.pipe.send(message)
-        except OSError as error:
-            raise self._fault() from error
-
-    def recv(self) -> Any:
-        if self.pipe not in connection.wait([self.pipe, self.process.sentinel]):
-            raise self._fault()
-        try:
-            return self.pipe.recv()
-        except (EOFError, OSError) as error:
-            raise self._fault() from error
-
-    def _fault(self) -> EnvironmentFault:
-        self.process.join(DEAD_WORKER_TIMEOUT_S)
-        exit_code = self.process.exitcode
-        hint = f"If its error is that `reset` takes no `seed`: {TAKE_A_SEED}" if self._asked == "reset" else ""
-        what = f"is gone: its process has ended with exit code {exit_code}, and its own error is above"
-        fault = EnvironmentFault(self.env_idx, what, hint)
-        fault.exit_code = exit_code
-        return fault
-
-
-def _reset_workers(venv: SubprocVecEnv, env_indices: list[int], seeds: Sequence[int | None]) -> list[tuple[Any, dict]]:
-    """Reset some of the environments, all at the same time, each with a seed or None."""
-    for env_idx, seed in zip(env_indices, seeds, strict=True):
-        venv.remotes[env_idx].send(("reset", (seed, {})))
-    return [venv.remotes[env_idx].recv() for env_idx in env_indices]
-
-
-def _stop_workers(venv: SubprocVecEnv) -> None:
-    """End all workers at once; ``close()`` would wait for their answers."""
-    for process in venv.processes:
-        process.kill()
-    for process, remote in zip(venv.processes, venv.remotes, strict=True):
-        process.join(DEAD_WORKER_TIMEOUT_S)
-        remote.close()
-    venv.waiting, venv.closed = False, True
-
-
-def _insert(venv: VecEnv, env_indices: list[int], resets: list[tuple[Any, dict]], observations: VecEnvObs) -> None:
-    """Overwrite the step's observations of these environments, and the infos of their last reset."""
-    venv.reset_infos = list(venv.reset_infos)
-    for env_idx, (observation, info) in zip(env_indices, resets, strict=True):
-        venv.reset_infos[env_idx] = info
-        for key, batch in _parts(observations).items():
-            batch[env_idx] = observation if key is None else observation[key]
-
-
-# -- the innermost VecEnv ---------------------------------------------------------------------------------------------
 
 
 def _delegated(name: str) -> Any:
@@ -568,7 +243,7 @@ class SeededVecEnv(VecEnv):
         try:
             yield
         except BaseException:
-            _stop_workers(self.venv)
+            stop_workers(self.venv)
             raise
 
     def _forget_starts(self) -> None:
@@ -599,7 +274,7 @@ class SeededVecEnv(VecEnv):
             resets = self._reset_some(env_indices, seeds)
             if resets is None:
                 return
-            _insert(self.venv, env_indices, resets, observations)
+            insert_resets(self.venv, env_indices, resets, observations)
         if self._share_starts:
             self._streams_coincide = True
             for env_idx, start in zip(env_indices, starts, strict=True):
@@ -612,7 +287,7 @@ class SeededVecEnv(VecEnv):
         :return: First observation and info of each; ``None`` if a ``VecEnv`` of another class cannot reset single environments
         """
         if isinstance(self.venv, SubprocVecEnv):
-            return _reset_workers(self.venv, env_indices, seeds)
+            return reset_workers(self.venv, env_indices, seeds)
         envs_and_seeds = zip(env_indices, seeds, strict=True)
         if isinstance(self.venv, DummyVecEnv):
             return [self.venv.envs[env_idx].reset(seed=seed) for env_idx, seed in envs_and_seeds]
@@ -634,7 +309,7 @@ class SeededVecEnv(VecEnv):
         Compare the first observation of an environment with that of the group's first member. The starts of a part are taken
         in order, so only the observation of its current group has to be kept.
         """
-        observation = {key: np.array(batch[env_idx]) for key, batch in _parts(observations).items()}
+        observation = {key: np.array(batch[env_idx]) for key, batch in observation_parts(observations).items()}
         group, first_observation = self._in_view.get(self._parts[env_idx], (-1, {}))
         if start.group != group:
             self._in_view[self._parts[env_idx]] = start.group, observation
@@ -714,22 +389,13 @@ def _require_seed_argument(env_idx: int, env: gym.Env) -> None:
         _require_seed_argument(env_idx, env.env)
 
 
-def _parts(observations: Any) -> dict[Any, np.ndarray]:
-    """The arrays of a batch of observations, or of a single one, by their key or position; an array alone has the key None."""
-    if isinstance(observations, dict):
-        return dict(observations)
-    if isinstance(observations, tuple):
-        return dict(enumerate(observations))
-    return {None: observations}
-
-
 def same_observations(left: Any, right: Any) -> bool:
     """
     :param left: Observation, or ``None`` for none
     :param right: Observation
     :return: Whether they are equal, and NaN is equal to NaN
     """
-    mine, its = _parts(left), _parts(right)
+    mine, its = observation_parts(left), observation_parts(right)
     return mine.keys() == its.keys() and all(_same(np.asarray(mine[key]), np.asarray(its[key])) for key in mine)
 
 

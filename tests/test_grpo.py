@@ -47,7 +47,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFram
 
 from sb3_grpo import GRPO, Doctor, OutcomeRolloutBuffer, load_actor
 from sb3_grpo.buffers import BUFFERS
-from sb3_grpo.starts import SeededSubprocVecEnv
+from sb3_grpo.resets import SeededSubprocVecEnv
 
 # --- Spaces, wrappers, episodes ---------------------------------------------------------------------------------------
 

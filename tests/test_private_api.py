@@ -1,7 +1,7 @@
 """
 The private parts of Stable-Baselines3, Gymnasium and PyTorch that the package uses, each with what it relies on.
 
-``test_starts.py`` tests those of ``starts.py``.
+``test_starts.py`` tests those of ``starts.py`` and ``resets.py``.
 """
 
 import ast
@@ -65,7 +65,7 @@ PRIVATE = {
 }
 #: Attributes of the package's own classes that happen to have the name of an attribute of a module or a tensor.
 OWN = {"_parameters", "_values"}
-#: Names of ``starts.py``, which ``test_starts.py`` tests.
+#: Names of ``starts.py`` and ``resets.py``, which ``test_starts.py`` tests.
 OF_STARTS = {"_seeds", "_options", "_action_space", "_observation_space", "_metadata", "_cached_spec"}
 
 

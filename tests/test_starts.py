@@ -30,7 +30,9 @@ from stable_baselines3.common.vec_env import (
 )
 
 from sb3_grpo import GRPO, EnvironmentFault, SeededSubprocVecEnv
-from sb3_grpo.starts import DeferredReset, SeededVecEnv, StandingStill, StartQueue, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.resets import DeferredReset
+from sb3_grpo.start_queue import StartQueue
+from sb3_grpo.starts import SeededVecEnv, StandingStill, find_seeded_vec_env, insert_seeded_vec_env
 
 SPACES: dict[str, spaces.Space] = {
     "box": spaces.Box(-1.0, 1.0, (3,), np.float32),

@@ -99,7 +99,7 @@ class Transitions:
     :param actions: Actions, shape ``(n, action_dim)``
     :param rewards: Rewards, shape ``(n,)``
     :param log_probs: Log-probabilities under the policy that sampled the actions, shape ``(n,)``
-    :param starts: Index of the start (see :class:`~sb3_grpo.starts.StartQueue`) of each trajectory, shape ``(n,)``
+    :param starts: Index of the start (see :class:`~sb3_grpo.start_queue.StartQueue`) of each trajectory, shape ``(n,)``
     :param steps: Step within the trajectory, shape ``(n,)``
     :param dones: Whether the trajectory ended with this transition, shape ``(n,)``
     :param rollouts: Number of the rollout in which the transition was sampled, shape ``(n,)``
