@@ -117,18 +117,19 @@ def runs_table(suite: Suite, arm: str, rivals: Arms) -> str:
 
 
 def environments_table(suite: Suite, arm: str, rivals: Arms) -> str:
-    """:return: One line per environment: steps per second of each, and the medians of the ratios of seconds"""
+    """:return: One line per environment: steps per second of each, and after a semicolon the median ratio of seconds"""
+    rivals = {name: arms for name, arms in rivals.items() if any(suite.arm_in(arms, env) for env in suite.timesteps)}
     by_rival = {name: races(suite, arm, arms) for name, arms in rivals.items()}
     lines = []
     for env in suite.timesteps:
-        present = [arm, *(each for arms in rivals.values() if (each := suite.arm_in(arms, env)))]
-        if not (speeds := seconds_per_step(suite, present, env)):
+        found = {name: suite.arm_in(arms, env) for name, arms in rivals.items()}
+        speeds = seconds_per_step(suite, [arm, *filter(None, found.values())], env)
+        if not speeds:
             continue
         cells = [env.removeprefix("sb3_grpo/"), f"{1 / speeds[arm]:,.0f}"]
-        for name, arms in rivals.items():
-            race, rival = by_rival[name].get(env), suite.arm_in(arms, env)
-            cells.append(f"{1 / speeds[rival]:,.0f}" if rival else "")
-            cells.append(format_number(float(np.median(race.ours) / race.theirs.mean())) if race else "")
+        for name, rival in found.items():
+            race = by_rival[name].get(env)
+            ratio = f"; {format_number(float(np.median(race.ours) / race.theirs.mean()))}" if race else ""
+            cells.append(f"{1 / speeds[rival]:,.0f}{ratio}" if rival else "")
         lines.append(cells)
-    header = [text for name in rivals for text in (f"steps/s, {name}", f"ratio, {name}")]
-    return markdown_table(["environment", "steps/s, GRPO", *header], lines)
+    return markdown_table(["environment", "GRPO", *rivals], lines)

@@ -67,9 +67,10 @@ def environments_table(suite: Suite, arms: Arms, column: str, units: Mapping[str
     :param arms: For each name the arms that stand for it
     :param column: ``auc`` or ``eval_mean``
     :param units: By name the unit of its returns, one by default
-    :return: One line per environment, one column per name: means over the seeds that are there
+    :return: One line per environment, one column per name with runs: means over the seeds that are there
     """
     lines = []
+    arms = {name: each for name, each in arms.items() if any(suite.arm_in(each, env) for env in suite.timesteps)}
     for env in suite.timesteps:
         found = {name: suite.arm_in(each, env) for name, each in arms.items()}
         if not any(found.values()) or not suite.runs("random", env):

@@ -22,7 +22,7 @@ def test_seconds_are_those_until_the_evaluation_of_the_rival(tmp_path: pathlib.P
     assert race.theirs.tolist() == [600 * 0.003] * 2 and race.ours.tolist() == [360 * 0.001] * 2
     assert str(seconds.ratio(suite, "grpo", ["ppo"])) == "0.20 (0.20 to 0.20)"
     assert str(seconds.ratio_per_step(suite, "grpo", ["ppo"])) == "0.33 (0.33 to 0.33)"
-    assert seconds.environments_table(suite, "grpo", RIVALS).endswith("| CartPole-v1 | 1,000 | 333 | 0.20 |")
+    assert seconds.environments_table(suite, "grpo", RIVALS).endswith("| CartPole-v1 | 1,000 | 333; 0.20 |")
 
 
 def test_a_run_that_does_not_get_there_counts_as_never(tmp_path: pathlib.Path) -> None:
