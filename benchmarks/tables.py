@@ -19,6 +19,7 @@ from benchmarks.statistics import (
     mean_of_paired_ratios,
     mean_over_seeds,
 )
+from sb3_grpo import KernelRolloutBuffer
 
 NO_ROWS = "There are no rows yet."
 #: Runs that a comparison in :func:`gains_table` needs
@@ -212,7 +213,9 @@ def zoo_table(suite: Suite) -> str:
     for env in suite.timesteps:
         if not (runs := suite.runs("grpo", env)):
             continue
-        rollout = runs[0].run.entry.get("n_envs", 1) * runs[0].run.entry["n_steps"]
+        entry = runs[0].run.entry
+        n_envs = entry.get("n_envs", 1)
+        rollout = n_envs * entry.get("n_steps", KernelRolloutBuffer.default_rollout_size // n_envs)
         returns, target = suite.column("grpo", env, "eval_mean"), suite.settings["thresholds"][env]
         command = (
             f"python -m sb3_grpo.zoo train --algo grpo --env {env} --seed {runs[0].run.seed} --num-threads 1 --eval-freq -1"
