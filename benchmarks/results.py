@@ -1,6 +1,7 @@
 """Rows of finished runs: how they are kept, and those of a suite."""
 
 import csv
+import functools
 import importlib.metadata
 import math
 import pathlib
@@ -136,6 +137,15 @@ class Suite:
     def arm_in(self, arms: Sequence[str], env: str) -> str | None:
         """:return: The first of these arms that has finished runs in an environment, if any"""
         return next((arm for arm in arms if self.runs(arm, env)), None)
+
+    def with_runs(self, arms: Arms) -> Arms:
+        """:return: The names of which an arm has finished runs in some environment"""
+        return {name: each for name, each in arms.items() if any(self.arm_in(each, env) for env in self.timesteps)}
+
+    @functools.cached_property
+    def speed_rows(self) -> list[dict[str, str]]:
+        """Rows of ``speed.csv``."""
+        return read_rows(self.results / "speed.csv")
 
     def random_area(self, env: str) -> float:
         """:return: Area of random actions, which is their mean return"""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.curves import LearningCurve
-from benchmarks.results import Arms, Suite, read_rows
+from benchmarks.results import Arms, Suite
 from benchmarks.statistics import Estimate, format_number, is_positive, median, median_ratio, over_environments
 from benchmarks.tables import markdown_table
 
@@ -25,13 +25,11 @@ class Race(NamedTuple):
     """
     One environment.
 
-    :param target: Evaluation of the rival, averaged over seeds
     :param ours: Seconds of each run of the arm, infinity where it never gets there, shape ``(n_seeds,)``
     :param theirs: Seconds of each run of the rival, shape ``(n_seeds,)``
     :param n_there: Runs of the rival that get there
     """
 
-    target: float
     ours: np.ndarray
     theirs: np.ndarray
     n_there: int
@@ -46,7 +44,7 @@ def seconds_per_step(suite: Suite, arms: Sequence[str], env: str) -> dict[str, f
     """
     wanted = {arm: {finished.run.settings_hash() for finished in suite.runs(arm, env)} for arm in arms}
     sessions: dict[str, dict[str, list[float]]] = {}
-    for row in read_rows(suite.results / "speed.csv"):
+    for row in suite.speed_rows:
         for arm in arms:
             if row["env"] == env and row["settings_hash"] in wanted[arm]:
                 sessions.setdefault(row["session"], {}).setdefault(arm, []).append(float(row["seconds_per_step"]))
@@ -82,7 +80,7 @@ def races(suite: Suite, arm: str, arms: Sequence[str]) -> dict[str, Race]:
             target = float(evaluations.mean())
             ours, theirs = (np.array([steps_to(each, target) for each in suite.curves(name, env)]) for name in (arm, rival))
             budgets = np.minimum(theirs, suite.timesteps[env])
-            found[env] = Race(target, ours * speeds[arm], budgets * speeds[rival], int(np.isfinite(theirs).sum()))
+            found[env] = Race(ours * speeds[arm], budgets * speeds[rival], int(np.isfinite(theirs).sum()))
     return found
 
 
@@ -118,7 +116,7 @@ def runs_table(suite: Suite, arm: str, rivals: Arms) -> str:
 
 def environments_table(suite: Suite, arm: str, rivals: Arms) -> str:
     """:return: One line per environment: steps per second of each, and after a semicolon the median ratio of seconds"""
-    rivals = {name: arms for name, arms in rivals.items() if any(suite.arm_in(arms, env) for env in suite.timesteps)}
+    rivals = suite.with_runs(rivals)
     by_rival = {name: races(suite, arm, arms) for name, arms in rivals.items()}
     lines = []
     for env in suite.timesteps:

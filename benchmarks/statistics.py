@@ -19,7 +19,7 @@ N_RESAMPLES = 2000
 
 
 #: For each environment the scores of both sides
-Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
+Pairs = Sequence[tuple[np.ndarray, ...]]
 
 
 class Estimate(NamedTuple):
@@ -33,26 +33,19 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
-    def text(self, infinity: str = "never") -> str:
-        """
-        :param infinity: Word for infinity
-        :return: The estimate and, where there is one, its interval
-        """
-        value, low, high = (format_number(each, infinity) for each in self)
+    def __str__(self) -> str:
+        """:return: The estimate and, where there is one, its interval"""
+        value, low, high = map(format_number, self)
         return value if math.isnan(self.low) else f"{value} ({low} to {high})"
 
-    def __str__(self) -> str:
-        return self.text()
 
-
-def format_number(value: float, infinity: str = "never") -> str:
+def format_number(value: float) -> str:
     """
     :param value: Number to print
-    :param infinity: Word for infinity
-    :return: The number, with as many digits as its size deserves
+    :return: The number, with as many digits as its size deserves, "never" for infinity
     """
     if math.isinf(value):
-        return infinity
+        return "never"
     return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2}f}"
 
 
@@ -166,20 +159,26 @@ def mean_of_paired_ratios(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Est
     return Estimate(statistic([np.arange(size) for size in sizes]), float(low), float(high))
 
 
+def drawn_anew(scores: Sequence[tuple[np.ndarray, ...]]) -> Iterator[list[tuple[np.ndarray, ...]]]:
+    """
+    :param scores: For each environment the scores of one or more sides, each of shape ``(n_seeds,)``
+    :return: Bootstrap samples: environments are drawn anew, and in each of them the runs of every side
+    """
+    rng = np.random.default_rng(0)
+    for _ in range(N_RESAMPLES):
+        drawn = [scores[env] for env in rng.integers(len(scores), size=len(scores))]
+        yield [tuple(rng.choice(side, len(side)) for side in sides) for sides in drawn]
+
+
 def over_environments(statistic: Callable[[Pairs], float], pairs: Pairs) -> Estimate:
     """
     :param statistic: Function of pairs
     :param pairs: For each environment the scores of both sides, each of shape ``(n_seeds,)``
     :return: The statistic; for its interval, environments are drawn anew, and in each of them the runs of either side
     """
-    rng = np.random.default_rng(0)
-
-    def resampled() -> float:
-        drawn = [pairs[env] for env in rng.integers(len(pairs), size=len(pairs))]
-        return statistic([(rng.choice(ours, len(ours)), rng.choice(theirs, len(theirs))) for ours, theirs in drawn])
-
+    resampled = [statistic(drawn) for drawn in drawn_anew(pairs)]
     # The nearest of the values, because there is nothing between a number and infinity
-    low, high = np.quantile([resampled() for _ in range(N_RESAMPLES)], [0.025, 0.975], method="nearest")
+    low, high = np.quantile(resampled, [0.025, 0.975], method="nearest")
     return Estimate(statistic(pairs), float(low), float(high))
 
 
@@ -231,11 +230,7 @@ def performance_profile(scores: Sequence[np.ndarray], thresholds: np.ndarray) ->
     def profile(scores: Iterable[np.ndarray]) -> np.ndarray:
         return np.mean([(own[:, None] > thresholds).mean(axis=0) for own in scores], axis=0)
 
-    rng = np.random.default_rng(0)
-    resampled = [
-        profile([rng.choice(scores[env], len(scores[env])) for env in rng.integers(len(scores), size=len(scores))])
-        for _ in range(N_RESAMPLES)
-    ]
+    resampled = [profile([own for (own,) in drawn]) for drawn in drawn_anew([(own,) for own in scores])]
     low, high = np.quantile(resampled, [0.025, 0.975], axis=0)
     return profile(scores), low, high
 

@@ -70,7 +70,7 @@ def environments_table(suite: Suite, arms: Arms, column: str, units: Mapping[str
     :return: One line per environment, one column per name with runs: means over the seeds that are there
     """
     lines = []
-    arms = {name: each for name, each in arms.items() if any(suite.arm_in(each, env) for env in suite.timesteps)}
+    arms = suite.with_runs(arms)
     for env in suite.timesteps:
         found = {name: suite.arm_in(each, env) for name, each in arms.items()}
         if not any(found.values()) or not suite.runs("random", env):

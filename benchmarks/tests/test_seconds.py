@@ -32,10 +32,8 @@ def test_a_run_that_does_not_get_there_counts_as_never(tmp_path: pathlib.Path) -
 
 
 def test_a_run_of_the_rival_counts_with_its_budget_at_most(tmp_path: pathlib.Path) -> None:
-    areas = {
-        "grpo": {"CartPole-v1": [40.0, 40.0]},
-        "ppo": {"CartPole-v1": [4.0, 36.0]},
-    }  # the first ends at 8, the target is 20
+    # The first run of PPO ends at 8, and the target is 20
+    areas = {"grpo": {"CartPole-v1": [40.0, 40.0]}, "ppo": {"CartPole-v1": [4.0, 36.0]}}
     suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
     race = seconds.races(suite, "grpo", ["ppo"])["CartPole-v1"]
     assert race.theirs.tolist() == [1000 * 0.003, 380 * 0.003] and race.n_there == 1
