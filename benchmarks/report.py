@@ -37,10 +37,7 @@ TABLES_ON = ("benchmark", "benchmark_details", "when_groups_win", "images_and_gp
 PAGES = (
     ROOT / "README.md",
     ROOT / "benchmarks" / "LOG.md",
-    *(
-        DOCS / f"{name}.md"
-        for name in ("benchmark", "benchmark_details", "when_groups_win", "images_and_gpus", "zoo", "diagnostics")
-    ),
+    *(DOCS / f"{name}.md" for name in TABLES_ON),
 )
 #: The default settings and what they are compared with, by the names that tables and figures have
 OURS = "default"
@@ -55,6 +52,7 @@ ARMS = {"GRPO, kernel": [OURS], **RIVALS}
 CLAIMS = {
     "PPO, our settings": "Against PPO with the same settings, GRPO with the `kernel` buffer is",
     "PPO, defaults": "Against PPO's defaults, it is",
+    "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, it is",
 }
 #: What a figure can hold
 DRAWN = {name: ARMS[name] for name in ("GRPO, kernel", "PPO, our settings", "PPO, defaults", "PPO, rl-zoo3")}

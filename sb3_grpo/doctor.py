@@ -62,7 +62,7 @@ SYMPTOMS = (
         "tied groups",
         lambda it: it.metrics["rollout/groups_tied"] == 1.0 and not it.risen,
         "rollout/groups_tied",
-        "The members of all groups have equal returns, so nothing is learned. Unless the task is solved, make them differ: a "
+        "The buffer finds no difference between the members of any group, so nothing is learned. Unless the task is solved: a "
         "larger `group_size`, more exploration (`ent_coef`), or a denser reward. With a constant reward per step, use "
         "`rollout_buffer_class='return_to_go'` instead of 'process'.",
     ),
@@ -181,8 +181,8 @@ def _make_copy(venv: VecEnv) -> gym.Env:
 
 class Doctor(BaseCallback):
     """
-    A callback that checks a run after each update, and reports each failure pattern that shows for several updates in a row
-    once. At the start of a run it plays ``check_shared_inputs`` on a copy of the environment. It does not change the
+    A callback that checks a run after each update, and reports, once per run, each failure pattern that lasts for several
+    updates. At the start of a run it plays ``check_shared_inputs`` on a copy of the environment. It does not change the
     training::
 
         model.learn(100_000, callback=Doctor())
@@ -193,7 +193,7 @@ class Doctor(BaseCallback):
     def __init__(self, report: Callable[[str], None] = print):
         super().__init__()
         self.report = report
-        #: Names of what has been reported so far.
+        #: Names of the patterns that have been reported so far.
         self.reported: list[str] = []
         self._streaks = dict.fromkeys((symptom.name for symptom in SYMPTOMS), 0)
         self._return_to_rise_above = np.nan

@@ -52,9 +52,9 @@ class GRPO(OnPolicyAlgorithm):
     Group Relative Policy Optimization (GRPO): PPO's clipped surrogate without a critic.
 
     Advantages come from the rollout buffer. The default, ``kernel``, is not DeepSeek's estimator: it computes generalized
-    advantage estimates with a value function that is fitted by least squares after each rollout, and subtracts what the
-    advantages of a group's members have in common. ``outcome`` is DeepSeek's estimator, and three others come from the
-    literature. A *group* is ``group_size`` trajectories whose environments were reset with the same seed.
+    advantage estimates with a value function that is fitted by least squares after each rollout, and subtracts a part
+    of the mean advantage of the group's other members at the same step. ``outcome`` is DeepSeek's estimator, and three
+    others come from the literature. A *group* is ``group_size`` trajectories whose environments were reset with the same seed.
 
     Paper: https://arxiv.org/abs/2402.03300 (DeepSeekMath)
 
@@ -81,7 +81,7 @@ class GRPO(OnPolicyAlgorithm):
     :param ent_coef: Coefficient of the entropy bonus
     :param max_grad_norm: Maximum norm of the gradient
     :param group_size: Number of trajectories per group, at least 2. ``None`` for 2; with the ``kernel`` buffer for 8 while the
-        advantages of a group's members have much in common, see :mod:`sb3_grpo.relative`
+        members of a group share more than a third of the variance of their advantages
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
     :param kl_coef: Coefficient of the penalty KL(pi || reference). It changes during training if ``adaptive_kl_target`` is set

@@ -21,8 +21,8 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepR
 DEAD_WORKER_TIMEOUT_S = 5.0
 
 TAKE_A_SEED = (
-    "Define it as `def reset(self, *, seed=None, options=None)` and call `super().reset(seed=seed)` first, in a wrapper "
-    "`self.env.reset(seed=seed, options=options)`."
+    "In an environment, define `def reset(self, *, seed=None, options=None)` and begin with `super().reset(seed=seed)`. In a "
+    "wrapper, call `self.env.reset(seed=seed, options=options)`."
 )
 
 #: What the methods of an environment return. Those of older versions of Gym returned less.
@@ -196,7 +196,7 @@ class WatchedPipe:
     def _fault(self) -> EnvironmentFault:
         self.process.join(DEAD_WORKER_TIMEOUT_S)
         exit_code = self.process.exitcode
-        hint = f"If its error is that `reset` takes no `seed`: {TAKE_A_SEED}" if self._asked == "reset" else ""
+        hint = f"If that error says that `reset` takes no `seed`: {TAKE_A_SEED}" if self._asked == "reset" else ""
         what = f"is gone: its process has ended with exit code {exit_code}, and its own error is above"
         fault = EnvironmentFault(self.env_idx, what, hint)
         fault.exit_code = exit_code

@@ -19,7 +19,7 @@ ADVICE = (
 @dataclass(frozen=True)
 class SharedInputs:
     """
-    What ``check_shared_inputs`` has found.
+    Result of :func:`check_shared_inputs`.
 
     :param verdict: "shared" if inputs stay in step as far as can be seen, "lost" if they depend on the actions, "not
         seeded" if episodes with the same seed and the same actions differ

@@ -373,7 +373,7 @@ class StandingStill:
 def _refuse_to_move(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
         "A callback stepped or reset the training environment in the course of a rollout: pass `EvalCallback` (or "
-        "`evaluate_policy`) an environment of its own, such as `make_vec_env(...)` gives."
+        "`evaluate_policy`) a separate environment, for example `make_vec_env('CartPole-v1')`."
     )
 
 

@@ -54,7 +54,7 @@ def refuse_unknown_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]
     """
     for name, value in unknown.items():
         closest = difflib.get_close_matches(name, accepted, n=1)
-        hint = f"did you mean `{closest[0]}`?" if closest else "see the documentation of GRPO."
+        hint = f"did you mean `{closest[0]}`?" if closest else "see `help(GRPO)` for its arguments."
         if name in FOREIGN_ARGUMENTS:
             hint = f"{FOREIGN_ARGUMENTS[name]}."
         raise TypeError(f"GRPO does not take `{name}={value!r}`: {hint}")

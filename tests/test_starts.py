@@ -938,7 +938,7 @@ class NoSeedWrapper(gym.Wrapper):
     ids=["environment", "under a wrapper", "wrapper"],
 )
 def test_an_environment_whose_reset_takes_no_seed_is_refused_before_training(make, signature):
-    message = rf"Environment 1 cannot be seeded: {signature} takes no `seed`\. Define it as `def reset\(self, \*, seed=None"
+    message = rf"Environment 1 cannot be seeded: {signature} takes no `seed`\. In an environment, define `def reset\(self, \*, s"
     with pytest.raises(ValueError, match=message):
         GRPO("MlpPolicy", DummyVecEnv([DriftEnv, make]), share_starts=False)
     model = GRPO("MlpPolicy", DummyVecEnv([DriftEnv] * 2), n_steps=8, batch_size=16)
@@ -950,7 +950,7 @@ def test_an_environment_whose_reset_takes_no_seed_is_refused_before_training(mak
 def test_a_worker_whose_reset_takes_no_seed_ends_with_the_remedy(workers_class):
     env = attached(workers_class([DriftEnv, NoSeedEnv]))
     with pytest.raises(
-        EnvironmentFault, match=r"Environment 1 is gone: .* takes no `seed`: Define it as `def reset\(self, \*,"
+        EnvironmentFault, match=r"Environment 1 is gone: .* takes no `seed`: In an environment, define `def reset\(self, \*,"
     ):
         env.reset()
 

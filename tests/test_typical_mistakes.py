@@ -135,7 +135,7 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
         evaluate_on_the_training_environment,
         RuntimeError,
         "A callback stepped or reset the training environment in the course of a rollout: pass `EvalCallback` (or "
-        "`evaluate_policy`) an environment of its own, such as `make_vec_env(...)` gives.",
+        "`evaluate_policy`) a separate environment, for example `make_vec_env('CartPole-v1')`.",
     ),
     (
         "the model is loaded with other observations",

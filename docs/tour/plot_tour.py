@@ -54,7 +54,7 @@ models = {buffer: train(buffer) for buffer in BUFFERS}
 # Learning curves
 # ---------------
 #
-# A running mean over 50 training episodes. Returns of CartPole are episode lengths: 500 is the time limit.
+# The curves are running means over 50 training episodes. Returns of CartPole are episode lengths: 500 is the time limit.
 
 figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
 for buffer, colour in COLOURS.items():
@@ -111,7 +111,7 @@ plt.show()
 #
 # These are a few of the logged metrics; *Every logged metric* explains them all. ``rollout/groups_tied`` is the share of
 # groups whose members cannot be told apart, which is all of them with ``process``. ``train/approx_kl`` is the distance that
-# an update has moved the policy. ``train/entropy_loss`` is minus the entropy, which rises as the policy becomes certain.
+# an update has moved the policy. ``train/entropy_loss`` is the negative entropy. It rises as the policy becomes certain.
 
 keys = ["rollout/ep_rew_mean", "rollout/groups_tied", "train/approx_kl", "train/entropy_loss"]
 figure, axes = plt.subplots(1, len(keys), figsize=(10, 2.6), layout="constrained")
@@ -136,7 +136,7 @@ log[keys].round(2)
 # Evaluate, save, load, continue
 # ------------------------------
 #
-# As with any algorithm of Stable-Baselines3.
+# These work as in any algorithm of Stable-Baselines3.
 
 model = models["kernel"]
 model.save(FOLDER / "cartpole")

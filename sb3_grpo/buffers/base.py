@@ -25,7 +25,7 @@ from sb3_grpo.buffers.rollout import (
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
 from sb3_grpo.validation import require_at_least
 
-#: The group size where nothing speaks for larger groups: it leaves the most different starts in a rollout.
+#: The default group size. Small groups leave the most different starts in a rollout.
 SMALL_GROUP = 2
 
 
@@ -40,15 +40,15 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     :param gae_lambda: Lambda of generalized advantage estimation; not used by all buffers
     :param gamma: Discount factor
     :param n_envs: Number of environments
-    :param group_size: Number of trajectories per group, or the largest one
+    :param group_size: Number of trajectories per group; the largest number if it changes during training
     :param horizon: Time limit of the environment in steps; ``None`` if it is unknown
     :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
     :raises ValueError: If ``horizon`` or ``reward_weights`` is invalid; in :meth:`add`, if an environment does not report the
         components
     """
 
-    #: Whether advantages are standardised over the update if ``normalize_advantage`` is set. Buffers that compare within
-    #: groups are not: a shift over the whole update would give tied groups an advantage.
+    #: Whether advantages are standardised over the update if ``normalize_advantage`` is set. It is off for
+    #: buffers that compare within groups, because a shift over the whole update would give tied groups an advantage.
     whitens: ClassVar[bool] = False
     #: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at
     default_rollout_size: ClassVar[int] = 2048

@@ -50,7 +50,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param gae_lambda: Lambda of the advantages
     :param gamma: Discount factor
     :param n_envs: Number of environments
-    :param group_size: Number of trajectories per group, or the largest one
+    :param group_size: Number of trajectories per group; the largest number if it changes during training
     :param horizon: Number of steps that is one unit of time; ``None`` for the length of the longest trajectory so far, rounded
         up to a power of two
     :param n_features: Number of random Fourier features
@@ -65,7 +65,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param fit: ``"lstd"``: the returns are bootstrapped from the new baseline itself. ``"regression"``: they are bootstrapped
         from the baseline of the previous rollout, which lags behind if ``target_lambda`` is below 1; it needs a larger
         ``ridge``, such as 1e-3
-    :param relative: Whether to subtract what the advantages of the other members of the group have in common with it, see
+    :param relative: Whether to subtract a part of the mean advantage of the group's other members at the same step, see
         :mod:`sb3_grpo.relative`
     :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
     :raises ValueError: If an argument is out of range

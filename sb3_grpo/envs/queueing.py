@@ -18,7 +18,7 @@ class QueueingEnv(InputDrivenEnv):
     """
     Decide which of two classes of jobs a server works on, in a network of two servers and three classes.
 
-    **This task is held out: nothing is trained on it before the default settings are frozen.**
+    This task is held out: no default setting was chosen on it.
 
     Jobs of class 1 pass server 1, then server 2 as class 2, and leave; jobs of class 3 pass server 1 and leave.
 

@@ -1,4 +1,4 @@
-"""Addition, digit by digit, with a reward that is checked at the end: GRPO's origin in small."""
+"""Addition, digit by digit, with a reward that is checked at the end: GRPO's origin in miniature."""
 
 from typing import Any
 
