@@ -75,18 +75,32 @@ def without_internal_parameters(signature: str | None, returns: str | None) -> t
     return signature.replace(", _init_setup_model=True", "").replace(", **unknown", ""), returns
 
 
-def keep_intervals_together(app: Any, doctree: nodes.document, docname: str) -> None:
+#: What stays on one line in a table: an interval, a share, a pair, a shape
+TOGETHER = re.compile(
+    r"-?[\d.,]+ to (?:-?[\d.,]+|never)|\d+ of \d+|worst -?[\d.,]+|-?[\d.,]+; (?:-?[\d.,]+|never)$|\d+ x \d+(?:, \d+)*"
+)
+#: Cells with more characters have sentences
+SENTENCE = 40
+
+
+def lay_out_tables(app: Any, doctree: nodes.document, docname: str) -> None:
     """
-    Let tables break a line before an interval, and nowhere in it.
+    Let tables break a line before an interval and nowhere in it, nor in the id of an environment.
 
     :param app: Sphinx
     :param doctree: A page, changed in place
     :param docname: Its name
     """
     for cell in doctree.findall(nodes.entry):
+        if len(cell.astext()) > SENTENCE:
+            cell["classes"].append("prose")
         for text in list(cell.findall(nodes.Text)):
-            if re.fullmatch(r"-?[\d.,]+( \(-?[\d.,]+ to -?[\d.,]+\)| to -?[\d.,]+| of \d+)", text):
-                text.parent.replace(text, nodes.Text(re.sub(r" (?!\()", "\u00a0", text)))
+            if isinstance(text.parent, nodes.literal):
+                continue
+            kept: nodes.Node = nodes.Text(TOGETHER.sub(lambda found: found[0].replace(" ", "\u00a0"), text))
+            if re.fullmatch(r"[\w/-]+-v\d", text) and cell.parent.index(cell) == 0:
+                kept = nodes.inline("", "", kept, classes=["whole"])
+            text.parent.replace(text, kept)
 
 
 def setup(app: Any) -> None:
@@ -94,5 +108,5 @@ def setup(app: Any) -> None:
     :param app: Sphinx
     """
     app.connect("autodoc-process-docstring", lambda *args: hide_internal_parameters(args[-1]))
-    app.connect("doctree-resolved", keep_intervals_together)
+    app.connect("doctree-resolved", lay_out_tables)
     app.connect("autodoc-process-signature", lambda *args: without_internal_parameters(*args[-2:]))
