@@ -1,5 +1,6 @@
 """Sphinx configuration: `make docs` builds the site into docs/_build/html, warnings being errors."""
 
+import html
 import re
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ def without_internal_parameters(signature: str | None, returns: str | None) -> t
 TOGETHER = re.compile(
     r"-?[\d.,]+ to (?:-?[\d.,]+|never)|\d+ of \d+|worst -?[\d.,]+|-?[\d.,]+; (?:-?[\d.,]+|never)$|\d+ x \d+(?:, \d+)*"
 )
-#: Cells with more characters have sentences
-SENTENCE = 40
+#: Cells with more characters have sentences, and names with more characters do not fit on a line
+SENTENCE, LONG_NAME = 40, 24
 
 
 def lay_out_tables(app: Any, doctree: nodes.document, docname: str) -> None:
@@ -103,10 +104,33 @@ def lay_out_tables(app: Any, doctree: nodes.document, docname: str) -> None:
             text.parent.replace(text, kept)
 
 
+def lay_out_code(app: Any, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """
+    Let a long name break after its underscores, dots and the like, and no option within its hyphens.
+
+    :param app: Sphinx
+    :param page: Name of the page
+    :param template: Name of its template
+    :param context: What the template is filled with, changed in place
+    :param doctree: The page, if it has one
+    """
+
+    def lay_out(found: re.Match[str]) -> str:
+        word, length = found[1], len(html.unescape(found[1]))
+        if "-" in word and length <= LONG_NAME:
+            return f'<span class="pre whole">{word}</span>'
+        breakable = re.sub(r"(?<=\w)([_./=,(]+)(?=[^\W\d]|&)", r"\1<wbr>", word)
+        return f'<span class="pre{" long" if length > LONG_NAME else ""}">{breakable}</span>'
+
+    if "body" in context:
+        context["body"] = re.sub(r'<span class="pre">([^<]*)</span>', lay_out, context["body"])
+
+
 def setup(app: Any) -> None:
     """
     :param app: Sphinx
     """
     app.connect("autodoc-process-docstring", lambda *args: hide_internal_parameters(args[-1]))
     app.connect("doctree-resolved", lay_out_tables)
+    app.connect("html-page-context", lay_out_code)
     app.connect("autodoc-process-signature", lambda *args: without_internal_parameters(*args[-2:]))
