@@ -29,6 +29,7 @@ myst_enable_extensions = ["dollarmath"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True
 
 # The tour is executed whenever the site is built, and an error in it is one of the build
 sphinx_gallery_conf = {
