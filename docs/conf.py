@@ -30,6 +30,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
+toc_object_entries_show_parents = "hide"
 
 # The tour is executed whenever the site is built, and an error in it is one of the build
 sphinx_gallery_conf = {
