@@ -82,8 +82,8 @@ def without_internal_parameters(signature: str | None, returns: str | None) -> t
 TOGETHER = re.compile(
     r"-?[\d.,]+ to (?:-?[\d.,]+|never)|\d+ of \d+|worst -?[\d.,]+|-?[\d.,]+; (?:-?[\d.,]+|never)$|\d+ x \d+(?:, \d+)*"
 )
-#: Cells with more characters have sentences, and names with more characters do not fit on a line
-SENTENCE, LONG_NAME = 40, 24
+#: Cells with more characters have sentences, and names with more do not fit into a column or on a line of a telephone
+SENTENCE, COLUMN, LINE = 40, 12, 24
 
 
 def lay_out_tables(app: Any, doctree: nodes.document, docname: str) -> None:
@@ -101,7 +101,7 @@ def lay_out_tables(app: Any, doctree: nodes.document, docname: str) -> None:
             if isinstance(text.parent, nodes.literal):
                 continue
             kept: nodes.Node = nodes.Text(TOGETHER.sub(lambda found: found[0].replace(" ", "\u00a0"), text))
-            if re.fullmatch(r"[\w/-]+-v\d", text) and cell.parent.index(cell) == 0:
+            if re.fullmatch(r"[\w/-]+-v?\d", text) and cell.parent.index(cell) == 0:
                 kept = nodes.inline("", "", kept, classes=["whole"])
             text.parent.replace(text, kept)
 
@@ -119,10 +119,11 @@ def lay_out_code(app: Any, page: str, template: str, context: dict[str, Any], do
 
     def lay_out(found: re.Match[str]) -> str:
         word, length = found[1], len(html.unescape(found[1]))
-        if "-" in word and length <= LONG_NAME:
+        if "-" in word and length <= LINE:
             return f'<span class="pre whole">{word}</span>'
-        breakable = re.sub(r"(?<=\w)([_./=,(]+)(?=[^\W\d]|&)", r"\1<wbr>", word)
-        return f'<span class="pre{" long" if length > LONG_NAME else ""}">{breakable}</span>'
+        if length > COLUMN:
+            word = re.sub(r"(?<=\w)([_./=,(]+)(?=[^\W\d]|&)", r"\1<wbr>", word)
+        return f'<span class="pre{" long" if length > LINE else ""}">{word}</span>'
 
     if "body" in context:
         context["body"] = re.sub(r'<span class="pre">([^<]*)</span>', lay_out, context["body"])
