@@ -80,7 +80,8 @@ def without_internal_parameters(signature: str | None, returns: str | None) -> t
 
 #: What stays on one line in a table: an interval, a share, a pair, a shape
 TOGETHER = re.compile(
-    r"-?[\d.,]+ to (?:-?[\d.,]+|never)|\d+ of \d+|worst -?[\d.,]+|-?[\d.,]+; (?:-?[\d.,]+|never)$|\d+ x \d+(?:, \d+)*"
+    r"(?<![\w.-])-?[\d.,]+ to (?:-?[\d.,]+|never)|\d+ of \d+|worst -?[\d.,]+"
+    r"|-?[\d.,]+; (?:-?[\d.,]+|never)$|\d+ x \d+(?:, \d+)*"
 )
 #: Cells with more characters have sentences, and names with more do not fit into a column or on a line of a telephone
 SENTENCE, COLUMN, LINE = 40, 12, 24
