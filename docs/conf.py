@@ -89,7 +89,7 @@ SENTENCE, COLUMN, LINE = 40, 12, 24
 
 def lay_out_tables(app: Any, doctree: nodes.document, docname: str) -> None:
     """
-    Let tables break a line before an interval and nowhere in it, nor in the id of an environment.
+    Let tables break a line before an interval and nowhere in it, nor in the id of an environment or short code.
 
     :param app: Sphinx
     :param doctree: A page, changed in place
@@ -98,6 +98,9 @@ def lay_out_tables(app: Any, doctree: nodes.document, docname: str) -> None:
     for cell in doctree.findall(nodes.entry):
         if len(cell.astext()) > SENTENCE:
             cell["classes"].append("prose")
+        for code in cell.findall(nodes.literal):
+            if len(code.astext()) <= COLUMN:
+                code["classes"].append("whole")
         for text in list(cell.findall(nodes.Text)):
             if isinstance(text.parent, nodes.literal):
                 continue
