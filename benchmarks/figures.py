@@ -87,7 +87,7 @@ def draw_profiles(scores: dict[str, dict[str, list[np.ndarray]]], path: pathlib.
         figure.supxlabel("score")
         figure.supylabel("share of runs above it")
         if handles:
-            figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
+            figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
         save(figure, path)
 
 

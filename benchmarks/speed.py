@@ -229,18 +229,23 @@ def draw_scaling(points: list[tuple[str, str, int, float]], path: pathlib.Path) 
     :param path: File of the figure
     """
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     from benchmarks.figures import STYLE, save
 
     labels = {"steps per second": "environments", "seconds per rollout": "transitions"}
     with plt.style.context(STYLE):
-        figure, axes = plt.subplots(1, 2, figsize=(7.35, 3.8))
+        figure, axes = plt.subplots(1, 2, figsize=(7.35, 4.2))
         for axis, (curve, x_label) in zip(axes, labels.items(), strict=True):
             for what in dict.fromkeys(point[1] for point in points if point[0] == curve):
                 own = [point for point in points if point[:2] == (curve, what)]
                 axis.plot([point[2] for point in own], [point[3] for point in own], marker="o", label=what)
             axis.set(xscale="log", yscale="log", xlabel=x_label, ylabel=curve)
-            axis.legend(loc="lower right")
+            for side in (axis.xaxis, axis.yaxis):
+                side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                side.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
+                side.set_minor_formatter(NullFormatter())
+            axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
         save(figure, path)
 
 

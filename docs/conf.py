@@ -1,5 +1,6 @@
 """Sphinx configuration: `make docs` builds the site into docs/_build/html, warnings being errors."""
 
+import html
 import re
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ myst_enable_extensions = ["dollarmath"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True
+toc_object_entries_show_parents = "hide"
 
 # The tour is executed whenever the site is built, and an error in it is one of the build
 sphinx_gallery_conf = {
@@ -75,18 +78,59 @@ def without_internal_parameters(signature: str | None, returns: str | None) -> t
     return signature.replace(", _init_setup_model=True", "").replace(", **unknown", ""), returns
 
 
-def keep_intervals_together(app: Any, doctree: nodes.document, docname: str) -> None:
+#: What stays on one line in a table: an interval, a share, a pair, a shape
+TOGETHER = re.compile(
+    r"(?<![\w.-])-?[\d.,]+ to (?:-?[\d.,]+|never)|\d+ of \d+|worst -?[\d.,]+"
+    r"|-?[\d.,]+; (?:-?[\d.,]+|never)$|\d+ x \d+(?:, \d+)*"
+)
+#: Cells with more characters have sentences, and names with more do not fit into a column or on a line of a telephone
+SENTENCE, COLUMN, LINE = 40, 12, 24
+
+
+def lay_out_tables(app: Any, doctree: nodes.document, docname: str) -> None:
     """
-    Let tables break a line before an interval, and nowhere in it.
+    Let tables break a line before an interval and nowhere in it, nor in the id of an environment or short code.
 
     :param app: Sphinx
     :param doctree: A page, changed in place
     :param docname: Its name
     """
     for cell in doctree.findall(nodes.entry):
+        if len(cell.astext()) > SENTENCE:
+            cell["classes"].append("prose")
+        for code in cell.findall(nodes.literal):
+            if len(code.astext()) <= COLUMN:
+                code["classes"].append("whole")
         for text in list(cell.findall(nodes.Text)):
-            if re.fullmatch(r"-?[\d.,]+( \(-?[\d.,]+ to -?[\d.,]+\)| to -?[\d.,]+| of \d+)", text):
-                text.parent.replace(text, nodes.Text(re.sub(r" (?!\()", "\u00a0", text)))
+            if isinstance(text.parent, nodes.literal):
+                continue
+            kept: nodes.Node = nodes.Text(TOGETHER.sub(lambda found: found[0].replace(" ", "\u00a0"), text))
+            if re.fullmatch(r"[\w/-]+-v?\d", text) and cell.parent.index(cell) == 0:
+                kept = nodes.inline("", "", kept, classes=["whole"])
+            text.parent.replace(text, kept)
+
+
+def lay_out_code(app: Any, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """
+    Let a long name break after its underscores, dots and the like, and no option within its hyphens.
+
+    :param app: Sphinx
+    :param page: Name of the page
+    :param template: Name of its template
+    :param context: What the template is filled with, changed in place
+    :param doctree: The page, if it has one
+    """
+
+    def lay_out(found: re.Match[str]) -> str:
+        word, length = found[1], len(html.unescape(found[1]))
+        if "-" in word and length <= LINE:
+            return f'<span class="pre whole">{word}</span>'
+        if length > COLUMN:
+            word = re.sub(r"(?<=\w)([_./=,(]+)(?=[^\W\d]|&)", r"\1<wbr>", word)
+        return f'<span class="pre{" long" if length > LINE else ""}">{word}</span>'
+
+    if "body" in context:
+        context["body"] = re.sub(r'<span class="pre">([^<]*)</span>', lay_out, context["body"])
 
 
 def setup(app: Any) -> None:
@@ -94,5 +138,6 @@ def setup(app: Any) -> None:
     :param app: Sphinx
     """
     app.connect("autodoc-process-docstring", lambda *args: hide_internal_parameters(args[-1]))
-    app.connect("doctree-resolved", keep_intervals_together)
+    app.connect("doctree-resolved", lay_out_tables)
+    app.connect("html-page-context", lay_out_code)
     app.connect("autodoc-process-signature", lambda *args: without_internal_parameters(*args[-2:]))

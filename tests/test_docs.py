@@ -54,6 +54,14 @@ def test_lines_of_a_table_break_before_an_interval_and_nowhere_in_it(site: pathl
     assert re.search(r"<td><p>-?[\d.,]+ \(-?[\d.,]+\u00a0to\u00a0-?[\d.,]+\)</p></td>", page)
 
 
+def test_names_break_after_underscores_and_ids_and_options_nowhere(site: pathlib.Path) -> None:
+    assert (
+        '<span class="pre long">rollout_<wbr>buffer_<wbr>kwargs=<wbr>dict(...)</span>' in (site / "buffers.html").read_text()
+    )
+    assert '<span class="pre whole">--load-best</span>' in (site / "zoo.html").read_text()
+    assert '<td><p><span class="whole">GustyHalfCheetah-v0</span></p></td>' in (site / "when_groups_win.html").read_text()
+
+
 def test_the_tour_has_run_and_shows_its_pictures(site: pathlib.Path) -> None:
     tour = (site / "auto_tour" / "plot_tour.html").read_text(encoding="utf-8")
     pictures = set(re.findall(r'src="\.\./_images/(sphx_glr_plot_tour_\d+\.png)"', tour))

@@ -32,7 +32,7 @@ def test_the_animation_shows_that_the_trained_policy_moves(tmp_path: Path):
     assert quickstart.animation(model, "CartPole-v1", seed=0, path=tmp_path / "film.gif") == str(tmp_path / "film.gif")
     with Image.open(tmp_path / "film.gif") as film:
         frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(film)]
-    assert len(frames) > 50 and frames[0].shape == (218, 600, 3)
+    assert len(frames) > 50 and frames[0].shape == (226, 600, 3)
     assert np.abs(frames[0].astype(int) - frames[5]).max() > 100
 
 

@@ -78,9 +78,9 @@ plt.show()
 # to choose an action: it says that upright poles do better, whatever the action. It is noise to the policy gradient, and
 # ``kernel`` has removed most of it.
 
-figure, axes = plt.subplots(1, 5, sharey=True, figsize=(10, 2.6), layout="constrained")
+figure, axes = plt.subplots(2, 3, sharey=True, figsize=(7, 4.6), layout="constrained")
 bins = np.linspace(-1.5, 1.5, 9)
-for axis, buffer in zip(axes, BUFFERS, strict=True):
+for axis, buffer in zip(axes.flat, BUFFERS, strict=False):
     model = GRPO(
         "MlpPolicy",
         make_vec_env("CartPole-v1", n_envs=8),
@@ -100,9 +100,11 @@ for axis, buffer in zip(axes, BUFFERS, strict=True):
         means = pd.Series(y).groupby(pd.cut(x, bins), observed=False).mean()
         axis.plot((bins[:-1] + bins[1:]) / 2, means, color=f"C{action}", label=push)
     axis.axhline(0, color="grey", lw=0.8)
-    axis.set(title=buffer, xlabel="pole falls, rad/s", xlim=(bins[0], bins[-1]), ylim=(-3, 3))
-axes[0].set_ylabel("advantage")
-axes[0].legend(frameon=False, fontsize=8)
+    axis.set(title=buffer, xlim=(bins[0], bins[-1]), ylim=(-3, 3))
+axes[1, 2].axis("off")
+axes[1, 2].legend(*axes[0, 0].get_legend_handles_labels(), frameon=False, loc="center")
+figure.supxlabel("pole falls, rad/s")
+figure.supylabel("advantage")
 plt.show()
 
 # %%
@@ -114,14 +116,15 @@ plt.show()
 # an update has moved the policy. ``train/entropy_loss`` is the negative entropy. It rises as the policy becomes certain.
 
 keys = ["rollout/ep_rew_mean", "rollout/groups_tied", "train/approx_kl", "train/entropy_loss"]
-figure, axes = plt.subplots(1, len(keys), figsize=(10, 2.6), layout="constrained")
+figure, axes = plt.subplots(2, 2, sharex=True, figsize=(7, 4.6), layout="constrained")
 for buffer, colour in COLOURS.items():
     log = pd.read_csv(FOLDER / buffer / "progress.csv")
-    for axis, key in zip(axes, keys, strict=True):
+    for axis, key in zip(axes.flat, keys, strict=True):
         if key in log:
             axis.plot(log["time/total_timesteps"], log[key], color=colour, label=buffer)
-        axis.set(title=key, xlabel="steps")
-axes[0].legend(frameon=False, fontsize=8)
+        axis.set(title=key)
+axes[0, 0].legend(frameon=False)
+figure.supxlabel("steps")
 plt.show()
 
 # %%
