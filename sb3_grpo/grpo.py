@@ -42,7 +42,7 @@ from sb3_grpo.validation import (
     check_registered,
     refuse_unknown_arguments,
 )
-from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper, reward_normalizer
+from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper, normalizes_directly, reward_normalizer
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
@@ -252,7 +252,7 @@ class GRPO(OnPolicyAlgorithm):
         if self.clip_range_high is not None:
             self.clip_range_high = FloatSchedule(self.clip_range_high)
 
-        start_queue, last_obs = self.start_queue, self._last_obs
+        (saved_queue, self.start_queue), last_obs = (self.start_queue, None), self._last_obs
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
         self.rollout_buffer_kwargs = {"group_size": self._max_group_size(), "horizon": self._time_limit(), **user_kwargs[0]}
         self.policy_kwargs = self._policy_arguments()
@@ -261,9 +261,10 @@ class GRPO(OnPolicyAlgorithm):
         finally:
             self.rollout_buffer_kwargs, self.policy_kwargs = user_kwargs
         # SB3 has seeded the model, which made a new queue. A saved model continues with its own.
-        if start_queue is not None and start_queue.max_group_size == self._max_group_size():
-            self.start_queue, self._last_obs = start_queue, last_obs
-        elif self.start_queue is start_queue:
+        if saved_queue is not None and saved_queue.max_group_size == self._max_group_size():
+            self.start_queue, self._last_obs = saved_queue, last_obs
+            saved_queue.group_size = self.group_size or saved_queue.group_size
+        elif self.start_queue is None:
             self.start_queue = self._new_start_queue()
         self.kl_penalty = KLPenalty(self.kl_reference, self.kl_reference_tau, self.kl_estimator, self._make_policy)
         if self._run_state is not None:
@@ -448,7 +449,7 @@ class GRPO(OnPolicyAlgorithm):
         assert self.start_queue is not None
         seeded_env = find_seeded_vec_env(env)
         # Running statistics must not see values that are not finite. Other wrappers may be there to replace them.
-        check = self._check_environments if self.get_vec_normalize_env() is not None else None
+        check = self._check_environments if normalizes_directly(env) else None
         standing_still = StandingStill(seeded_env)
         seeded_env.attach(self.start_queue, self.share_starts, check)
         try:
@@ -475,9 +476,16 @@ class GRPO(OnPolicyAlgorithm):
         :param rollout_buffer: Buffer to fill
         :param n_rollout_steps: Number of steps per environment
         :return: False if the callback asked to stop; the last step is kept
-        :raises ValueError: If an observation, a reward or the output of the policy is not finite
+        :raises ValueError: If an observation, a reward or the output of the policy is not finite, or if the buffer is for
+            another number of steps
         :raises RuntimeError: If a callback steps or resets the training environment in the course of the rollout
         """
+        if n_rollout_steps != rollout_buffer.buffer_size:
+            raise ValueError(
+                f"The rollout has {n_rollout_steps} steps, and the buffer was made for {rollout_buffer.buffer_size}: pass "
+                f"n_steps={n_rollout_steps} to GRPO, or to `GRPO.load`, instead of changing it afterwards."
+            )
+        assert self.start_queue is not None
         with self._starts_handed_out(env) as standing_still:
             if find_seeded_vec_env(env).stepped_while_detached or self._last_obs is None:
                 self._begin_episodes(env, rollout_buffer)
@@ -485,6 +493,7 @@ class GRPO(OnPolicyAlgorithm):
                 return False
             if self.policy.normalizer is not None and self.policy.normalizer.observe(rollout_buffer.observations):
                 rollout_buffer.policy_changed(self.policy)
+            rollout_buffer.n_parts = self.start_queue.n_parts
             # If this fails, trajectories in progress have lost their beginnings, and the environments are reset.
             rollout_buffer.finish_rollout(
                 self._last_obs,  # type: ignore[arg-type]
@@ -496,7 +505,6 @@ class GRPO(OnPolicyAlgorithm):
         for name, value in rollout_buffer.metrics.items():
             if name.startswith("rollout/") and name not in rollout_buffer.unlogged:
                 self.logger.record(name, value)
-        assert self.start_queue is not None
         if self.group_size is None:
             preferred = rollout_buffer.preferred_group_size if self._chooses_group_size() else SMALL_GROUP
             self.start_queue.group_size = preferred
@@ -539,6 +547,7 @@ class GRPO(OnPolicyAlgorithm):
         normalizer = reward_normalizer(env) if rollout_buffer.takes_original_rewards else None
         n_steps = 0
         rollout_buffer.reset()
+        self.policy.set_training_mode(False)
 
         with standing_still:
             callback.on_rollout_start()
@@ -824,7 +833,8 @@ class GRPO(OnPolicyAlgorithm):
         :raises TypeError: If there is an unknown argument
         """
         classes = [each for each in cls.__mro__ if issubclass(each, GRPO)]
-        accepted = [name for each in classes for name in inspect.signature(each).parameters if name != "unknown"]
+        taken = ("policy", "env", "_init_setup_model", "unknown")  # by the file, by `load`, or by nobody
+        accepted = [name for each in classes for name in inspect.signature(each).parameters if name not in taken]
         refuse_unknown_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
         check_format(path)
         changed = {**(custom_objects or {}), **kwargs}

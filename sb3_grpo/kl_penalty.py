@@ -1,6 +1,5 @@
 """The KL penalty: the reference policy and its age, estimates of the divergence, and the adaptive coefficient."""
 
-import copy
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -161,7 +160,8 @@ class KLPenalty:
         """
         :return: A copy of everything that changes during training, for :meth:`set_state`
         """
-        weights = None if self.policy is None else copy.deepcopy(self.policy.state_dict())
+        # On the CPU, so that a saved run of a GPU can be continued without one.
+        weights = None if self.policy is None else {k: v.cpu().clone() for k, v in self.policy.state_dict().items()}
         return {"age": self.age, "weights": weights}
 
     def set_state(self, state: dict[str, Any]) -> None:

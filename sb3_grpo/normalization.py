@@ -83,7 +83,9 @@ class ObservationNormalizer(nn.Module):
         is_first = statistics.count == 0
         statistics.update(np.concatenate(inputs, axis=1))
         for name in ("mean", "var", "count"):
-            getattr(self, name).copy_(th.as_tensor(getattr(statistics, name)))
+            # A variance that single precision cannot hold would make the scale zero.
+            value = np.minimum(getattr(statistics, name), np.finfo(np.float32).max)
+            getattr(self, name).copy_(th.as_tensor(value))
         if is_first:
             self.renew()
         return is_first

@@ -115,12 +115,15 @@ class RelativeTerm:
         self._rollout = 0
         self._kept = _NOTHING
 
-    def apply(self, advantages: np.ndarray, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray) -> np.ndarray:
+    def apply(
+        self, advantages: np.ndarray, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray, n_parts: int = 1
+    ) -> np.ndarray:
         """
         :param advantages: Advantages of a rollout, shape ``(n,)``
         :param starts: Index of the start of each transition's trajectory, shape ``(n,)``
         :param steps: Step within the trajectory, shape ``(n,)``
         :param dones: Whether the trajectory ended with the transition, shape ``(n,)``
+        :param n_parts: Number of parts of the :class:`~sb3_grpo.start_queue.StartQueue`, of which each has a newest group
         :return: Advantages with the relative term, shape ``(n,)``
         """
         self._rollout += 1
@@ -147,19 +150,21 @@ class RelativeTerm:
             "train/relative_coefficient": float(coefficient[is_now].mean()),
             "train/relative_variance_removed": A.explained_variance(advantages - relative, advantages),
         }
-        awaited = self._is_awaited(known, starts, steps, dones)
+        awaited = self._is_awaited(known, starts, steps, dones, n_parts)
         self._kept = _Kept(*(each[awaited] for each in known))
         return relative
 
-    def _is_awaited(self, known: _Kept, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray) -> np.ndarray:
+    def _is_awaited(self, known: _Kept, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray, n_parts: int) -> np.ndarray:
         """
         :return: Whether a member may come to the same step in a later rollout, for all that are known
         """
         # The slowest running member of each group
         slowest: dict[int, int] = {}
-        newest_group, newest_member = divmod(int(starts.max()), self.group_size)
-        if newest_member < self.group_size - 1:  # others may not have begun yet
-            slowest[newest_group] = -1
+        parts = starts // self.group_size % n_parts
+        for part in np.unique(parts):
+            newest_group, newest_member = divmod(int(starts[parts == part].max()), self.group_size)
+            if newest_member < self.group_size - 1:  # others may not have begun yet
+                slowest[newest_group] = -1
         for start in np.setdiff1d(starts, starts[dones]):
             group = int(start) // self.group_size
             slowest[group] = min(slowest.get(group, MAX_STEP), int(steps[starts == start].max()))

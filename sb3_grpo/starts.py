@@ -64,8 +64,8 @@ class SeededVecEnv(VecEnv):
     ``EvalCallback`` warns if the two environments have different classes.
 
     :param venv: The base ``VecEnv``
-    :raises ValueError: If ``venv`` is a ``VecEnvWrapper`` or is already seeded, or if the ``reset`` of an environment in this
-        process takes no seed
+    :raises ValueError: If ``venv`` is a ``VecEnvWrapper`` or is already seeded, if the ``reset`` of an environment in this
+        process takes no seed, or if a ``Monitor`` allows no early resets in a ``SubprocVecEnv``
     """
 
     num_envs: int = _delegated("num_envs")
@@ -96,6 +96,7 @@ class SeededVecEnv(VecEnv):
             for env_idx, env in enumerate(venv.envs):
                 _require_seed_argument(env_idx, env)
         if isinstance(venv, SubprocVecEnv) and not isinstance(venv.remotes[0], WatchedPipe):
+            _require_early_resets(venv)
             venv.remotes = tuple(map(WatchedPipe, venv.remotes, venv.processes, range(venv.num_envs)))
         self.venv = venv
         self.start_queue: StartQueue | None = None
@@ -104,9 +105,8 @@ class SeededVecEnv(VecEnv):
         self.start_indices: np.ndarray = np.full(venv.num_envs, -1, dtype=np.int64)
         #: Number of starts whose first observation differed from that of their group's first member.
         self.mismatches = 0
-        #: Whether the environments were stepped or reset without a queue since the last ``reset()`` with one. The observation
-        #: and the starts that the algorithm knows are then outdated.
-        self.stepped_while_detached = False
+        self._stepped_while_detached = False
+        self._options_after_reset = venv._options
         self._share_starts = False
         self._resets_single_envs = True
         # The part of the queue from which each environment takes its starts
@@ -115,6 +115,7 @@ class SeededVecEnv(VecEnv):
         self._check: Check | None = None
         self._last_queue: StartQueue | None = None
         self._streams_coincide = False
+        self._seeds_apart: list[int | None] | None = None
         self._warned: set[str] = set()
         # For each part of the queue its current group, and the first observation of that group
         self._in_view: dict[int, tuple[int, dict[Any, np.ndarray]]] = {}
@@ -133,6 +134,19 @@ class SeededVecEnv(VecEnv):
         if name == "venv" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         return getattr(self.venv, name)
+
+    @property
+    def stepped_while_detached(self) -> bool:
+        """
+        Whether the environments were stepped or reset without a queue since the last ``reset()`` with one. The observation and
+        the starts that the algorithm knows are then outdated.
+        """
+        # Every reset of a base makes a new list of options, also one that does not come through this object.
+        return self._stepped_while_detached or self.venv._options is not self._options_after_reset
+
+    @stepped_while_detached.setter
+    def stepped_while_detached(self, value: bool) -> None:
+        self._stepped_while_detached = value
 
     def attach(self, queue: StartQueue, share_starts: bool = True, check: Check | None = None) -> None:
         """
@@ -180,8 +194,17 @@ class SeededVecEnv(VecEnv):
                 self.venv.envs = [env.env for env in self.venv.envs]  # type: ignore[attr-defined]
             elif isinstance(self.venv, SeededSubprocVecEnv):
                 self.venv.defers_resets = False
+            self._seed_apart()
         self.start_queue = None
         self._check = None
+
+    def _seed_apart(self) -> None:
+        # After members of one group, environments have equal random generators, and would draw equal starts from now on, also
+        # if the base is reset directly. Seeds that a user has set take precedence.
+        is_free = all(seed is None for seed in self.venv._seeds) or self.venv._seeds is self._seeds_apart
+        if self._streams_coincide and self._last_queue is not None and is_free:
+            self.venv.seed(self._last_queue.seed_apart())
+            self._seeds_apart = self.venv._seeds
 
     def reset(self) -> VecEnvObs:
         """
@@ -197,7 +220,7 @@ class SeededVecEnv(VecEnv):
         starts = [self.start_queue.take(part) for part in self._parts]
         observations = self._reset_base([start.seed for start in starts] if self._share_starts else None)
         self.start_indices = np.array([start.index for start in starts], dtype=np.int64)
-        self.stepped_while_detached = False
+        self._stepped_while_detached = False
         if self._share_starts:
             for env_idx, start in enumerate(starts):
                 self._verify(start, env_idx, observations)
@@ -247,21 +270,22 @@ class SeededVecEnv(VecEnv):
             raise
 
     def _forget_starts(self) -> None:
-        self.stepped_while_detached = True
+        self._stepped_while_detached = True
         self.start_indices = np.full(self.num_envs, -1, dtype=np.int64)
 
     def _reset_base(self, seeds: list[int] | None) -> VecEnvObs:
         """Reset all environments with these seeds, or with those that were set by ``seed()``."""
         if seeds is not None:
             self.venv._seeds = list(seeds)
-        elif self._streams_coincide and self._last_queue is not None and all(seed is None for seed in self.venv._seeds):
-            # After members of one group, environments have equal random generators, and would draw equal starts from now on.
-            self.venv.seed(self._last_queue.seed_apart())
+        else:
+            self._seed_apart()
         self._streams_coincide = seeds is not None
         with self._all_or_no_answers():
             if isinstance(self.venv, SubprocVecEnv) and self.venv.waiting:
                 SubprocVecEnv.step_wait(self.venv)  # discards a step that was interrupted
-            return self.venv.reset()
+            observations = self.venv.reset()
+        self._options_after_reset = self.venv._options
+        return observations
 
     def _begin_episodes(self, env_indices: list[int], observations: VecEnvObs, queue: StartQueue) -> None:
         """Start the next episode of the environments that are done, and overwrite their observations."""
@@ -292,8 +316,9 @@ class SeededVecEnv(VecEnv):
         if isinstance(self.venv, DummyVecEnv):
             return [self.venv.envs[env_idx].reset(seed=seed) for env_idx, seed in envs_and_seeds]
         try:
-            return [self.venv.env_method("reset", seed=seed, indices=[env_idx])[0] for env_idx, seed in envs_and_seeds]
-        except (AttributeError, NotImplementedError, TypeError) as error:
+            answers = (self.venv.env_method("reset", seed=seed, indices=[env_idx])[0] for env_idx, seed in envs_and_seeds)
+            return [(observation, info) for observation, info in answers]
+        except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
             self._share_starts = self._resets_single_envs = False
             warnings.warn(
                 f"{type(self.venv).__name__}.env_method cannot reset a single environment with a seed "
@@ -375,6 +400,17 @@ def _refuse_to_move(*args: Any, **kwargs: Any) -> Any:
         "A callback stepped or reset the training environment in the course of a rollout: pass `EvalCallback` (or "
         "`evaluate_policy`) a separate environment, for example `make_vec_env('CartPole-v1')`."
     )
+
+
+def _require_early_resets(venv: SubprocVecEnv) -> None:
+    """Raise a ``ValueError`` if a ``Monitor`` would take the second reset of an episode for an early one."""
+    if isinstance(venv, SeededSubprocVecEnv) or not venv.has_attr("allow_early_resets"):
+        return
+    if not all(venv.get_attr("allow_early_resets")):
+        raise ValueError(
+            "`Monitor(allow_early_resets=False)` does not work in a SubprocVecEnv, whose environments GRPO resets twice per "
+            "episode: use `SeededSubprocVecEnv`, or allow_early_resets=True."
+        )
 
 
 def _require_seed_argument(env_idx: int, env: gym.Env) -> None:

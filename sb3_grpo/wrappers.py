@@ -15,6 +15,9 @@ from stable_baselines3.common.vec_env import (
 #: Wrappers that leave rewards as they are.
 KEEP_REWARDS = (VecCheckNan, VecExtractDictObs, VecFrameStack, VecMonitor, VecTransposeImage, VecVideoRecorder)
 
+#: Wrappers that leave it to the environments whether observations are finite.
+KEEP_FINITENESS = (VecCheckNan, VecFrameStack, VecMonitor, VecNormalize, VecTransposeImage)
+
 #: Wrappers that keep workers from collecting whole rollouts, and what to use inside the environments instead.
 INSIDE_WORKERS = {
     "VecNormalize": "`GRPO(normalize_observations=True)`, and `gymnasium.wrappers.NormalizeReward` for rewards",
@@ -48,3 +51,18 @@ def data_changing_wrapper(env: VecEnv) -> str | None:
     while isinstance(wrapper, VecCheckNan):
         wrapper = wrapper.venv
     return type(wrapper).__name__ if isinstance(wrapper, VecEnvWrapper) else None
+
+
+def normalizes_directly(env: VecEnv) -> bool:
+    """
+    :param env: The training environment
+    :return: Whether a ``VecNormalize`` computes its statistics from what the environments return. Other wrappers under it may
+        replace NaN, or drop a part of the observations
+    """
+    wrapper, is_under = env, False
+    while isinstance(wrapper, VecEnvWrapper):
+        is_under = is_under or isinstance(wrapper, VecNormalize)
+        if is_under and type(wrapper) not in KEEP_FINITENESS:
+            return False
+        wrapper = wrapper.venv
+    return is_under

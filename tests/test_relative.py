@@ -137,7 +137,7 @@ def test_the_sum_of_the_others_does_not_lose_small_ones_beside_a_large_one():
 # --- rollouts ---------------------------------------------------------------------------------------------------------
 
 
-def shared_rollout(n_groups: int, group_size: int, n_steps: int, rng: np.random.Generator, first: int = 0) -> list[np.ndarray]:
+def shared_rollout(n_groups: int, group_size: int, n_steps: int, rng: np.random.Generator, first: int = 0) -> list[Any]:
     """:return: Advantages, starts, steps and dones of a rollout in which groups live through inputs of their own"""
     shared = 3.0 * rng.normal(size=(n_groups, 1, n_steps))
     advantages = shared + rng.normal(size=(n_groups, group_size, n_steps))
@@ -191,7 +191,7 @@ def test_advantages_of_zero_do_not_disturb():
     assert np.isfinite(term.apply(*given)).all()
 
 
-def slow_term(history: list[list[np.ndarray]], group_size: int) -> list[np.ndarray]:
+def slow_term(history: list[list[Any]], group_size: int) -> list[np.ndarray]:
     """The relative term of each rollout, computed transition by transition from everything that came before."""
     seen: list[tuple[int, int, int, float]] = []  # rollout, start, step, advantage
     earlier, results = np.zeros(6), []
@@ -227,7 +227,7 @@ def slow_term(history: list[list[np.ndarray]], group_size: int) -> list[np.ndarr
     return results
 
 
-def drifting_history(n_envs: int, group_size: int, n_rollouts: int, n_steps: int = 12) -> list[list[np.ndarray]]:
+def drifting_history(n_envs: int, group_size: int, n_rollouts: int, n_steps: int = 12) -> list[list[Any]]:
     """:return: Rollouts in which environments take the next start whenever an episode of random length ends"""
     rng = np.random.default_rng(0)
     inputs: dict[int, np.ndarray] = {}

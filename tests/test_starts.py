@@ -938,7 +938,7 @@ class NoSeedWrapper(gym.Wrapper):
     ids=["environment", "under a wrapper", "wrapper"],
 )
 def test_an_environment_whose_reset_takes_no_seed_is_refused_before_training(make, signature):
-    message = rf"Environment 1 cannot be seeded: {signature} takes no `seed`\. In an environment, define `def reset\(self, \*, s"
+    message = rf"Environment 1 cannot be seeded: {signature} takes no `seed`\. In an environment, define `def reset\("
     with pytest.raises(ValueError, match=message):
         GRPO("MlpPolicy", DummyVecEnv([DriftEnv, make]), share_starts=False)
     model = GRPO("MlpPolicy", DummyVecEnv([DriftEnv] * 2), n_steps=8, batch_size=16)
@@ -1097,6 +1097,13 @@ def test_sb3_waits_after_a_step_was_sent_and_leaves_alone_what_is_closed(build):
     assert all(process.is_alive() for process in venv.processes)
 
 
+class AnswersNothing(OtherVecEnv):
+    """A ``VecEnv`` of another class whose ``env_method`` does nothing."""
+
+    def env_method(self, method_name, *method_args, indices=None, **method_kwargs):
+        return [None] * len(list(self._get_indices(indices)))
+
+
 class CannotResetOne(OtherVecEnv):
     """A ``VecEnv`` of another class whose ``env_method`` takes no keyword arguments."""
 
@@ -1104,10 +1111,12 @@ class CannotResetOne(OtherVecEnv):
         return super().env_method(method_name, *method_args, indices=indices)
 
 
-def test_a_vec_env_that_cannot_reset_one_environment_trains_without_shared_starts_after_one_warning():
-    with pytest.warns(UserWarning, match="CannotResetOne.env_method cannot reset a single environment") as caught:
+@pytest.mark.parametrize("venv_class", [CannotResetOne, AnswersNothing])
+def test_a_vec_env_that_cannot_reset_one_environment_trains_without_shared_starts_after_one_warning(venv_class):
+    message = f"{venv_class.__name__}.env_method cannot reset a single environment"
+    with pytest.warns(UserWarning, match=message) as caught:
         model = GRPO(
-            "MlpPolicy", CannotResetOne([lambda: gym.make("CartPole-v1")] * 2), n_steps=32, batch_size=64, n_epochs=1
+            "MlpPolicy", venv_class([lambda: gym.make("CartPole-v1")] * 2), n_steps=32, batch_size=64, n_epochs=1
         ).learn(256)
     assert model.num_timesteps == 256
     assert len([each for each in caught if "cannot reset a single environment" in str(each.message)]) == 1

@@ -54,6 +54,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     default_rollout_size: ClassVar[int] = 2048
     #: Whether the buffer takes the environments' own rewards instead of those of a ``VecNormalize``.
     takes_original_rewards: ClassVar[bool] = False
+    #: Number of parts of the start queue, one for each worker that resets environments by itself.
+    n_parts: int = 1
     #: The largest group size that the buffer chooses by itself.
     max_group_size: int = SMALL_GROUP
     #: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is ``None`` and
@@ -215,7 +217,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         :param n_reused_rollouts: Number of previous rollouts that are added to the update
         """
         self._rollout += 1
-        self.metrics = self._describe_groups(self._group_returns.pop_complete())
+        self.metrics = self._describe_groups(self._group_returns.pop_complete(self.n_parts))
         rollout = self._flatten(self.pos)
         self.pos = 0  # transitions of an interrupted rollout are recognised by a position above zero
         transitions, advantages = self._form_update(rollout, last_obs, policy)

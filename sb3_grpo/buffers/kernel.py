@@ -230,7 +230,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         # Without a baseline, the lambda-returns themselves would be the advantages.
         self.metrics["train/baseline_variance_reduction"] = A.explained_variance(baseline, baseline + advantages)
         if self.relative_term is not None:
-            advantages = self.relative_term.apply(advantages, rollout.starts, rollout.steps, rollout.dones)
+            advantages = self.relative_term.apply(advantages, rollout.starts, rollout.steps, rollout.dones, self.n_parts)
             self.metrics.update(self.relative_term.metrics)
             is_large = self.relative_term.correlation > LARGE_GROUP_ABOVE
             self.preferred_group_size = LARGE_GROUP if is_large else SMALL_GROUP

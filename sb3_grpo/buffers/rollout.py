@@ -167,16 +167,19 @@ class GroupReturns:
         self._running[:] = 0.0
         self._ended.clear()
 
-    def pop_complete(self) -> list[list[float]]:
+    def pop_complete(self, n_parts: int = 1) -> list[list[float]]:
         """
+        :param n_parts: Number of parts of the :class:`~sb3_grpo.start_queue.StartQueue`, of which each has a newest group
         :return: Returns of the members of each group that was completed since the last call
         """
         start, done = self._last_step
-        running, newest = set((start[~done] // self.group_size).tolist()), start.max(initial=0) // self.group_size
+        groups = start // self.group_size
+        running = set(groups[~done].tolist())
+        newest = {int(part): int(groups[groups % n_parts == part].max()) for part in groups % n_parts}
         complete = [
             group
             for group, members in self._ended.items()
-            if len(members) == self.group_size or (group < newest and group not in running)
+            if len(members) == self.group_size or (group < newest[group % n_parts] and group not in running)
         ]
         return [self._ended.pop(group) for group in complete]
 

@@ -1,0 +1,201 @@
+"""Environments that are also used outside `learn`, by wrappers, by workers, or through their base `VecEnv`."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from helpers import make_model, reload
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnvWrapper, VecNormalize
+
+from sb3_grpo import GRPO, SeededSubprocVecEnv
+from sb3_grpo.buffers.rollout import GroupReturns
+from sb3_grpo.normalization import ObservationNormalizer
+from sb3_grpo.relative import RelativeTerm
+from sb3_grpo.start_queue import StartQueue
+from sb3_grpo.wrappers import normalizes_directly
+
+
+class TenSteps(gym.Env):
+    """Ten steps with a reward of 1 each."""
+
+    observation_space, action_space = spaces.Box(0.0, 1.0, (2,), np.float32), spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.random(2).astype(np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self.np_random.random(2).astype(np.float32), 1.0, self.t >= 10, False, {}
+
+
+class SometimesNaN(TenSteps):
+    def step(self, action: int) -> Any:
+        observation, *rest = super().step(action)
+        observation[0] = np.nan if self.t == 3 else observation[0]
+        return observation, *rest
+
+
+class WithoutNaN(VecEnvWrapper):
+    venv: Any
+
+    def reset(self) -> Any:
+        return np.nan_to_num(self.venv.reset())
+
+    def step_wait(self) -> Any:
+        observations, *rest = self.venv.step_wait()
+        return np.nan_to_num(observations), *rest
+
+
+# --- the base VecEnv --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_an_evaluation_on_the_users_own_environments_after_training_has_different_starts(group_size: int | None):
+    envs: Any = make_vec_env("CartPole-v1", 8, seed=0)
+    GRPO("MlpPolicy", envs, n_steps=64, group_size=group_size, seed=0, device="cpu").learn(512)
+    assert len(np.unique(envs.reset(), axis=0)) == 8
+    # A seed of the user comes first
+    envs.seed(5)
+    seeded = envs.reset()
+    envs.seed(5)
+    np.testing.assert_array_equal(envs.reset(), seeded)
+
+
+def test_episodes_begin_anew_if_the_users_own_environments_were_used_between_two_learns():
+    envs = DummyVecEnv([TenSteps] * 2)
+    model = make_model(envs, rollout_buffer_class="outcome").learn(32)
+    evaluate_policy(model, envs, n_eval_episodes=2, warn=False)
+    model.learn(64, reset_num_timesteps=False)
+    assert model.rollout_buffer.metrics["rollout/group_return_mean"] == 10.0
+
+
+def test_trajectories_go_on_if_nobody_used_the_environments_between_two_learns():
+    model = make_model(DummyVecEnv([TenSteps] * 2)).learn(32)
+    model.learn(32, reset_num_timesteps=False)
+    # 16 steps each: the second episodes end in the second call
+    assert model.rollout_buffer.steps[:, 0].tolist() == [6, 6]
+
+
+# --- wrappers and other kinds of VecEnv -------------------------------------------------------------------------------
+
+
+def test_a_wrapper_may_mend_nan_before_vec_normalize_sees_it():
+    envs = VecNormalize(WithoutNaN(DummyVecEnv([SometimesNaN] * 2)))
+    model = make_model(envs).learn(64)
+    assert np.isfinite(envs.obs_rms.mean).all() and model.num_timesteps == 64
+    with pytest.raises(ValueError, match="returned a non-finite observation"):
+        make_model(VecNormalize(DummyVecEnv([SometimesNaN] * 2))).learn(64)
+
+
+def test_vec_normalize_is_direct_unless_another_wrapper_is_under_it():
+    envs = DummyVecEnv([TenSteps])
+    assert normalizes_directly(VecNormalize(envs)) and normalizes_directly(WithoutNaN(VecNormalize(envs)))
+    assert not normalizes_directly(VecNormalize(WithoutNaN(envs))) and not normalizes_directly(envs)
+
+
+def test_a_monitor_that_allows_no_early_reset_is_refused_where_episodes_are_reset_twice():
+    strict: dict[str, Any] = dict(n_envs=2, monitor_kwargs=dict(allow_early_resets=False))
+    envs = make_vec_env("CartPole-v1", vec_env_cls=SubprocVecEnv, **strict)
+    with pytest.raises(ValueError, match=r"`Monitor\(allow_early_resets=False\)` .* use `SeededSubprocVecEnv`"):
+        make_model(envs)
+    envs.close()
+    envs = make_vec_env("CartPole-v1", vec_env_cls=SeededSubprocVecEnv, **strict)
+    model = make_model(envs).learn(256)
+    assert len(model.ep_info_buffer) > 2
+    envs.close()
+
+
+# --- parts of the queue, as workers have them -------------------------------------------------------------------------
+
+
+def test_a_group_is_not_complete_while_its_worker_has_begun_no_later_one():
+    queue, returns = StartQueue(2, seed=0), GroupReturns(2, 2)
+    queue.split(2)
+    complete = []
+    for _ in range(2):
+        starts = np.array([queue.take(0).index, queue.take(1).index])
+        returns.add(np.ones(2), np.ones(2, dtype=bool), starts)
+        complete.append(returns.pop_complete(queue.n_parts))
+    assert complete == [[], [[1.0, 1.0], [1.0, 1.0]]]
+
+
+def test_the_first_members_of_all_workers_wait_for_their_peers_in_the_next_rollout():
+    queue, term = StartQueue(2, seed=0), RelativeTerm(2)
+    queue.split(2)
+    steps = np.tile(np.arange(5), 2)
+    awaited = []
+    for _ in range(2):
+        starts = np.repeat([queue.take(0).index, queue.take(1).index], 5)
+        term.apply(np.ones(10), starts, steps, steps == 4, queue.n_parts)
+        awaited.append(sorted(set(term._kept.groups.tolist())))
+    assert awaited == [[0, 1], []]
+
+
+# --- arguments and state ----------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_model_has_groups_of_the_size_that_load_was_given():
+    model = make_model(DummyVecEnv([TenSteps] * 4), group_size=None)
+    model = reload(model, env=DummyVecEnv([TenSteps] * 4), group_size=8, rollout_buffer_class="outcome")
+    assert model.start_queue.group_size == 8
+    model.learn(256)
+    assert model.rollout_buffer.metrics["rollout/groups_completed"] > 0
+
+
+def test_load_refuses_another_policy_class():
+    with pytest.raises(TypeError, match=r"GRPO does not take `policy="):
+        reload(make_model(), policy="MlpPolicy")
+
+
+def test_another_number_of_steps_than_the_buffer_has_is_refused():
+    model = make_model()
+    model.n_steps = 8
+    with pytest.raises(ValueError, match=r"has 8 steps, and the buffer was made for 16: pass n_steps=8"):
+        model.learn(16)
+
+
+def test_the_policy_evaluates_when_a_callback_sees_the_beginning_of_a_rollout():
+    class Mode(BaseCallback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.training: list[bool] = []
+
+        def _on_rollout_start(self) -> None:
+            self.training.append(self.model.policy.training)
+
+        def _on_step(self) -> bool:
+            return True
+
+    mode = Mode()
+    make_model().learn(64, callback=mode)
+    assert len(mode.training) > 1 and not any(mode.training)
+
+
+def test_an_input_too_large_for_single_precision_keeps_its_sign():
+    normalizer = ObservationNormalizer(spaces.Box(-np.inf, np.inf, (1,), np.float32))
+    normalizer.observe(np.array([[1e20], [0.0]], dtype=np.float32))
+    low, high = normalizer(th.tensor([[0.0], [1e20]])).flatten().tolist()
+    assert low < 0 < high
+
+
+def test_the_reference_policy_is_saved_without_its_device(monkeypatch: pytest.MonkeyPatch):
+    """A run of a GPU is continued on a machine without one: the file names no device but the CPU."""
+    moved = []
+    original = th.Tensor.cpu
+
+    def cpu(tensor: th.Tensor) -> th.Tensor:
+        moved.append(tensor)
+        return original(tensor)
+
+    model = make_model(kl_coef=0.1).learn(64)
+    monkeypatch.setattr(th.Tensor, "cpu", cpu)
+    state = model.kl_penalty.get_state()
+    assert len(moved) == len(state["weights"]) > 0
