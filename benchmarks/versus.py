@@ -5,7 +5,7 @@ A *ratio* divides what is above the return of random actions by the mean of the 
 finished runs, `arm` is compared, and `rivals` has for each name the arms that stand for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,11 +62,10 @@ def scores_by_arm(suite: Suite, arms: Arms, column: str) -> dict[str, list[np.nd
     return {name: each for name, each in scores.items() if each}
 
 
-def environments_table(suite: Suite, arms: Arms, column: str, units: Mapping[str, float] | None = None) -> str:
+def environments_table(suite: Suite, arms: Arms, column: str) -> str:
     """
     :param arms: For each name the arms that stand for it
     :param column: ``auc`` or ``eval_mean``
-    :param units: By name the unit of its returns, one by default
     :return: One line per environment, one column per name with runs: means over the seeds that are there
     """
     lines = []
@@ -75,10 +74,7 @@ def environments_table(suite: Suite, arms: Arms, column: str, units: Mapping[str
         found = {name: suite.arm_in(each, env) for name, each in arms.items()}
         if not any(found.values()) or not suite.runs("random", env):
             continue
-        means = [
-            "" if each is None else mean_over_seeds(suite.column(each, env, column) / (units or {}).get(name, 1.0))
-            for name, each in found.items()
-        ]
+        means = ["" if each is None else mean_over_seeds(suite.column(each, env, column)) for each in found.values()]
         n_seeds = sorted({len(suite.runs(each, env)) for each in found.values() if each is not None})
         counts = str(n_seeds[0]) if len(n_seeds) == 1 else f"{n_seeds[0]} to {n_seeds[-1]}"
         random = format_number(suite.random_area(env))
