@@ -62,8 +62,8 @@ SYMPTOMS = (
         "tied groups",
         lambda it: it.metrics["rollout/groups_tied"] == 1.0 and not it.risen,
         "rollout/groups_tied",
-        "The buffer finds no difference between the members of any group, so nothing is learned. Unless the task is solved: a "
-        "larger `group_size`, more exploration (`ent_coef`), or a denser reward. With a constant reward per step, use "
+        "The buffer finds no difference between the members of any group, so nothing is learned. Unless the task is solved, "
+        "try a larger `group_size`, more exploration (`ent_coef`), or a denser reward. With a constant reward per step, use "
         "`rollout_buffer_class='return_to_go'` instead of 'process'.",
     ),
     Symptom(

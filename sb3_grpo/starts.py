@@ -316,9 +316,13 @@ class SeededVecEnv(VecEnv):
         if isinstance(self.venv, DummyVecEnv):
             return [self.venv.envs[env_idx].reset(seed=seed) for env_idx, seed in envs_and_seeds]
         try:
-            answers = (self.venv.env_method("reset", seed=seed, indices=[env_idx])[0] for env_idx, seed in envs_and_seeds)
-            return [(observation, info) for observation, info in answers]
-        except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
+            answers = [self.venv.env_method("reset", seed=seed, indices=[env_idx]) for env_idx, seed in envs_and_seeds]
+            resets: list[Any] = [next(iter(answer), None) for answer in answers]
+            for reset in resets:
+                if not isinstance(reset, (list, tuple)) or len(reset) != 2:
+                    raise TypeError(f"it returned {reset!r} instead of an observation and an info")
+            return resets
+        except (AttributeError, NotImplementedError, TypeError) as error:
             self._share_starts = self._resets_single_envs = False
             warnings.warn(
                 f"{type(self.venv).__name__}.env_method cannot reset a single environment with a seed "

@@ -235,7 +235,8 @@ def test_an_environment_whose_reset_takes_no_seed_is_refused_with_what_to_change
         def reset(self) -> Any:  # type: ignore[override]
             return self.env.reset()
 
-    with pytest.raises(ValueError, match=r"`Seedless\.reset\(\).*` takes no `seed`\. .* define `def reset\(self, \*, seed"):
+    message = r"`Seedless\.reset\(\).*` takes no `seed`\. In an environment, define `def reset\(self, \*, seed"
+    with pytest.raises(ValueError, match=message):
         make_model(Seedless(AnyEnv()))
 
 

@@ -938,7 +938,8 @@ class NoSeedWrapper(gym.Wrapper):
     ids=["environment", "under a wrapper", "wrapper"],
 )
 def test_an_environment_whose_reset_takes_no_seed_is_refused_before_training(make, signature):
-    message = rf"Environment 1 cannot be seeded: {signature} takes no `seed`\. In an environment, define `def reset\("
+    message = rf"Environment 1 cannot be seeded: {signature} takes no `seed`\. "
+    message += r"In an environment, define `def reset\(self, \*, seed=None"
     with pytest.raises(ValueError, match=message):
         GRPO("MlpPolicy", DummyVecEnv([DriftEnv, make]), share_starts=False)
     model = GRPO("MlpPolicy", DummyVecEnv([DriftEnv] * 2), n_steps=8, batch_size=16)
@@ -1109,6 +1110,15 @@ class CannotResetOne(OtherVecEnv):
 
     def env_method(self, method_name, *method_args, indices=None):
         return super().env_method(method_name, *method_args, indices=indices)
+
+
+def test_an_error_of_an_environment_in_its_reset_is_not_taken_for_a_vec_env_that_cannot_reset():
+    class Breaks(OtherVecEnv):
+        def env_method(self, method_name, *method_args, indices=None, **method_kwargs):
+            raise ValueError("the simulator is broken")
+
+    with pytest.raises(ValueError, match="the simulator is broken"):
+        GRPO("MlpPolicy", Breaks([lambda: gym.make("CartPole-v1")] * 2), n_steps=32, batch_size=64, n_epochs=1).learn(256)
 
 
 @pytest.mark.parametrize("venv_class", [CannotResetOne, AnswersNothing])
