@@ -28,12 +28,19 @@ from benchmarks.tables import (
     variants_table,
     zoo_table,
 )
-from benchmarks.versus import claim, environments_table, losses_table, scores_by_arm, summary_table, wins_table
+from benchmarks.versus import (
+    claim,
+    environments_table,
+    losses_table,
+    outcomes_table,
+    scores_by_arm,
+    summary_table,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 #: Names of the pages of `docs` with places to fill
-TABLES_ON = ("benchmark", "benchmark_details", "when_groups_win", "images_and_gpus", "zoo", "diagnostics")
+TABLES_ON = ("benchmark", "benchmark_details", "when_groups_win", "from_trl", "images_and_gpus", "zoo", "diagnostics")
 PAGES = (
     ROOT / "README.md",
     ROOT / "benchmarks" / "LOG.md",
@@ -78,14 +85,14 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     at_a_million = {"PPO, rl-zoo3": ["ppo"], "TRPO, rl-zoo3": ["trpo"]}
     return {
         "frozen_summary": lambda: summary_table(frozen, OURS, RIVALS),
-        "frozen_wins": lambda: wins_table(frozen, OURS, RIVALS),
+        "frozen_outcomes": lambda: outcomes_table(frozen, OURS, RIVALS),
         "frozen_area": lambda: environments_table(frozen, {**ARMS, **single}, "auc"),
         "frozen_evaluation": lambda: environments_table(frozen, {**ARMS, **single}, "eval_mean"),
         "claim": lambda: "\n".join(dict.fromkeys(claim(frozen, OURS, RIVALS[name], each) for name, each in CLAIMS.items())),
         "frozen_losses": lambda: losses_table(frozen, OURS, RIVALS),
         "seconds_runs": lambda: seconds.runs_table(frozen, OURS, RIVALS),
         "seconds": lambda: seconds.environments_table(frozen, OURS, RIVALS),
-        "untouched_wins": lambda: wins_table(untouched, OURS, {"PPO, defaults": ["ppo, defaults"]}),
+        "untouched_outcomes": lambda: outcomes_table(untouched, OURS, {"PPO, defaults": ["ppo, defaults"]}),
         "untouched_area": lambda: environments_table(untouched, ARMS, "auc"),
         "untouched_evaluation": lambda: environments_table(untouched, ARMS, "eval_mean"),
         "frozen_million": lambda: environments_table(million, {"GRPO, kernel": [OURS], **at_a_million}, "eval_mean"),

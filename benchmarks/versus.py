@@ -25,6 +25,7 @@ from benchmarks.statistics import (
 from benchmarks.tables import NO_ROWS, markdown_table
 
 NO_LOSSES = "Nowhere is a rival ahead."
+MEASURES = {"auc": "area", "eval_mean": "evaluation"}
 
 
 def paired_scores(suite: Suite, arm: str, arms: Sequence[str], column: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -150,7 +151,7 @@ def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:
     lines: list[list[Any]] = []
     has_rows = False
     for name, arms in rivals.items():
-        for column, measure in (("auc", "area"), ("eval_mean", "evaluation")):
+        for column, measure in MEASURES.items():
             for env, pair in paired_scores(suite, arm, arms, column).items():
                 has_rows, difference = True, difference_of_means(*pair)
                 if round(difference.value, 2) < 0:
@@ -160,17 +161,20 @@ def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:
     return NO_LOSSES if has_rows and not lines else markdown_table(header, lines)
 
 
-def wins_table(suite: Suite, arm: str, rivals: Arms) -> str:
+def outcomes_table(suite: Suite, arm: str, rivals: Arms) -> str:
     """
-    :return: One line per rival: in how many environments the mean is ahead, by area, by evaluation, and by both. Environments
-        in which neither is better than random actions are not counted
+    :return: One line per rival and measure: the number of environments in which the arm is ahead, level and behind, and the
+        differences where it is behind. Ahead and behind mean that the interval of the difference of means lies above or below
+        zero. Environments in which neither is better than random actions are not counted
     """
     lines: list[list[Any]] = []
     for name, arms in rivals.items():
-        by_column = [paired_scores(suite, arm, arms, column) for column in ("auc", "eval_mean")]
-        area, evaluation = (
-            {env for env, (ours, theirs) in scores.items() if ours.mean() > theirs.mean()} for scores in by_column
-        )
-        if counted := set().union(*by_column):
-            lines.append([name, *(f"{len(each)} of {len(counted)}" for each in (area, evaluation, area & evaluation))])
-    return markdown_table(["against", "ahead by area", "ahead by evaluation", "ahead by both"], lines)
+        for column, measure in MEASURES.items():
+            scores = paired_scores(suite, arm, arms, column)
+            differences = {env.removeprefix("sb3_grpo/"): difference_of_means(*pair) for env, pair in scores.items()}
+            n_ahead = sum(each.low > 0 for each in differences.values())
+            behind = [f"{env} {each}" for env, each in differences.items() if each.high < 0]
+            if differences:
+                n_level = len(differences) - n_ahead - len(behind)
+                lines.append([name, measure, n_ahead, n_level, len(behind), "<br>".join(behind)])
+    return markdown_table(["against", "by", "ahead", "level", "behind", "behind in"], lines)

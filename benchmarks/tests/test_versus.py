@@ -42,13 +42,14 @@ def test_there_is_no_ratio_to_a_rival_that_does_not_learn_and_no_win_where_nobod
     suite = toy_suite(tmp_path, areas, random=10.0)
     line = cells(versus.summary_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])
     assert line[1:] == ["1 of 2", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)", "0.50 (0.00 to 1.00)", "", ""]
-    assert cells(versus.wins_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])[1:] == ["1 of 2"] * 3
+    line = cells(versus.outcomes_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])
+    assert line[1:] == ["area", "1", "0", "1", "Pendulum-v1 -5.00 (-5.00 to -5.00)"]
 
 
 def test_nothing_is_said_before_there_are_rows(tmp_path: pathlib.Path) -> None:
     suite = toy_suite(tmp_path, {"grpo": {"CartPole-v1": [1.0]}, "ppo": {"CartPole-v1": []}})
     assert versus.summary_table(suite, "grpo", {"PPO": ["ppo"]}) == NO_ROWS
-    assert versus.wins_table(suite, "grpo", {"PPO": ["ppo"]}) == NO_ROWS
+    assert versus.outcomes_table(suite, "grpo", {"PPO": ["ppo"]}) == NO_ROWS
 
 
 def test_intervals_draw_environments_anew_and_not_seeds_alone() -> None:
@@ -110,6 +111,17 @@ def test_a_loss_is_shown_with_the_interval_of_the_difference(tmp_path: pathlib.P
             ["Acrobot-v1", "25.0", "27.0", "-2.00 (-8.00 to 4.00)"],
         ]
     ]
+
+
+def test_ahead_and_behind_need_an_interval_on_one_side_of_zero(tmp_path: pathlib.Path) -> None:
+    areas = {
+        "grpo": {"CartPole-v1": [20.0, 22.0], "Acrobot-v1": [20.0, 30.0], "Pendulum-v1": [50.0, 52.0]},
+        "ppo": {"CartPole-v1": [30.0, 32.0], "Acrobot-v1": [26.0, 28.0], "Pendulum-v1": [40.0, 42.0]},
+    }
+    suite = toy_suite(tmp_path, areas, random=10.0)
+    _, _, *lines = versus.outcomes_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()
+    behind = "CartPole-v1 -10.0 (-12.0 to -8.00)"
+    assert [cells(line) for line in lines] == [["PPO", by, "1", "1", "1", behind] for by in ("area", "evaluation")]
 
 
 def test_scores_are_one_for_the_best_and_a_profile_is_the_share_of_runs_above(tmp_path: pathlib.Path) -> None:
