@@ -27,7 +27,10 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
 toc_object_entries_show_parents = "hide"

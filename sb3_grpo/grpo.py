@@ -60,6 +60,7 @@ class GRPO(OnPolicyAlgorithm):
 
     :param policy: Policy: ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``, or a subclass of
         :class:`~sb3_grpo.policies.ActorPolicy`
+    :type policy: str | type[ActorPolicy]
     :param env: Environment to learn from, or its Gymnasium id
     :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0)
     :param n_steps: Number of steps per environment and rollout. ``None`` for about 1024 transitions in all with ``"kernel"``
