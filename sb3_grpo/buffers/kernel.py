@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch as th
@@ -25,6 +25,42 @@ LARGE_GROUP = 8
 LARGE_GROUP_ABOVE = 1 / 3
 #: With a smaller penalty, the normal equations of dependent features are singular in double precision.
 MIN_RIDGE = 1e-8
+
+
+class Segments(NamedTuple):
+    """
+    A rollout as the baseline sees it: trajectories, or the part of them that lies in the rollout, one after another.
+
+    :param rewards: Rewards, shape ``(n,)``
+    :param continues: 0 where a trajectory or the rollout ended with the step, else 1, shape ``(n,)``
+    :param cuts: Indices of the transitions after which a time limit or the end of the rollout cut a trajectory, shape
+        ``(n_cuts,)``. There, the baseline replaces the rewards that would follow
+    :param gamma: Discount factor
+    """
+
+    rewards: np.ndarray
+    continues: np.ndarray
+    cuts: np.ndarray
+    gamma: float
+
+    def advantages(self, baseline: np.ndarray, cut_baseline: np.ndarray, lambda_: float) -> np.ndarray:
+        """
+        :param baseline: Value estimate of each transition, shape ``(n,)``
+        :param cut_baseline: Value estimates after the cuts, shape ``(n_cuts,)``
+        :param lambda_: Lambda of :func:`~sb3_grpo.advantages.generalized_advantages`
+        :return: Advantages, shape ``(n,)``
+        """
+        next_baseline = np.append(baseline[1:], 0.0) * self.continues
+        next_baseline[self.cuts] = cut_baseline
+        return A.generalized_advantages(self.rewards, baseline, next_baseline, self.continues, self.gamma, lambda_)
+
+    def folds(self, n_folds: int) -> th.Tensor:
+        """
+        :param n_folds: Number of folds
+        :return: Fold of each transition, the same for all of a trajectory, shape ``(n,)``
+        """
+        ends = 1.0 - self.continues
+        return th.as_tensor((np.cumsum(ends) - ends).astype(np.int64) % n_folds)
 
 
 class KernelRolloutBuffer(GroupRolloutBuffer):
@@ -192,39 +228,25 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.baseline.observe(inputs)
         features = self.baseline.features(inputs, rollout.steps / time_unit)
 
-        # Where a time limit or the end of the rollout cut a trajectory, the baseline replaces the rewards that would follow.
         cuts, cut_obs = self._cut_observations(last_obs)
         cut_features = self.baseline.features(self._encode(cut_obs, policy), (rollout.steps[cuts] + 1) / time_unit)
 
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
-        continues = 1.0 - ends
-        rewards = rollout.rewards.astype(np.float64)
-
-        def advantages_against(baseline: np.ndarray, cut_baseline: np.ndarray, lambda_: float) -> np.ndarray:
-            next_baseline = np.append(baseline[1:], 0.0) * continues
-            next_baseline[cuts] = cut_baseline
-            return A.generalized_advantages(rewards, baseline, next_baseline, continues, self.gamma, lambda_)
-
-        trajectory = np.cumsum(ends) - ends
-        folds = th.as_tensor(trajectory % self.n_folds)
-        if self.baseline.lstd:
-            weights = self._fit_lstd(features, cut_features, cuts, rewards, continues, folds)
-        else:
-            earlier = self.baseline.weights
-            prior, cut_prior = ((each @ earlier).numpy() for each in (features, cut_features))
-            targets = prior + advantages_against(prior, cut_prior, self.target_lambda)
-            weights = self.baseline.fit(features, th.as_tensor(targets), folds)
+        segments = Segments(rollout.rewards.astype(np.float64), 1.0 - ends, cuts, self.gamma)
+        folds = segments.folds(self.n_folds)
+        fit = self._fit_lstd if self.baseline.lstd else self._fit_regression
+        weights = fit(features, cut_features, segments, folds)
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
 
         # The returns are those of the rollout. Beyond a cut, only the prediction itself can stand for them.
-        returns = baseline + advantages_against(baseline, cut_baseline, 1.0)
+        returns = baseline + segments.advantages(baseline, cut_baseline, 1.0)
         shrinkage, mean = calibration_slope(baseline, returns), baseline.mean()
         baseline, cut_baseline = (mean + shrinkage * (each - mean) for each in (baseline, cut_baseline))
-        advantages = advantages_against(baseline, cut_baseline, self.gae_lambda)
+        advantages = segments.advantages(baseline, cut_baseline, self.gae_lambda)
 
-        returns = baseline + advantages_against(baseline, cut_baseline, 1.0)
+        returns = baseline + segments.advantages(baseline, cut_baseline, 1.0)
         self.metrics["train/baseline_shrinkage"] = shrinkage
         self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns)
         # Without a baseline, the lambda-returns themselves would be the advantages.
@@ -236,34 +258,34 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             self.preferred_group_size = LARGE_GROUP if is_large else SMALL_GROUP
         return rollout, advantages
 
-    def _fit_lstd(
-        self,
-        features: th.Tensor,
-        cut_features: th.Tensor,
-        cuts: np.ndarray,
-        rewards: np.ndarray,
-        continues: np.ndarray,
-        folds: th.Tensor,
-    ) -> th.Tensor:
+    def _fit_regression(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
+        """
+        Fit by regression on lambda-returns, which are bootstrapped from the fit to earlier rollouts. Arguments and result are
+        those of :meth:`_fit_lstd`.
+        """
+        earlier = self.baseline.weights
+        prior, cut_prior = ((each @ earlier).numpy() for each in (features, cut_features))
+        targets = prior + segments.advantages(prior, cut_prior, self.target_lambda)
+        return self.baseline.fit(features, th.as_tensor(targets), folds)
+
+    def _fit_lstd(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
         """
         Fit by LSTD(lambda): the weights make ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w)`` small, where ``e`` are the
         eligibility traces.
 
         :param features: ``phi``, shape ``(n, p)``
         :param cut_features: Features of the observations after the cuts, shape ``(n_cuts, p)``
-        :param cuts: Indices of the transitions after which a trajectory was cut, shape ``(n_cuts,)``
-        :param rewards: Rewards, shape ``(n,)``
-        :param continues: 0 where a trajectory or the rollout ended with the step, else 1, shape ``(n,)``
+        :param segments: The rollout
         :param folds: Fold of each transition, shape ``(n,)``
         :return: Weights, shape ``(n_folds, p)``
         """
-        goes_on = th.as_tensor(continues)
+        goes_on = th.as_tensor(segments.continues)
         following = features.roll(-1, dims=0).mul_(goes_on[:, None])
-        following[cuts] = cut_features
+        following[segments.cuts] = cut_features
         by_env = features.view(self.n_envs, self.buffer_size, -1)
         traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), self.gamma * self.target_lambda)
         differences = following.mul_(-self.gamma).add_(features)
-        return self.baseline.fit(features, th.as_tensor(rewards), folds, traces.flatten(end_dim=1), differences)
+        return self.baseline.fit(features, th.as_tensor(segments.rewards), folds, traces.flatten(end_dim=1), differences)
 
     def _time_unit(self, steps: np.ndarray) -> float:
         if self._fitted_horizon is not None:
