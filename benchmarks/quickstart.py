@@ -41,7 +41,7 @@ def plot_learning_curve(curve: TrainingCurve, title: str, path: Path) -> None:
         axes.plot(curve.steps[WINDOW - 1 :], curve.windows(), label=f"mean of {WINDOW} episodes")
     axes.set(title=title, xlabel="environment steps", ylabel="episode return")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)
 
 
@@ -91,6 +91,7 @@ def main() -> None:
 
     # A small policy spends more on handing work to threads than they save, and one thread adds up in one order.
     th.set_num_threads(1)
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # the animation needs no window
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / re.sub(r"[^\w.-]", "_", args.env)
     model_path, curve_path, film_path = (Path(f"{stem}.{kind}") for kind in ("zip", "png", "gif"))

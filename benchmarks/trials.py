@@ -7,8 +7,9 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 class AdaptiveRate(BaseCallback):
     """
-    Let the learning rate follow the divergence of an update from the policy that sampled: two thirds of the rate if it was more
-    than twice the target, and one and a half times the rate if it was less than half of it (Rudin et al. 2021, arXiv 2109.11978).
+    Let the learning rate follow the divergence of an update from the policy that sampled: two thirds of the rate if it was
+    more than twice the target, and one and a half times the rate if it was less than half of it (Rudin et al. 2021,
+    arXiv 2109.11978).
 
     :param target: Desired divergence, in nats
     :param highest: The rate never exceeds this number
@@ -34,4 +35,4 @@ class AdaptiveRate(BaseCallback):
             self.rate = min(self.rate * 1.5, self.highest)
 
     def _on_training_end(self) -> None:
-        print("trial", self.model.get_env().get_attr("spec")[0].id, self.model.seed, self.target, self.highest, f"rate {self.rate:.2g}", flush=True)
+        print(f"learning rate at the end: {self.rate:.2g}")

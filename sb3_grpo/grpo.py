@@ -29,7 +29,7 @@ from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.resets import RolloutLost
-from sb3_grpo.settings import check_policy_class, check_settings, check_standardisation
+from sb3_grpo.settings import check_policy_class, check_policy_kwargs, check_settings
 from sb3_grpo.start_queue import StartQueue
 from sb3_grpo.starts import StandingStill, find_seeded_vec_env, insert_seeded_vec_env
 from sb3_grpo.steps import Step, arrived_steps, take_steps
@@ -244,7 +244,7 @@ class GRPO(OnPolicyAlgorithm):
     def _setup_model(self) -> None:
         self.rollout_buffer_class = resolve_buffer_class(self.rollout_buffer_class)  # type: ignore[assignment, arg-type]
         check_settings(vars(self), self._chooses_n_steps)
-        check_standardisation(self.policy_class, self.policy_kwargs, self._standardises())
+        check_policy_kwargs(self.policy_class, self.policy_kwargs, self._standardises())
         check_discrete_spaces(self.observation_space, self.action_space)
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy

@@ -4,12 +4,16 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import gymnasium as gym
+from stable_baselines3.common.vec_env import VecEnv
+
 from sb3_grpo import losses
 from sb3_grpo.buffers import check_buffer_arguments
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import (
     constructor_arguments,
+    refuse_unknown_arguments,
     require_at_least,
     require_between,
     require_bool,
@@ -25,6 +29,8 @@ def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
     :param aliases: Short names of policies
     :raises ValueError: If it is neither a short name nor an actor-only policy
     """
+    if isinstance(policy, (gym.Env, VecEnv)):
+        raise ValueError("The first argument is the policy and the second the environment: GRPO('MlpPolicy', env).")
     if isinstance(policy, str):
         require_one_of("policy", policy, aliases)
     elif not (isinstance(policy, type) and issubclass(policy, ActorPolicy)):
@@ -76,20 +82,25 @@ def check_settings(settings: Mapping[str, Any], chooses_n_steps: bool) -> None:
     check_buffer_arguments(settings["rollout_buffer_class"], settings["rollout_buffer_kwargs"])
 
 
-def check_standardisation(policy_class: type, policy_kwargs: Mapping[str, Any], standardises: bool) -> None:
+def check_policy_kwargs(policy_class: type, policy_kwargs: Mapping[str, Any], standardises: bool) -> None:
     """
     :param policy_class: Class of the policy
     :param policy_kwargs: Argument of GRPO
     :param standardises: Whether the policy is to standardise observations
-    :raises ValueError: If the two arguments contradict each other, or if the policy cannot do it
+    :raises TypeError: If the policy does not take one of its arguments
+    :raises ValueError: If the arguments contradict each other, or if the policy cannot standardise
     """
+    accepted = constructor_arguments(policy_class)
+    refuse_unknown_arguments(
+        {each: value for each, value in policy_kwargs.items() if each not in accepted}, accepted, policy_class.__name__
+    )
     name = "normalize_observations"
     if name in policy_kwargs:
         raise ValueError(
             f"`policy_kwargs` has {name}={policy_kwargs[name]!r}, which is an argument of GRPO: pass it there, as "
             f"GRPO(..., {name}={policy_kwargs[name]!r})."
         )
-    if standardises and name not in constructor_arguments(policy_class):
+    if standardises and name not in accepted:
         raise ValueError(
             f"`{policy_class.__name__}` takes no `{name}`, so it cannot standardise observations: let its `__init__` accept "
             f"the argument and pass it to `super().__init__`, or pass {name}=False to GRPO."

@@ -62,6 +62,7 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
     :param n_members: Number of members, each with random actions of its own
     :param seed: Seed of the resets
     :return: The verdict, and a message that explains it
+    :raises ValueError: If the environment cannot be reset with a seed, or fails in a step
     """
     first, again = (_play(env, n_steps, seed, member=0) for _ in range(2))
     step = _first_difference([seen[:2] for seen in first], [seen[:2] for seen in again])
@@ -86,13 +87,22 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
 
 
 def _play(env: gym.Env, n_steps: int, seed: int, member: int) -> list[_Step]:
-    observation, _ = env.reset(seed=seed)
+    try:
+        observation, _ = env.reset(seed=seed)
+    except TypeError as error:
+        raise ValueError(f"The environment cannot be reset with a seed ({error}): let `reset` accept `seed`.") from error
     action_space = deepcopy(env.action_space)  # other environments may have the same one
     # With the seed of the reset, the actions would come from the same random numbers as the inputs
     action_space.seed(1_000_003 + seed + member)
     play = [_look(env, observation)]
-    for _ in range(n_steps):
-        *outcome, _ = env.step(action_space.sample())
+    for step in range(1, n_steps + 1):
+        try:
+            *outcome, _ = env.step(action_space.sample())
+        except Exception as error:
+            raise ValueError(
+                f"The environment failed in step {step} of an episode ({error!r}). If `gym.make` gives it a time limit, pass "
+                "it as `gym.make` returns it."
+            ) from error
         play.append(_look(env, outcome))
         if outcome[2] or outcome[3]:
             break

@@ -14,6 +14,7 @@ from gymnasium import spaces
 FOREIGN_ARGUMENTS = {
     "vf_coef": "GRPO has no value network, so leave it out",
     "clip_range_vf": "GRPO has no value network, so leave it out",
+    "share_features_extractor": "GRPO has no value network, so leave it out",
     "beta": "the coefficient of the KL penalty is `kl_coef`",
     "num_generations": "the number of trajectories per group is `group_size`",
     "epsilon": "the clip range is `clip_range`",
@@ -44,20 +45,21 @@ FOREIGN_ARGUMENTS = {
 MAX_ACTION_RANGE = 1e9
 
 
-def refuse_unknown_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]) -> None:
+def refuse_unknown_arguments(unknown: Mapping[str, Any], accepted: Iterable[str], taker: str = "GRPO") -> None:
     """
     Refuse keyword arguments that a constructor does not take.
 
     :param unknown: Arguments that were passed and are not accepted
     :param accepted: Names of the arguments that are
+    :param taker: Name of the class
     :raises TypeError: If there is an unknown argument; the message says what to write instead
     """
     for name, value in unknown.items():
         closest = difflib.get_close_matches(name, accepted, n=1)
-        hint = f"did you mean `{closest[0]}`?" if closest else "see `help(GRPO)` for its arguments."
+        hint = f"did you mean `{closest[0]}`?" if closest else f"see `help({taker})` for its arguments."
         if name in FOREIGN_ARGUMENTS:
             hint = f"{FOREIGN_ARGUMENTS[name]}."
-        raise TypeError(f"GRPO does not take `{name}={value!r}`: {hint}")
+        raise TypeError(f"{taker} does not take `{name}={value!r}`: {hint}")
 
 
 def constructor_arguments(cls: type) -> set[str]:

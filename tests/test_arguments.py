@@ -198,6 +198,8 @@ def test_a_model_needs_an_environment():
             (dict(net_arch=[8]), "write `policy_kwargs=dict(net_arch=[64, 64])`."),
             (dict(scale="none"), "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'."),
             (dict(leave_one_out=True), "write `rollout_buffer_kwargs=dict(leave_one_out=True)`."),
+            (policy(net_acrh=[8]), "ActorPolicy does not take `net_acrh=[8]`: did you mean `net_arch`?"),
+            (policy(share_features_extractor=False), "GRPO has no value network, so leave it out."),
             (dict(n_step=8), "did you mean `n_steps`?"),
             (dict(xyzzy=1), "GRPO does not take `xyzzy=1`: see `help(GRPO)` for its arguments."),
         ]

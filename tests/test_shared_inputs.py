@@ -127,3 +127,31 @@ def test_the_check_leaves_the_action_space_as_it_is_because_other_environments_m
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"])
 def test_environments_whose_steps_are_deterministic_share_their_inputs(env_id: str) -> None:
     assert check_shared_inputs(gym.make(env_id)).shared
+
+
+class EndsWithoutSaying(DrawsAtReset):
+    """An environment whose time limit is left to `gym.make`."""
+
+    def shock(self, action: int) -> float:
+        return float(np.zeros(50)[self.t])
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, _, info = super().step(action)
+        return observation, reward, terminated, False, info
+
+
+class TakesNoSeed(DrawsAtReset):
+    def reset(self) -> Any:  # type: ignore[override]
+        return super().reset()
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (EndsWithoutSaying(), r"failed in step 51 of an episode \(IndexError.* pass it as `gym.make` returns it"),
+        (TakesNoSeed(), "cannot be reset with a seed .*: let `reset` accept `seed`"),
+    ],
+)
+def test_an_environment_that_cannot_be_played_is_refused_with_what_to_do(env: gym.Env, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_shared_inputs(env)

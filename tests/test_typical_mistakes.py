@@ -138,11 +138,18 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
         "`evaluate_policy`) a separate environment, for example `make_vec_env('CartPole-v1')`.",
     ),
     (
+        "the arguments are exchanged",
+        lambda _: GRPO(AnyEnv(), "MlpPolicy"),
+        ValueError,
+        "The first argument is the policy and the second the environment: GRPO('MlpPolicy', env).",
+    ),
+    (
         "the model is loaded with other observations",
         lambda _: reload(make_model(), normalize_observations=False),
         ValueError,
         "The weights belong to a policy with normalize_observations=True, and this one has normalize_observations=False: "
-        "leave the argument as it was. Or make a new model and copy the weights with `load_actor(model, path)`",
+        "leave the argument as it was, and load a file with the algorithm that saved it. Or copy the weights to a new model "
+        "with `load_actor(model, path)`",
     ),
     (
         "training continues without VecNormalize",

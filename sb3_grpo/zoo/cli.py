@@ -4,7 +4,7 @@ The command line: rl-zoo3's scripts, with ``grpo`` among their algorithms.
     python -m sb3_grpo.zoo train --algo grpo --env CartPole-v1
     python -m sb3_grpo.zoo enjoy --algo grpo --env CartPole-v1 -f logs --no-render
 
-Each script has the options that it has in rl-zoo3.
+Each script has the options that it has in rl-zoo3. Without a display, figures are saved in the current folder.
 """
 
 import importlib
@@ -13,6 +13,9 @@ import subprocess
 import sys
 from typing import Any
 from unittest import mock
+
+import matplotlib
+from matplotlib import pyplot as plt
 
 from sb3_grpo.zoo.registration import register
 
@@ -53,6 +56,21 @@ def main(arguments: list[str] | None = None) -> None:
             runpy.run_module(module, run_name="__main__")
         else:
             getattr(importlib.import_module(module), function)()
+    if matplotlib.get_backend().lower() == "agg":  # which cannot show a figure
+        save_figures(name)
+
+
+def save_figures(name: str) -> None:
+    """
+    Save and close all open figures.
+
+    :param name: Beginning of the names of the files
+    """
+    for number in plt.get_fignums():
+        path = f"{name}_{number}.png"
+        plt.figure(number).savefig(path)
+        plt.close(number)
+        print(f"Figure: {path}")
 
 
 _original_call = subprocess.call

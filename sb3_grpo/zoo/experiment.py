@@ -12,14 +12,16 @@ from rl_zoo3.utils import SimpleLinearSchedule
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
+from sb3_grpo.validation import require_at_least
+
 HYPERPARAMS = Path(__file__).with_name("hyperparams") / "grpo.yml"
 
 
 class GRPOExperimentManager(ExperimentManager):
     """
     :class:`rl_zoo3.exp_manager.ExperimentManager` with three additions for ``grpo``: it uses the hyperparameter file of this
-    package unless another one is given, it evaluates ``rollout_buffer_kwargs`` and schedules of ``clip_range_high``, and its
-    errors name the file and the entry. Besides, ``vec_env_type="ray"`` trains in a
+    package unless another one is given, it evaluates ``rollout_buffer_kwargs`` and schedules of ``clip_range_high``, and it
+    refuses wrong values with the file and the entry. Besides, ``vec_env_type="ray"`` trains in a
     :class:`~sb3_grpo.distributed.RayVecEnv`, with ``n_workers`` and ``ray_address`` from the command line.
 
     :param args: See the base class
@@ -46,8 +48,14 @@ class GRPOExperimentManager(ExperimentManager):
             with self._errors_name_the_file():
                 if isinstance(hyperparams.get("rollout_buffer_kwargs"), str):
                     hyperparams["rollout_buffer_kwargs"] = eval(hyperparams["rollout_buffer_kwargs"])
-                if isinstance(hyperparams.get("clip_range_high"), str):
-                    hyperparams["clip_range_high"] = linear_schedule(hyperparams["clip_range_high"])
+                for name in ("learning_rate", "clip_range", "clip_range_high"):
+                    if isinstance(hyperparams.get(name), str):
+                        schedule = linear_schedule(name, hyperparams[name])
+                        if name == "clip_range_high":  # rl-zoo3 does it for the others
+                            hyperparams[name] = schedule
+                require_at_least("n_envs", hyperparams.get("n_envs", 1), 1)
+                if "policy" not in hyperparams:
+                    raise ValueError("`policy` is missing, such as `policy: MlpPolicy`.")
         return hyperparams, saved
 
     def setup_experiment(self) -> tuple[BaseAlgorithm, dict[str, Any]] | None:
@@ -76,8 +84,9 @@ class GRPOExperimentManager(ExperimentManager):
             raise ValueError(f"{where}{overwritten}: {error}") from error
 
 
-def linear_schedule(text: str) -> SimpleLinearSchedule:
+def linear_schedule(name: str, text: str) -> SimpleLinearSchedule:
     """
+    :param name: Name of the argument
     :param text: A string such as ``"lin_0.2"``
     :return: A schedule from that value to zero
     :raises ValueError: If it is another string
@@ -89,5 +98,6 @@ def linear_schedule(text: str) -> SimpleLinearSchedule:
         return SimpleLinearSchedule(initial_value)
     except ValueError:
         raise ValueError(
-            f"`clip_range_high` must be a number, or 'lin_' and the initial value, such as 'lin_0.3', not {text!r}."
+            f"`{name}` must be a number, or 'lin_' and the initial value, such as 'lin_0.3', not {text!r}. YAML takes numbers "
+            "without a point, such as 1e-3, for strings: write them with one, such as 1.0e-3."
         ) from None
