@@ -4,6 +4,8 @@ import math
 
 from stable_baselines3.common.callbacks import BaseCallback
 
+from sb3_grpo import GRPO
+
 
 class AdaptiveRate(BaseCallback):
     """
@@ -15,6 +17,8 @@ class AdaptiveRate(BaseCallback):
     :param highest: The rate never exceeds this number
     :param lowest: The rate never falls below this number
     """
+
+    model: GRPO
 
     def __init__(self, target: float = 0.01, highest: float = 3e-4, lowest: float = 1e-5):
         super().__init__()

@@ -139,7 +139,7 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
     ),
     (
         "the arguments are exchanged",
-        lambda _: GRPO(AnyEnv(), "MlpPolicy"),
+        lambda _: GRPO(AnyEnv(), "MlpPolicy"),  # type: ignore[arg-type]
         ValueError,
         "The first argument is the policy and the second the environment: GRPO('MlpPolicy', env).",
     ),
