@@ -111,6 +111,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "tokens": lambda: variants_table(Suite("tokens", results)),
         "candidates_final": lambda: candidates.table(Suite("candidates_final", results), candidates.stored_references()),
         "candidates_second": lambda: ablation_table(Suite("candidates_second", results), "eval_mean"),
+        "long": lambda: ablation_table(Suite("candidates_long", results), "eval_mean"),
         "million": lambda: ablation_table(Suite("candidates_million", results), "eval_mean"),
         "effects": lambda: candidates.effects_table(
             Suite("candidates", results), candidates.stored_references(), load_matrix()["arms"]
