@@ -28,14 +28,7 @@ from benchmarks.tables import (
     variants_table,
     zoo_table,
 )
-from benchmarks.versus import (
-    claim,
-    environments_table,
-    losses_table,
-    outcomes_table,
-    scores_by_arm,
-    summary_table,
-)
+from benchmarks.versus import claim, environments_table, losses_table, outcomes_table, scores_by_arm, summary_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
