@@ -7,6 +7,7 @@ import importlib.resources
 import inspect
 import math
 import pathlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 
 from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
+from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.zoo.experiment import HYPERPARAMS
 
 MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
@@ -43,15 +45,44 @@ NEUTRAL: dict[str, Any] = dict(
     fit="regression",
     relative=False,
     normalize_observations=False,
+    lr_follows_std=False,
 )
 
-#: The newest generation of default settings, see `matrix.yml`, and the defaults of earlier ones where they were others
-LATEST_GENERATION = 3
-FORMER_DEFAULTS: dict[str, Any] = dict(normalize_observations=False)
-FORMER_BUFFER_DEFAULTS: dict[str, Any] = dict(bandwidth=0.5)
-FORMER_POLICY_DEFAULTS: dict[str, Any] = dict(log_std_init=0.0)
-#: Transitions per rollout with ``n_steps=None`` then
-FORMER_ROLLOUT_SIZE = 2048
+
+@dataclass(frozen=True)
+class Defaults:
+    """
+    Defaults of a generation where they are not those of today.
+
+    :param algorithm: Arguments of GRPO
+    :param buffer: Options of the kernel buffer
+    :param policy: Arguments of the policy
+    :param rollout_size: Transitions per rollout with ``n_steps=None``
+    """
+
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    buffer: dict[str, Any] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    rollout_size: int | None = None
+
+
+#: The same for an argument of the policy, which entries have in a string
+LR_CONSTANT = re.compile("(, )?lr_follows_std=False")
+
+#: The newest generation of default settings, see `matrix.yml`, and earlier ones
+LATEST_GENERATION = 4
+_SECOND = Defaults(
+    dict(normalize_observations=False),
+    dict(bandwidth=0.5),
+    dict(log_std_init=0.0, lr_follows_std=False),
+    2048,
+)
+FORMER = {
+    1: _SECOND,
+    2: _SECOND,
+    3: Defaults(policy=dict(lr_follows_std=False)),
+    4: Defaults(),
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +99,7 @@ class Run:
     :param n_episodes: Episodes of the evaluation
     :param entry: Hyperparameters, as in a file of rl-zoo3
     :param generation: Generation of GRPO's defaults
+    :param is_continuous: Whether actions have a standard deviation
     """
 
     arm: str
@@ -79,6 +111,7 @@ class Run:
     n_episodes: int
     entry: dict[str, Any] = field(default_factory=dict)
     generation: int = LATEST_GENERATION
+    is_continuous: bool = False
 
     def settings_hash(self) -> str:
         """:return: Eight characters that change with whatever determines the outcome, except for seed and versions"""
@@ -86,12 +119,17 @@ class Run:
         if self.algo in RIVALS:
             settings = {**defaults(RIVALS[self.algo]), **settings}
         elif self.algo == "grpo":
-            is_former = self.generation < LATEST_GENERATION
-            settings = {**defaults(GRPO), **(FORMER_DEFAULTS if is_former else {}), **settings}
-            if settings["n_steps"] is None and not is_former:
+            former = FORMER[self.generation]
+            settings = {**defaults(GRPO), **former.algorithm, **settings}
+            if settings["n_steps"] is None and former.rollout_size is None:
                 rollout_size = resolve_buffer_class(settings["rollout_buffer_class"]).default_rollout_size
                 settings["n_steps"] = f"{rollout_size} in all"
-            buffer = buffer_settings(settings, FORMER_BUFFER_DEFAULTS if is_former else {})
+            rate = former.policy.get("lr_follows_std", defaults(ActorPolicy)["lr_follows_std"])
+            settings["lr_follows_std"] = rate and self.is_continuous
+            if LR_CONSTANT.search(policy_kwargs := str(settings["policy_kwargs"])):
+                others = LR_CONSTANT.sub("", policy_kwargs)
+                settings.update(lr_follows_std=False, policy_kwargs=None if others == "dict()" else others)
+            buffer = buffer_settings(settings, former.buffer)
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
@@ -100,10 +138,13 @@ class Run:
         """:return: The entry, with what the present version has to be told to have the defaults of the generation"""
         if self.algo != "grpo" or self.generation == LATEST_GENERATION:
             return self.entry
-        entry = {**FORMER_DEFAULTS, "n_steps": FORMER_ROLLOUT_SIZE // self.entry.get("n_envs", 1), **self.entry}
-        entry["policy_kwargs"] = f"{FORMER_POLICY_DEFAULTS} | ({entry.get('policy_kwargs') or {}})"  # rl-zoo3 evaluates it
+        former = FORMER[self.generation]
+        entry = {**former.algorithm, **self.entry}
+        if former.rollout_size is not None:
+            entry.setdefault("n_steps", former.rollout_size // self.entry.get("n_envs", 1))
+        entry["policy_kwargs"] = f"{former.policy} | ({entry.get('policy_kwargs') or {}})"  # rl-zoo3 evaluates it
         if entry.get("rollout_buffer_class", "kernel") == "kernel":
-            entry["rollout_buffer_kwargs"] = {**FORMER_BUFFER_DEFAULTS, **evaluated(entry.get("rollout_buffer_kwargs"))}
+            entry["rollout_buffer_kwargs"] = {**former.buffer, **evaluated(entry.get("rollout_buffer_kwargs"))}
         return entry
 
     def key(self) -> tuple[str, str, str]:
@@ -193,14 +234,15 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
 
     def cell(arm: str, env: str, timesteps: int, threshold: float, settings: dict[str, Any]) -> Run:
         algo = settings.get("algo", "grpo")
-        entry = entry_of(settings, algo, env, matrix["environments"][env])
+        entry = entry_of(settings, algo, env, matrix["environments"][env], generation)
         entry["n_timesteps"] = timesteps
         for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
             entry[key] = {**entry[key], **value} if both_mappings else value
         if generation == 1 and algo == "grpo":
             entry = before_relative_term(entry)
-        return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry, generation)
+        is_continuous = "half_range" in matrix["environments"][env]
+        return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry, generation, is_continuous)
 
     if "cases" in chosen:
         return [
@@ -227,26 +269,30 @@ def before_relative_term(entry: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any]) -> dict[str, Any]:
+def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any], generation: int) -> dict[str, Any]:
     """
     :param settings: Arm or case of the matrix
     :param algo: ``grpo`` or ``ppo``
     :param env: Gymnasium environment
     :param about: Entry of the environment in the matrix
+    :param generation: Generation of GRPO's defaults
     :return: The hyperparameters that the settings begin with, as in a file of rl-zoo3
     """
     if settings["entry"] == "zoo":
         return copy.deepcopy(hyperparameter_file(algo)[settings.get("of") or about.get(f"{algo}_entry", env)])
-    matched = matched_settings(about, settings.get("normalize_rewards", False)) if settings["entry"] == "matched" else {}
+    matched = {}
+    if settings["entry"] == "matched":
+        matched = matched_settings(about, settings.get("normalize_rewards", False), generation)
     return {"policy": "MlpPolicy", **matched, **{key: about[key] for key in ("env_wrapper",) if key in about}}
 
 
-def matched_settings(about: dict[str, Any], normalize_rewards: bool) -> dict[str, Any]:
+def matched_settings(about: dict[str, Any], normalize_rewards: bool, generation: int) -> dict[str, Any]:
     """
     :param about: Entry of the environment in the matrix
     :param normalize_rewards: Whether PPO gets normalised rewards, on which GRPO's default does not depend
-    :return: Arguments with which PPO has the default settings of GRPO with 8 environments, normalised observations and the
-        initial deviation included, and nothing but its critic is another
+    :param generation: Generation of GRPO's defaults
+    :return: Arguments with which PPO has the default settings of GRPO with 8 environments, normalised observations, the
+        initial deviation and the learning rate that follows it included, and nothing but its critic is another
     """
     ours = defaults(GRPO)
     same = ("learning_rate", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
@@ -256,6 +302,8 @@ def matched_settings(about: dict[str, Any], normalize_rewards: bool) -> dict[str
         settings["normalize"] = f"dict(norm_obs={normalize_observations}, norm_reward={normalize_rewards})"
     if "half_range" in about:
         settings["policy_kwargs"] = f"dict(log_std_init={math.log(0.5 * about['half_range'])})"
+        if FORMER[generation].policy.get("lr_follows_std", True):
+            settings["callback"] = "benchmarks.rates.RateFollowsStd"
     return settings
 
 

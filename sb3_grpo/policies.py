@@ -1,5 +1,6 @@
 """Policies that consist of an actor alone: Stable-Baselines3's actor-critic policies without the critic."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from torch import nn
 
 from sb3_grpo.fast_actor import LEAN_DISTRIBUTIONS, FastActor, LeanDistribution, fast_actor, has_hooks, is_unaltered
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
-from sb3_grpo.validation import require_between, require_positive
+from sb3_grpo.validation import require_between, require_bool, require_positive
 
 #: Number of observations that are encoded at a time.
 ENCODING_BATCH = 1024
@@ -44,8 +45,8 @@ class ActorPolicy(BasePolicy):
 
     It is the actor of :class:`stable_baselines3.common.policies.ActorCriticPolicy`: the layers have the same shapes, so
     weights can be exchanged (:func:`~sb3_grpo.transfer.load_actor`). The arguments are the same, except that there is no
-    ``share_features_extractor``, ``log_std_init`` has another default, Adam is fused, and ``normalize_observations`` and
-    ``log_std_lr_factor`` are new.
+    ``share_features_extractor``, ``log_std_init`` has another default, Adam is fused, and ``normalize_observations``,
+    ``log_std_lr_factor`` and ``lr_follows_std`` are new.
 
     :param observation_space: Observation space
     :param action_space: Action space: ``Box``, ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``
@@ -73,6 +74,8 @@ class ActorPolicy(BasePolicy):
     :param log_std_lr_factor: Learning rate of the log standard deviation relative to the other parameters. The step size of
         Adam hardly depends on the size of the gradient, so a rate that suits a large network may change the exploration too
         slowly or too fast. For Box actions only
+    :param lr_follows_std: Whether the learning rate falls with the standard deviation of continuous actions once that has
+        halved, see :meth:`learning_rate_factor`
     :raises ValueError: If an argument is out of range, or does not fit the spaces
     """
 
@@ -102,10 +105,12 @@ class ActorPolicy(BasePolicy):
         optimizer_class: type[th.optim.Optimizer] = th.optim.Adam,
         optimizer_kwargs: dict[str, Any] | None = None,
         log_std_lr_factor: float = 1.0,
+        lr_follows_std: bool = True,
     ):
         if log_std_init is not None:
             require_between("log_std_init", log_std_init, -np.inf)
         require_positive("log_std_lr_factor", log_std_lr_factor)
+        require_bool("lr_follows_std", lr_follows_std)
         if log_std_lr_factor != 1.0 and not isinstance(action_space, spaces.Box):
             raise ValueError(
                 f"log_std_lr_factor={log_std_lr_factor} is for Box actions, and {action_space} has no standard deviation: "
@@ -142,6 +147,7 @@ class ActorPolicy(BasePolicy):
         self.normalize_observations = normalize_observations
         self.log_std_init = log_std_init
         self.log_std_lr_factor = log_std_lr_factor
+        self.lr_follows_std = lr_follows_std
         self.full_std = full_std
         self.use_expln = use_expln
         # Shape of one action in the form that distributions take.
@@ -174,6 +180,7 @@ class ActorPolicy(BasePolicy):
             if self.log_std_init is None and isinstance(self.action_dist, DiagGaussianDistribution):
                 low, high = (np.ravel(each).astype(np.float64) for each in (self.action_space.low, self.action_space.high))  # type: ignore[attr-defined]
                 self.log_std.data.copy_(th.as_tensor(np.log(np.where(high > low, 0.25 * (high - low), 1.0))))
+            self._first_log_std = self.log_std.detach().clone()
         else:
             self.action_net = self.action_dist.proba_distribution_net(latent_dim)  # type: ignore[assignment]
 
@@ -198,10 +205,27 @@ class ActorPolicy(BasePolicy):
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """
-        :param learning_rate: Learning rate of all parameters, before ``log_std_lr_factor``
+        :param learning_rate: Learning rate of all parameters, before :meth:`learning_rate_factor` and ``log_std_lr_factor``
         """
+        learning_rate *= self.learning_rate_factor()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_factor", 1.0)
+
+    def learning_rate_factor(self) -> float:
+        """
+        With ``lr_follows_std``, twice the geometric mean over actions of the standard deviation over the initial one, and at
+        most 1.
+
+        A step of Adam moves the means of the actions by an amount that hardly depends on the gradient. The divergence from the
+        policy before is the square of this amount over twice the variance. So with a constant rate, the divergence of each
+        update grows while the policy becomes more certain, and in the end a single update can destroy it.
+
+        :return: Factor of the learning rate; 1 for actions without a standard deviation
+        """
+        if not self.lr_follows_std or not hasattr(self, "log_std"):
+            return 1.0
+        change = (self.log_std.detach().cpu() - self._first_log_std.cpu()).mean().item()
+        return min(1.0, 2.0 * math.exp(change))
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         data = super()._get_constructor_parameters()
@@ -214,6 +238,7 @@ class ActorPolicy(BasePolicy):
             normalize_observations=self.normalize_observations,
             log_std_init=self.log_std_init,
             log_std_lr_factor=self.log_std_lr_factor,
+            lr_follows_std=self.lr_follows_std,
             full_std=self.full_std,
             use_expln=self.use_expln,
             squash_output=self.squash_output,

@@ -3,6 +3,7 @@
 import csv
 import inspect
 import itertools
+import math
 import pathlib
 import re
 import warnings
@@ -562,6 +563,15 @@ def test_the_rate_of_the_standard_deviation_follows_the_schedule_at_its_factor()
     th.testing.assert_close(plain["log_std"].abs(), th.full((2,), 0.0075), rtol=0.01, atol=0.0)
     for name, step in plain.items():
         th.testing.assert_close(fast[name], step * (4.0 if name == "log_std" else 1.0), rtol=1e-4, atol=1e-7)
+
+
+def test_the_first_step_and_the_logged_rate_fall_with_the_standard_deviation():
+    model = make_model(make_envs(action_space=BOX), policy_kwargs=SMALL, n_epochs=1, batch_size=32, learning_rate=0.01)
+    model.policy.log_std.data -= math.log(20.0)
+    model.learn(64, callback=(watcher := Watcher()))
+    step = watcher.weights[1]["log_std"] - watcher.weights[0]["log_std"]
+    th.testing.assert_close(step.abs(), th.full((2,), 0.001), rtol=0.05, atol=0.0)
+    assert watcher.logged[1]["train/learning_rate"] == pytest.approx(0.001)
 
 
 def test_the_entropy_bonus_raises_the_entropy_and_a_penalty_lowers_it():

@@ -1,5 +1,6 @@
 """Actor-only policies, compared with the actor of SB3's PPO."""
 
+import math
 import pathlib
 from typing import Any
 
@@ -215,6 +216,7 @@ def test_net_arch_gives_the_sizes_of_the_hidden_layers():
         (dict(net_arch=[8.0]), r"net_arch=\[8\.0\] is no list"),
         (dict(squash_output=True), "squash_output=True needs gSDE"),
         (dict(log_std_init=np.nan), "`log_std_init` must be a finite number, not nan"),
+        (dict(lr_follows_std=0.5), "`lr_follows_std` must be True or False, not 0.5"),
         (dict(log_std_lr_factor=0), "`log_std_lr_factor` must be a positive number, not 0"),
         (dict(log_std_lr_factor=2.0, action_space=spaces.Discrete(2)), "log_std_lr_factor=2.0 is for Box actions"),
         (dict(cls=MultiInputPolicy), r"needs a Dict observation space, not Box.*pass `MlpPolicy`"),
@@ -257,7 +259,7 @@ def test_the_optimizer_has_ppos_epsilon_unless_told_otherwise():
 
 @pytest.mark.parametrize("use_sde", [False, True])
 def test_the_standard_deviation_learns_faster_by_its_factor(use_sde: bool):
-    policies = [make_policy(log_std_lr_factor=factor, use_sde=use_sde, **SMALL) for factor in (1.0, 8.0)]
+    policies = [make_policy(log_std_lr_factor=factor, use_sde=use_sde, lr_follows_std=False, **SMALL) for factor in (1.0, 8.0)]
     policies[1].load_state_dict(policies[0].state_dict())
     before = {name: weight.clone() for name, weight in policies[0].state_dict().items()}
     for learning_rate in (None, 5e-4):  # the initial rate, and a later one of a schedule
@@ -272,6 +274,25 @@ def test_the_standard_deviation_learns_faster_by_its_factor(use_sde: bool):
         assert not th.equal(weight, before[name])
         factor = 8.0 if name == "log_std" else 1.0
         th.testing.assert_close(fast[name], before[name] + factor * (weight - before[name]))
+
+
+def test_the_learning_rate_falls_with_the_standard_deviation_once_that_has_halved():
+    following, constant = (make_policy(lr_follows_std=follows, log_std_init=-1.0, **SMALL) for follows in (True, False))
+    # Of the shares 1/2, 1/16 and 1, 1/16 and 1/16, and 2 and 4, the geometric means are halved, and at most 1 results
+    for shares, factor in (([0.5, 0.5], 1.0), ([1 / 16, 1.0], 0.5), ([1 / 16, 1 / 16], 1 / 8), ([2.0, 4.0], 1.0)):
+        for policy, expected in ((following, factor), (constant, 1.0)):
+            policy.log_std.data = -1.0 + th.tensor(shares).log()
+            policy.set_learning_rate(0.01)
+            assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * expected)
+
+
+def test_the_learning_rate_falls_from_the_initial_deviation_also_in_a_policy_that_is_loaded(tmp_path: pathlib.Path):
+    policy = make_policy(action_space=spaces.Box(-3.0, 5.0, (2,), np.float32), **SMALL)
+    policy.log_std.data = th.full((2,), math.log(0.5))  # a quarter of the range is 2
+    assert policy.learning_rate_factor() == pytest.approx(0.5)
+    policy.save(str(tmp_path / "policy.pt"))
+    assert ActorPolicy.load(str(tmp_path / "policy.pt"), device="cpu").learning_rate_factor() == pytest.approx(0.5)
+    assert make_policy(action_space=spaces.Discrete(3), **SMALL).learning_rate_factor() == 1.0
 
 
 def test_the_callers_dicts_and_lists_stay_as_they_are():
@@ -293,6 +314,7 @@ def test_the_callers_dicts_and_lists_stay_as_they_are():
     "kwargs",
     [
         dict(activation_fn=nn.ReLU, ortho_init=False, log_std_init=-1.0, log_std_lr_factor=4.0, normalize_images=False),
+        dict(lr_follows_std=False),
         dict(use_sde=True, squash_output=True, full_std=False, use_expln=True),
         dict(features_extractor_class=Scaled, features_extractor_kwargs=dict(factor=3.0)),
         dict(optimizer_class=th.optim.SGD, optimizer_kwargs=dict(momentum=0.5)),

@@ -69,25 +69,38 @@ def test_default_arms_have_nothing_but_defaults() -> None:
     assert {run.arm for run in runs} == set(size)
 
 
+def test_ppo_with_our_settings_has_the_learning_rate_that_follows_the_deviation_since_it_is_the_default() -> None:
+    def callbacks(suite: str) -> dict[str, Any]:
+        runs = [run for run in expand(MATRIX, suite) if run.arm == "ppo, our settings"]
+        return {run.env: run.entry.get("callback") for run in runs}
+
+    assert set(callbacks("default").values()) == {None}
+    now = callbacks("proof")
+    assert now["HalfCheetah-v5"] == now["Pendulum-v1"] == "benchmarks.rates.RateFollowsStd"
+    assert now["CartPole-v1"] is now["MiniGrid-DoorKey-5x5-v0"] is None
+
+
 def test_arms_of_older_rows_have_what_the_defaults_were() -> None:
     old = {
         "arms": {"a": {"algo": "grpo", "entry": "default", "set": {"n_envs": 8}}},
         "seeds": [0],
-        "timesteps": {"CartPole-v1": 1000},
+        "timesteps": {"Pendulum-v1": 1000},
     }
-    suites = {"now": old, "2": {**old, "generation": 2}, "1": {**old, "generation": 1}}
+    suites = {"now": old, **{str(generation): {**old, "generation": generation} for generation in (3, 2, 1)}}
     of_suites = {**MATRIX, "arms": old["arms"], "suites": suites}
-    now, second, first = (next(run for run in expand(of_suites, name) if run.arm == "a") for name in suites)
+    now, third, second, first = (next(run for run in expand(of_suites, name) if run.arm == "a") for name in suites)
     assert now.hyperparameters() == {"policy": "MlpPolicy", "n_envs": 8, "n_timesteps": 1000}
+    constant_rate = {"policy_kwargs": "{'lr_follows_std': False} | ({})"}
+    assert third.hyperparameters() == {**now.entry, **constant_rate, "rollout_buffer_kwargs": {}}
     former = {
         "n_steps": 256,
         "normalize_observations": False,
-        "policy_kwargs": "{'log_std_init': 0.0} | ({})",
+        "policy_kwargs": "{'log_std_init': 0.0, 'lr_follows_std': False} | ({})",
     }
     assert second.hyperparameters() == {**now.entry, **former, "rollout_buffer_kwargs": {"bandwidth": 0.5}}
     groups = {"group_size": 2, "rollout_buffer_kwargs": {"bandwidth": 0.5, "relative": False}}
     assert first.hyperparameters() == {**now.entry, **former, **groups}
-    assert len({run.settings_hash() for run in (now, second, first)}) == 3
+    assert len({run.settings_hash() for run in (now, third, second, first)}) == 4
 
 
 def test_the_hash_of_older_rows_does_not_change_with_the_defaults() -> None:
