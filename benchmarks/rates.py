@@ -8,7 +8,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 class RateFollowsStd(BaseCallback):
     """
-    Let the learning rate fall with the standard deviation of the actions once that has halved, as
+    Let the learning rate fall with the standard deviation of the actions, as
     :meth:`sb3_grpo.policies.ActorPolicy.learning_rate_factor` does for GRPO.
     """
 
@@ -17,7 +17,7 @@ class RateFollowsStd(BaseCallback):
         first = log_std.detach().clone()
 
         def rate(progress: float) -> float:
-            return schedule(progress) * min(1.0, 2.0 * (log_std.detach() - first).mean().exp().item())
+            return schedule(progress) * min(1.0, (log_std.detach() - first).mean().exp().item())
 
         self.model.lr_schedule = rate
 

@@ -48,6 +48,14 @@ RIVALS = {
     "PPO, rl-zoo3": ["ppo", "ppo, not normalized"],
 }
 ARMS = {"GRPO, kernel": [OURS], **RIVALS}
+#: The rivals of the protocol: those of before, others, and two arms of GRPO itself
+PROOF = {
+    **RIVALS,
+    "PPO, rl-zoo3": ["ppo", "ppo, not normalized", "ppo, entry of Ant-v4"],
+    "TRPO, rl-zoo3": ["trpo"],
+    "GRPO without groups": ["default, no groups"],
+    "GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"],
+}
 #: The sentences of the claim
 CLAIMS = {
     "PPO, our settings": "Against PPO with the same settings, GRPO with the `kernel` buffer is",
@@ -76,6 +84,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     frozen, untouched, million = (Suite(name, results) for name in ("default", "untouched", "default_million"))
     single = {"GRPO, kernel, 1 environment": ["default, 1 environment"]}
     at_a_million = {"PPO, rl-zoo3": ["ppo"], "TRPO, rl-zoo3": ["trpo"]}
+    proof, with_inputs = Suite("proof", results), Suite("proof", results, prefix="sb3_grpo/")
     return {
         "frozen_summary": lambda: summary_table(frozen, OURS, RIVALS),
         "frozen_outcomes": lambda: outcomes_table(frozen, OURS, RIVALS),
@@ -89,6 +98,15 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "untouched_area": lambda: environments_table(untouched, ARMS, "auc"),
         "untouched_evaluation": lambda: environments_table(untouched, ARMS, "eval_mean"),
         "frozen_million": lambda: environments_table(million, {"GRPO, kernel": [OURS], **at_a_million}, "eval_mean"),
+        "proof_summary": lambda: summary_table(proof, OURS, PROOF),
+        "proof_inputs": lambda: summary_table(with_inputs, OURS, PROOF),
+        "proof_outcomes": lambda: outcomes_table(proof, OURS, PROOF),
+        "proof_losses": lambda: losses_table(proof, OURS, PROOF),
+        "proof_area": lambda: environments_table(proof, {"GRPO, kernel": [OURS], **PROOF}, "auc"),
+        "proof_evaluation": lambda: environments_table(proof, {"GRPO, kernel": [OURS], **PROOF}, "eval_mean"),
+        "proof_million": lambda: environments_table(
+            Suite("proof_million", results), {"GRPO, kernel": [OURS], **PROOF}, "eval_mean"
+        ),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
         **{name: lambda name=name: ablation_table(Suite(name, results)) for name in ABLATIONS},  # type: ignore[misc]
         "learning": lambda: learning_table(Suite("learning", results)),
@@ -105,6 +123,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "candidates_final": lambda: candidates.table(Suite("candidates_final", results), candidates.stored_references()),
         "candidates_second": lambda: ablation_table(Suite("candidates_second", results), "eval_mean"),
         "long": lambda: ablation_table(Suite("candidates_long", results), "eval_mean"),
+        "third_long": lambda: ablation_table(Suite("candidates_third_long", results), "eval_mean"),
         "million": lambda: ablation_table(Suite("candidates_million", results), "eval_mean"),
         "effects": lambda: candidates.effects_table(
             Suite("candidates", results), candidates.stored_references(), load_matrix()["arms"]

@@ -101,9 +101,10 @@ class Suite:
     :param name: Name of the suite
     :param results: Folder
     :param matrix: From :func:`benchmarks.matrix.load_matrix`, which is called by default
+    :param prefix: Only environments whose names begin with this
     """
 
-    def __init__(self, name: str, results: pathlib.Path = RESULTS, matrix: dict[str, Any] | None = None):
+    def __init__(self, name: str, results: pathlib.Path = RESULTS, matrix: dict[str, Any] | None = None, prefix: str = ""):
         matrix = load_matrix() if matrix is None else matrix
         self.settings: dict[str, Any] = matrix["suites"][name]
         csv = rows_file(matrix, name, results)
@@ -112,7 +113,7 @@ class Suite:
         rows = {row_key(row): row for row in read_rows(csv)}
         self._finished: dict[tuple[str, str], list[Finished]] = {}
         self.arms = list(dict.fromkeys(cell.arm for cell, _ in cells(matrix, name)))
-        self.timesteps = {cell.env: cell.timesteps for cell, _ in cells(matrix, name)}
+        self.timesteps = {cell.env: cell.timesteps for cell, _ in cells(matrix, name) if cell.env.startswith(prefix)}
         for run in expand(matrix, name):
             if (row := rows.get(run.key())) is not None:
                 self._finished.setdefault((run.arm, run.env), []).append(Finished(run, row))

@@ -74,8 +74,8 @@ class ActorPolicy(BasePolicy):
     :param log_std_lr_factor: Learning rate of the log standard deviation relative to the other parameters. The step size of
         Adam hardly depends on the size of the gradient, so a rate that suits a large network may change the exploration too
         slowly or too fast. For Box actions only
-    :param lr_follows_std: Whether the learning rate falls with the standard deviation of continuous actions once that has
-        halved, see :meth:`learning_rate_factor`
+    :param lr_follows_std: Whether the learning rate falls with the standard deviation of continuous actions, see
+        :meth:`learning_rate_factor`
     :raises ValueError: If an argument is out of range, or does not fit the spaces
     """
 
@@ -213,8 +213,7 @@ class ActorPolicy(BasePolicy):
 
     def learning_rate_factor(self) -> float:
         """
-        With ``lr_follows_std``, twice the geometric mean over actions of the standard deviation over the initial one, and at
-        most 1.
+        With ``lr_follows_std``, the geometric mean over actions of the standard deviation over the initial one, at most 1.
 
         A step of Adam moves the means of the actions by an amount that hardly depends on the gradient. The divergence from the
         policy before is the square of this amount over twice the variance. So with a constant rate, the divergence of each
@@ -225,7 +224,7 @@ class ActorPolicy(BasePolicy):
         if not self.lr_follows_std or not hasattr(self, "log_std"):
             return 1.0
         change = (self.log_std.detach().cpu() - self._first_log_std.cpu()).mean().item()
-        return min(1.0, 2.0 * math.exp(change))
+        return min(1.0, math.exp(change))
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         data = super()._get_constructor_parameters()

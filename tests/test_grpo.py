@@ -567,7 +567,7 @@ def test_the_rate_of_the_standard_deviation_follows_the_schedule_at_its_factor()
 
 def test_the_first_step_and_the_logged_rate_fall_with_the_standard_deviation():
     model = make_model(make_envs(action_space=BOX), policy_kwargs=SMALL, n_epochs=1, batch_size=32, learning_rate=0.01)
-    model.policy.log_std.data -= math.log(20.0)
+    model.policy.log_std.data -= math.log(10.0)
     model.learn(64, callback=(watcher := Watcher()))
     step = watcher.weights[1]["log_std"] - watcher.weights[0]["log_std"]
     th.testing.assert_close(step.abs(), th.full((2,), 0.001), rtol=0.05, atol=0.0)
