@@ -161,7 +161,10 @@ class ActorPolicy(BasePolicy):
         self.normalizer: ObservationNormalizer | None = None
         if normalize_observations and normalized_parts(observation_space):
             self.normalizer = ObservationNormalizer(observation_space)
+        self._first_log_std: th.Tensor | None = None
         self._build(lr_schedule)
+        if hasattr(self, "log_std"):  # also in a subclass with layers of its own
+            self._first_log_std = self.log_std.detach().clone()
 
     def _build(self, lr_schedule: Schedule) -> None:
         """
@@ -180,7 +183,6 @@ class ActorPolicy(BasePolicy):
             if self.log_std_init is None and isinstance(self.action_dist, DiagGaussianDistribution):
                 low, high = (np.ravel(each).astype(np.float64) for each in (self.action_space.low, self.action_space.high))  # type: ignore[attr-defined]
                 self.log_std.data.copy_(th.as_tensor(np.log(np.where(high > low, 0.25 * (high - low), 1.0))))
-            self._first_log_std = self.log_std.detach().clone()
         else:
             self.action_net = self.action_dist.proba_distribution_net(latent_dim)  # type: ignore[assignment]
 
@@ -221,7 +223,7 @@ class ActorPolicy(BasePolicy):
 
         :return: Factor of the learning rate; 1 for actions without a standard deviation
         """
-        if not self.lr_follows_std or not hasattr(self, "log_std"):
+        if not self.lr_follows_std or self._first_log_std is None:
             return 1.0
         change = (self.log_std.detach().cpu() - self._first_log_std.cpu()).mean().item()
         return min(1.0, math.exp(change))

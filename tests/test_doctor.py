@@ -101,7 +101,8 @@ def clipped(learning_rate: float = 0.3, level: str = "step") -> Any:
 
 def collapsed(action_space: Any) -> Any:
     env = rewardless_envs(action_space=action_space)
-    return make_model(env, ent_coef=-1.0, learning_rate=0.1, n_epochs=4)
+    policy_kwargs = dict(lr_follows_std=False)  # which would slow the collapse down
+    return make_model(env, ent_coef=-1.0, learning_rate=0.1, n_epochs=4, policy_kwargs=policy_kwargs)
 
 
 def few_have_the_weight() -> Any:
