@@ -66,7 +66,7 @@ class Defaults:
     rollout_size: int | None = None
 
 
-#: The same for an argument of the policy, which entries have in a string
+#: How entries, which have the arguments of the policy in a string, ask for the neutral value of one
 LR_CONSTANT = re.compile("(, )?lr_follows_std=False")
 
 #: The newest generation of default settings, see `matrix.yml`, and earlier ones
@@ -124,8 +124,7 @@ class Run:
             if settings["n_steps"] is None and former.rollout_size is None:
                 rollout_size = resolve_buffer_class(settings["rollout_buffer_class"]).default_rollout_size
                 settings["n_steps"] = f"{rollout_size} in all"
-            rate = former.policy.get("lr_follows_std", defaults(ActorPolicy)["lr_follows_std"])
-            settings["lr_follows_std"] = rate and self.is_continuous
+            settings["lr_follows_std"] = lr_follows_std(self.generation) and self.is_continuous
             if LR_CONSTANT.search(policy_kwargs := str(settings["policy_kwargs"])):
                 others = LR_CONSTANT.sub("", policy_kwargs)
                 settings.update(lr_follows_std=False, policy_kwargs=None if others == "dict()" else others)
@@ -170,6 +169,14 @@ def defaults(callable_class: type) -> dict[str, Any]:
     """
     parameters = inspect.signature(callable_class).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty}
+
+
+def lr_follows_std(generation: int) -> bool:
+    """
+    :param generation: Generation of GRPO's defaults
+    :return: Whether the learning rate falls with the standard deviation by default
+    """
+    return FORMER[generation].policy.get("lr_follows_std", defaults(ActorPolicy)["lr_follows_std"])
 
 
 def buffer_defaults(buffer: str | None) -> dict[str, Any]:
@@ -302,7 +309,7 @@ def matched_settings(about: dict[str, Any], normalize_rewards: bool, generation:
         settings["normalize"] = f"dict(norm_obs={normalize_observations}, norm_reward={normalize_rewards})"
     if "half_range" in about:
         settings["policy_kwargs"] = f"dict(log_std_init={math.log(0.5 * about['half_range'])})"
-        if FORMER[generation].policy.get("lr_follows_std", True):
+        if lr_follows_std(generation):
             settings["callback"] = "benchmarks.rates.RateFollowsStd"
     return settings
 

@@ -657,8 +657,6 @@ class GRPO(OnPolicyAlgorithm):
 
     def train(self) -> None:
         """Update the policy with the transitions in the rollout buffer. Without any, the weights stay as they are."""
-        self._update_learning_rate(self.policy.optimizer)
-        # SB3 knows the rate of the schedule only.
         self.policy.set_learning_rate(self.lr_schedule(self._current_progress_remaining))
         self.logger.record("train/learning_rate", self.policy.optimizer.param_groups[0]["lr"])
         self.update_metrics = {}

@@ -215,13 +215,14 @@ class ActorPolicy(BasePolicy):
 
     def learning_rate_factor(self) -> float:
         """
-        With ``lr_follows_std``, the geometric mean over actions of the standard deviation over the initial one, at most 1.
+        How far the learning rate has fallen: the geometric mean over actions of the standard deviation divided by the initial
+        one, and at most 1.
 
         A step of Adam moves the means of the actions by an amount that hardly depends on the gradient. The divergence from the
         policy before is the square of this amount over twice the variance. So with a constant rate, the divergence of each
         update grows while the policy becomes more certain, and in the end a single update can destroy it.
 
-        :return: Factor of the learning rate; 1 for actions without a standard deviation
+        :return: Factor of the learning rate; 1 without ``lr_follows_std``, and for actions without a standard deviation
         """
         if not self.lr_follows_std or self._first_log_std is None:
             return 1.0

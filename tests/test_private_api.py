@@ -36,7 +36,6 @@ PRIVATE = {
     "_last_obs": "observations in which the next actions are chosen; None asks for a reset",
     "_last_episode_starts": "whether the last step ended the episode",
     "_update_info_buffer": "stores the returns of finished episodes",
-    "_update_learning_rate": "sets the learning rate of an optimizer and logs it",
     "_current_progress_remaining": "falls from 1 to 0 over a run, and enters schedules",
     "_n_updates": "number of epochs so far",
     "_excluded_save_params": "names of attributes that are not pickled",
@@ -106,7 +105,6 @@ PARAMETERS: dict[Any, list[str]] = {
     OnPolicyAlgorithm._maybe_recommend_cpu: ["mlp_class_name"],
     OnPolicyAlgorithm.collect_rollouts: ["env", "callback", "rollout_buffer", "n_rollout_steps"],
     BaseAlgorithm._update_info_buffer: ["infos", "dones"],
-    BaseAlgorithm._update_learning_rate: ["optimizers"],
     BaseAlgorithm._excluded_save_params: [],
     BasePolicy._predict: ["observation", "deterministic"],
     BasePolicy._get_constructor_parameters: [],
@@ -200,14 +198,11 @@ def test_wrap_env_makes_a_vec_env_of_any_environment():
     assert OnPolicyAlgorithm._wrap_env(env, 0, True) is env and isinstance(env, VecEnv)
 
 
-def test_the_info_buffer_gets_the_episodes_of_the_monitor_and_the_learning_rate_is_logged():
-    model = ppo(learning_rate=lambda progress: 0.25 * progress)
+def test_the_info_buffer_gets_the_episodes_of_the_monitor():
+    model = ppo()
     model._setup_learn(8)
     model._update_info_buffer([{"episode": {"r": 2.0, "l": 3}}, {}], np.array([True, False]))
     assert [episode["r"] for episode in model.ep_info_buffer] == [2.0]
-    model._current_progress_remaining = 0.5
-    model._update_learning_rate(model.policy.optimizer)
-    assert model.policy.optimizer.param_groups[0]["lr"] == model.logger.name_to_value["train/learning_rate"] == 0.125
 
 
 def test_excluded_attributes_are_not_saved_and_the_number_of_updates_is(tmp_path: Path):
