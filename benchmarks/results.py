@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch as th
 
 from benchmarks.curves import CurveStore, LearningCurve
 from benchmarks.matrix import Run, cells, expand, load_matrix
@@ -72,7 +73,10 @@ def append_row(path: pathlib.Path, row: dict[str, Any], fields: Sequence[str]) -
 
 
 def provenance() -> dict[str, str]:
-    """:return: The commit that is checked out, with ``+`` if the package differs from it, and versions of other packages"""
+    """
+    :return: The commit that is checked out, with ``+`` if the package differs from it; and versions of other packages, with
+        torch's name of the processor's vector instructions, on which the last digits of its sums depend
+    """
     root = pathlib.Path(__file__).parent
     try:
         head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=root, text=True).strip()
@@ -81,7 +85,8 @@ def provenance() -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown"
     packages = ("stable_baselines3", "gymnasium", "torch", "numpy")
-    return {"commit": commit, "versions": " ".join(f"{each}={importlib.metadata.version(each)}" for each in packages)}
+    versions = [f"{each}={importlib.metadata.version(each)}" for each in packages]
+    return {"commit": commit, "versions": " ".join([*versions, f"cpu={th.backends.cpu.get_cpu_capability()}"])}
 
 
 class Finished(NamedTuple):
