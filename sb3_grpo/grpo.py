@@ -26,7 +26,7 @@ from sb3_grpo import losses
 from sb3_grpo.buffers import BUFFERS, SMALL_GROUP, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.normalization import normalized_parts
-from sb3_grpo.persistence import RunState, check_format, random_state, replace_file, set_random_state, write_format
+from sb3_grpo.persistence import RunState, check_format, full_name, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.resets import RolloutLost
 from sb3_grpo.settings import check_policy_class, check_policy_kwargs, check_settings
@@ -271,7 +271,7 @@ class GRPO(OnPolicyAlgorithm):
         if self._run_state is not None:
             self._random_state = self._run_state.random
             self.kl_penalty.set_state(self._run_state.kl_penalty)
-            if self._run_state.buffer_class is self.rollout_buffer_class:  # load() may have been given another buffer
+            if self._run_state.is_of(type(self.rollout_buffer)):  # load() may have been given another buffer
                 self.rollout_buffer.set_state(self._run_state.buffer)
             self._run_state = None
         if self.rollout_buffer.notice and self.verbose >= 1:
@@ -783,7 +783,7 @@ class GRPO(OnPolicyAlgorithm):
         :param include: Names of attributes that are saved although they are excluded by default
         """
         self._run_state = RunState(
-            type(self.rollout_buffer),
+            full_name(type(self.rollout_buffer)),
             self.rollout_buffer.get_state(),
             self.kl_penalty.get_state(),
             self._random_state or random_state(),

@@ -24,16 +24,32 @@ class RunState:
     """
     Everything that continuing a run needs beyond what SB3 saves.
 
-    :param buffer_class: Class of the rollout buffer
+    :param buffer_class: Full name of the class of the rollout buffer. The class itself, which may be gone when the file is
+        loaded, is saved once, among the arguments of the model, where ``custom_objects`` can replace it
     :param buffer: State of the rollout buffer
     :param kl_penalty: State of the KL penalty
     :param random: State of the random generators; ``None`` if the run is not to be continued
     """
 
-    buffer_class: type
+    buffer_class: str
     buffer: dict[str, Any]
     kl_penalty: dict[str, Any]
     random: dict[str, Any] | None
+
+    def is_of(self, buffer_class: type) -> bool:
+        """
+        :param buffer_class: Class of a rollout buffer
+        :return: Whether the state of the buffer is one of this class
+        """
+        return self.buffer_class in (full_name(buffer_class), buffer_class)  # earlier files hold the class
+
+
+def full_name(of: type) -> str:
+    """
+    :param of: A class
+    :return: Its name with that of its module
+    """
+    return f"{of.__module__}.{of.__qualname__}"
 
 
 def random_state() -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Files: what they keep, how a run continues from one, and which are refused."""
 
+import importlib
 import pathlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -172,6 +174,25 @@ def test_a_model_with_a_buffer_of_the_user_can_be_loaded():
     loaded = reload(make_model(rollout_buffer_class=RewardIsAdvantage).learn(64), env=make_envs())
     assert type(loaded.rollout_buffer) is RewardIsAdvantage
     before = weights(loaded)
+    assert_trained(loaded.learn(64), before)
+
+
+def test_a_model_whose_buffer_class_is_gone_can_be_loaded_with_another(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    tmp_path.joinpath("gone.py").write_text(
+        "from sb3_grpo import KernelRolloutBuffer\n\n\nclass Own(KernelRolloutBuffer):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = make_model(rollout_buffer_class=importlib.import_module("gone").Own).learn(64)
+    model.save(tmp_path / "model")
+    monkeypatch.delitem(sys.modules, "gone")
+    tmp_path.joinpath("gone.py").unlink()
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        GRPO.load(tmp_path / "model")
+    loaded = GRPO.load(tmp_path / "model", env=make_envs(), custom_objects=dict(rollout_buffer_class="kernel"))
+    before = weights(loaded)
+    assert same(before, weights(model))
     assert_trained(loaded.learn(64), before)
 
 
