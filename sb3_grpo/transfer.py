@@ -124,12 +124,16 @@ def _folded(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
     Make the standardisation of observations a part of the first layer: ``W (s (x - m)) + b = (W s) x + (b - W s m)``.
 
     :param state: State dict of an actor that standardises observations
-    :return: State dict of the same actor without; the argument if the first layer does not see the observations themselves
+    :return: State dict of the same actor without; the argument if the first layer does not see the observations themselves, or
+        if more than the first layer does
     """
     shift, scale = state[f"{_NORMALIZER}shift"], state[f"{_NORMALIZER}scale"]
     first = "policy_net.0" if "policy_net.0.weight" in state else "action_net"
     weight = state.get(f"{first}.weight", th.empty(0, 0))
-    if weight.shape[-1] != len(shift) or any(key.startswith("features_extractor.") for key in state):
+    # With gSDE, the noise depends on the input of the action layer.
+    noise_sees_observations = first == "action_net" and state.get("log_std", th.empty(0)).dim() == 2
+    has_extractor = any(key.startswith("features_extractor.") for key in state)
+    if weight.shape[-1] != len(shift) or has_extractor or noise_sees_observations:
         return state
     weight = weight * scale
     folded = {f"{first}.weight": weight, f"{first}.bias": state[f"{first}.bias"] - weight @ shift}

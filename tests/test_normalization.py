@@ -320,6 +320,16 @@ def test_ppo_gets_the_statistics_in_its_first_layer(net_arch: list[int], tmp_pat
         np.testing.assert_allclose(ppo.predict(observations, deterministic=True)[0], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_statistics_are_not_folded_where_the_noise_of_gsde_sees_the_observations():
+    kwargs: dict[str, Any] = dict(use_sde=True, device="cpu")
+    with_layer, without = dict(policy_kwargs=dict(net_arch=[8])), dict(policy_kwargs=dict(net_arch=[]))
+    load_actor(
+        PPO("MlpPolicy", "Pendulum-v1", **kwargs, **with_layer), GRPO("MlpPolicy", "Pendulum-v1", **kwargs, **with_layer)
+    )
+    with pytest.raises(ValueError, match="cannot become part of the target's first layer"):
+        load_actor(PPO("MlpPolicy", "Pendulum-v1", **kwargs, **without), GRPO("MlpPolicy", "Pendulum-v1", **kwargs, **without))
+
+
 def test_the_actor_of_ppo_goes_on_without_statistics(tmp_path: pathlib.Path):
     ppo = PPO("MlpPolicy", "Pendulum-v1", n_steps=64, policy_kwargs=dict(net_arch=[8]), device="cpu").learn(64)
     observations = np.stack([ppo.observation_space.sample() for _ in range(20)])
