@@ -3,7 +3,6 @@
 import copy
 import inspect
 import io
-import math
 import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +28,14 @@ from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import RunState, check_format, full_name, random_state, replace_file, set_random_state, write_format
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.resets import RolloutLost
-from sb3_grpo.settings import check_policy_class, check_policy_kwargs, check_settings
+from sb3_grpo.settings import (
+    check_policy_class,
+    check_policy_kwargs,
+    check_rollout,
+    check_settings,
+    chosen_n_steps,
+    time_limit,
+)
 from sb3_grpo.start_queue import StartQueue
 from sb3_grpo.starts import StandingStill, find_seeded_vec_env, insert_seeded_vec_env
 from sb3_grpo.steps import Step, arrived_steps, take_steps
@@ -248,14 +254,18 @@ class GRPO(OnPolicyAlgorithm):
         check_discrete_spaces(self.observation_space, self.action_space)
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
-        self._choose_n_steps()
+        buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
+        if self._chooses_n_steps:
+            self.n_steps = chosen_n_steps(buffer_class.default_rollout_size, self.n_envs, self.batch_size)
+        else:
+            check_rollout(self.n_steps, self.n_envs, self.batch_size, self.normalize_advantage, buffer_class.whitens)
         self.clip_range = FloatSchedule(self.clip_range)
         if self.clip_range_high is not None:
             self.clip_range_high = FloatSchedule(self.clip_range_high)
 
         (saved_queue, self.start_queue), last_obs = (self.start_queue, None), self._last_obs
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
-        self.rollout_buffer_kwargs = {"group_size": self._max_group_size(), "horizon": self._time_limit(), **user_kwargs[0]}
+        self.rollout_buffer_kwargs = {"group_size": self._max_group_size(), "horizon": time_limit(self.env), **user_kwargs[0]}
         self.policy_kwargs = self._policy_arguments()
         try:
             super()._setup_model()
@@ -288,28 +298,6 @@ class GRPO(OnPolicyAlgorithm):
     def _new_start_queue(self, seed: int | None = None) -> StartQueue:
         return StartQueue(self.group_size or SMALL_GROUP, seed, self._max_group_size())
 
-    def _choose_n_steps(self) -> None:
-        if self._chooses_n_steps:
-            rollout_size = max(self.rollout_buffer_class.default_rollout_size, self.batch_size)  # type: ignore[union-attr]
-            n_steps = max(rollout_size // self.n_envs, 1)
-            # Minibatches are full if n_steps is a multiple of this number.
-            multiple = self.batch_size // math.gcd(self.batch_size, self.n_envs)
-            self.n_steps = max(n_steps // multiple * multiple, min(n_steps, multiple))
-            return
-        rollout_size = self.n_steps * self.n_envs
-        if rollout_size == 1 and self.normalize_advantage:
-            raise ValueError(
-                f"n_steps={self.n_steps} with {self.n_envs} environment gives rollouts of one transition, whose advantage "
-                "cannot be normalised: pass a larger `n_steps`, or normalize_advantage=False."
-            )
-        if self.rollout_buffer_class.whitens and rollout_size % self.batch_size > 0:  # type: ignore[union-attr]
-            warnings.warn(
-                f"batch_size={self.batch_size} does not divide the rollout of n_steps * n_envs = {self.n_steps} * "
-                f"{self.n_envs} = {rollout_size} transitions: there will be a truncated mini-batch of size "
-                f"{rollout_size % self.batch_size} in each epoch. Choose `batch_size` as a divisor of the rollout.",
-                stacklevel=2,
-            )
-
     def _make_policy(self) -> ActorPolicy:
         """
         :return: A policy like the one that is trained, with other weights
@@ -329,17 +317,6 @@ class GRPO(OnPolicyAlgorithm):
     def _policy_arguments(self) -> dict[str, Any]:
         # Policies of users need not know the argument as long as there is nothing to standardise.
         return {**self.policy_kwargs, **(dict(normalize_observations=True) if self._standardises() else {})}
-
-    def _time_limit(self) -> int | None:
-        """
-        :return: Time limit of the environments in steps; ``None`` if it is unknown
-        """
-        # The attribute of Gymnasium's TimeLimit. The `spec` has it too, but not every worker process can send a spec.
-        if self.env is None or not self.env.has_attr("_max_episode_steps"):
-            return None
-        limits = self.env.get_attr("_max_episode_steps")
-        is_known = all(isinstance(limit, int) and limit > 0 for limit in limits)
-        return max(limits) if is_known else None
 
     def _maybe_recommend_cpu(self, mlp_class_name: str = "ActorPolicy") -> None:
         super()._maybe_recommend_cpu(mlp_class_name)
@@ -396,7 +373,7 @@ class GRPO(OnPolicyAlgorithm):
             check_finite("observation", self._last_obs, self.num_timesteps)
             self.rollout_buffer.start_afresh()
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
-            self.rollout_buffer.horizon = self._time_limit()
+            self.rollout_buffer.horizon = time_limit(self.env)
         self._warn_without_vec_normalize()
         if self.verbose >= 1 and self._printed_settings != self._describe_settings():
             self._printed_settings = self._describe_settings()

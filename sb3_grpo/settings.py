@@ -1,6 +1,7 @@
-"""Checks of GRPO's arguments before anything is made of them."""
+"""GRPO's arguments: checks before anything is made of them, and those that it chooses."""
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -105,3 +106,55 @@ def check_policy_kwargs(policy_class: type, policy_kwargs: Mapping[str, Any], st
             f"`{policy_class.__name__}` takes no `{name}`, so it cannot standardise observations: let its `__init__` accept "
             f"the argument and pass it to `super().__init__`, or pass {name}=False to GRPO."
         )
+
+
+def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> int:
+    """
+    :param rollout_size: Desired number of transitions per rollout
+    :param n_envs: Number of environments
+    :param batch_size: Minibatch size
+    :return: Number of steps per environment for a rollout of about that size, or of a minibatch if that is larger. Minibatches
+        are full, unless this would take a longer rollout
+    """
+    n_steps = max(max(rollout_size, batch_size) // n_envs, 1)
+    multiple = batch_size // math.gcd(batch_size, n_envs)
+    return max(n_steps // multiple * multiple, min(n_steps, multiple))
+
+
+def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantage: bool, uses_all: bool) -> None:
+    """
+    Warn of minibatches that are not full.
+
+    :param n_steps: Number of steps per environment and rollout
+    :param n_envs: Number of environments
+    :param batch_size: Minibatch size
+    :param normalize_advantage: Whether advantages are standardised
+    :param uses_all: Whether each update has exactly the transitions of a rollout
+    :raises ValueError: If a rollout is too small
+    """
+    rollout_size = n_steps * n_envs
+    if rollout_size == 1 and normalize_advantage:
+        raise ValueError(
+            f"n_steps={n_steps} with {n_envs} environment gives rollouts of one transition, whose advantage cannot be "
+            "normalised: pass a larger `n_steps`, or normalize_advantage=False."
+        )
+    if uses_all and rollout_size % batch_size > 0:
+        warnings.warn(
+            f"batch_size={batch_size} does not divide the rollout of n_steps * n_envs = {n_steps} * {n_envs} = {rollout_size} "
+            f"transitions: there will be a truncated mini-batch of size {rollout_size % batch_size} in each epoch. Choose "
+            "`batch_size` as a divisor of the rollout.",
+            stacklevel=3,
+        )
+
+
+def time_limit(env: VecEnv | None) -> int | None:
+    """
+    :param env: The training environment
+    :return: Its time limit in steps, the largest if its environments have several; ``None`` if it is unknown
+    """
+    # The attribute of Gymnasium's TimeLimit. The `spec` has it too, but not every worker process can send a spec.
+    if env is None or not env.has_attr("_max_episode_steps"):
+        return None
+    limits = env.get_attr("_max_episode_steps")
+    is_known = all(isinstance(limit, int) and limit > 0 for limit in limits)
+    return max(limits) if is_known else None
