@@ -14,10 +14,11 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.curves import WINDOW
 from benchmarks.results import Arms, Suite
-from benchmarks.statistics import interval_of_means, performance_profile
+from benchmarks.statistics import Curve, interquartile_curve, interval_of_means, performance_profile
 
 #: Colours, fonts and sizes of all figures of the documentation
 STYLE = pathlib.Path(__file__).parents[1] / "docs" / "figures.mplstyle"
+#: Points of a line
 N_POINTS = 80
 
 
@@ -75,17 +76,43 @@ def draw_profiles(scores: dict[str, dict[str, list[np.ndarray]]], path: pathlib.
     :param path: File of the figure
     """
     thresholds = np.linspace(0.0, 1.4, N_POINTS)
+    panels = {
+        measure: {name: performance_profile(own, thresholds) for name, own in by_name.items()}
+        for measure, by_name in scores.items()
+    }
+    draw_panels(panels, thresholds, ("score", "share of runs above it"), path)
+
+
+def draw_scores(curves: dict[str, dict[str, list[np.ndarray]]], path: pathlib.Path) -> None:
+    """
+    Draw a panel per group of environments: the interquartile mean of the learning curves of each name, with its interval.
+
+    :param curves: For each group and name the curves in each environment, of ``N_POINTS`` points, see
+        :func:`benchmarks.versus.curves_by_arm`
+    :param path: File of the figure
+    """
+    panels = {group: {name: interquartile_curve(own) for name, own in by_name.items()} for group, by_name in curves.items()}
+    shares = np.linspace(0.0, 1.0, N_POINTS + 1)[1:]
+    draw_panels(panels, shares, ("share of the environment steps", "training score"), path)
+
+
+def draw_panels(panels: dict[str, dict[str, Curve]], x: np.ndarray, labels: tuple[str, str], path: pathlib.Path) -> None:
+    """
+    :param panels: For each panel and name a curve; dashed if the name contains "defaults"
+    :param x: Horizontal positions of the points, shape ``(n,)``
+    :param labels: Labels of the axes
+    :param path: File of the figure
+    """
     handles: dict[str, Any] = {}
     with plt.style.context(STYLE):
-        figure, axes = plt.subplots(1, len(scores), figsize=(7.35, 3.6), sharey=True, squeeze=False)
-        for axis, (measure, by_name) in zip(axes.flat, scores.items(), strict=True):
-            for i, (name, own) in enumerate(by_name.items()):
-                profile, low, high = performance_profile(own, thresholds)
-                (handles[name],) = axis.plot(thresholds, profile, "--" if "defaults" in name else "-", color=f"C{i}")
-                axis.fill_between(thresholds, low, high, color=f"C{i}", alpha=0.15, lw=0)
-            axis.set_title(measure)
-        figure.supxlabel("score")
-        figure.supylabel("share of runs above it")
+        figure, axes = plt.subplots(1, len(panels), figsize=(7.35, 3.6), sharey=True, squeeze=False)
+        for axis, (title, by_name) in zip(axes.flat, panels.items(), strict=True):
+            for i, (name, curve) in enumerate(by_name.items()):
+                (handles[name],) = axis.plot(x, curve.values, "--" if "defaults" in name else "-", color=f"C{i}")
+                axis.fill_between(x, curve.low, curve.high, color=f"C{i}", alpha=0.15, lw=0)
+            axis.set_title(title)
+        figure.supxlabel(labels[0])
+        figure.supylabel(labels[1])
         if handles:
             figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
         save(figure, path)

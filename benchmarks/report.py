@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from benchmarks import candidates, metrics, seconds
-from benchmarks.figures import draw_curves, draw_profiles
+from benchmarks.figures import N_POINTS, draw_curves, draw_profiles, draw_scores
 from benchmarks.matrix import load_matrix
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
@@ -22,13 +22,23 @@ from benchmarks.tables import (
     gains_table,
     learning_table,
     paired_table,
+    progress,
     rivals_table,
     throughput_table,
     variance_table,
     variants_table,
     zoo_table,
 )
-from benchmarks.versus import claim, environments_table, losses_table, outcomes_table, scores_by_arm, summary_table
+from benchmarks.versus import (
+    MEASURES,
+    claim,
+    curves_by_arm,
+    environments_table,
+    losses_table,
+    outcomes_table,
+    scores_by_arm,
+    summary_table,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -41,21 +51,25 @@ PAGES = (
 )
 #: The default settings and what they are compared with, by the names that tables and figures have
 OURS = "default"
-RIVALS = {
+CRITICS = {
     "PPO, our settings": ["ppo, our settings"],
     "PPO, our settings, rewards normalised": ["ppo, our settings, rewards normalised"],
     "PPO, defaults": ["ppo, defaults"],
-    "PPO, rl-zoo3": ["ppo", "ppo, not normalized"],
-}
-ARMS = {"GRPO, kernel": [OURS], **RIVALS}
-#: The rivals of the protocol: those of before, others, and two arms of GRPO itself
-PROOF = {
-    **RIVALS,
     "PPO, rl-zoo3": ["ppo", "ppo, not normalized", "ppo, entry of Ant-v4"],
     "TRPO, rl-zoo3": ["trpo"],
-    "GRPO without groups": ["default, no groups"],
-    "GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"],
 }
+OTHER_GRPO = {"GRPO without groups": ["default, no groups"], "GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
+RIVALS = {**CRITICS, **OTHER_GRPO}
+#: Environments that are also reported apart: those whose seed fixes inputs, and those on which no setting was chosen
+GROUPS = {
+    "inputs": [f"sb3_grpo/{name}" for name in (
+        "LoadBalancing-v0", "LostSales-v0", "EnergyStorage-v0", "BitRate-v0", "GustyHalfCheetah-v0", "Queueing-v0"
+    )],
+    "untouched": [
+        "Reacher-v5", "InvertedPendulum-v5", "Ant-v5", "MountainCar-v0", "MiniGrid-FourRooms-v0", "MiniGrid-LavaGapS5-v0",
+        "sb3_grpo/Queueing-v0",
+    ],
+}  # fmt: skip
 #: The sentences of the claim
 CLAIMS = {
     "PPO, our settings": "Against PPO with the same settings, GRPO with the `kernel` buffer is",
@@ -63,7 +77,7 @@ CLAIMS = {
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, it is",
 }
 #: What a figure can hold
-DRAWN = {name: ARMS[name] for name in ("GRPO, kernel", "PPO, our settings", "PPO, defaults", "PPO, rl-zoo3")}
+DRAWN = {"GRPO, kernel": [OURS], **{name: RIVALS[name] for name in ("PPO, our settings", "PPO, defaults", "PPO, rl-zoo3")}}
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
 UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
@@ -81,32 +95,27 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "no groups": ["grpo, no groups"],
         "PPO": ["ppo, defaults", "ppo, same settings", "ppo, same settings, rewards normalised"],
     }
-    frozen, untouched, million = (Suite(name, results) for name in ("default", "untouched", "default_million"))
-    single = {"GRPO, kernel, 1 environment": ["default, 1 environment"]}
-    at_a_million = {"PPO, rl-zoo3": ["ppo"], "TRPO, rl-zoo3": ["trpo"]}
-    proof, with_inputs = Suite("proof", results), Suite("proof", results, prefix="sb3_grpo/")
+    former, former_million = Suite("default", results), Suite("default_million", results)
+    proof, million = Suite("proof", results), Suite("proof_million", results)
+    groups = {name: Suite("proof", results, envs=envs) for name, envs in GROUPS.items()}
+    ours = {"GRPO, kernel": [OURS]}
     return {
-        "frozen_summary": lambda: summary_table(frozen, OURS, RIVALS),
-        "frozen_outcomes": lambda: outcomes_table(frozen, OURS, RIVALS),
-        "frozen_area": lambda: environments_table(frozen, {**ARMS, **single}, "auc"),
-        "frozen_evaluation": lambda: environments_table(frozen, {**ARMS, **single}, "eval_mean"),
-        "claim": lambda: "\n".join(dict.fromkeys(claim(frozen, OURS, RIVALS[name], each) for name, each in CLAIMS.items())),
-        "frozen_losses": lambda: losses_table(frozen, OURS, RIVALS),
-        "seconds_runs": lambda: seconds.runs_table(frozen, OURS, RIVALS),
-        "seconds": lambda: seconds.environments_table(frozen, OURS, RIVALS),
-        "untouched_outcomes": lambda: outcomes_table(untouched, OURS, {"PPO, defaults": ["ppo, defaults"]}),
-        "untouched_area": lambda: environments_table(untouched, ARMS, "auc"),
-        "untouched_evaluation": lambda: environments_table(untouched, ARMS, "eval_mean"),
-        "frozen_million": lambda: environments_table(million, {"GRPO, kernel": [OURS], **at_a_million}, "eval_mean"),
-        "proof_summary": lambda: summary_table(proof, OURS, PROOF),
-        "proof_inputs": lambda: summary_table(with_inputs, OURS, PROOF),
-        "proof_outcomes": lambda: outcomes_table(proof, OURS, PROOF),
-        "proof_losses": lambda: losses_table(proof, OURS, PROOF),
-        "proof_area": lambda: environments_table(proof, {"GRPO, kernel": [OURS], **PROOF}, "auc"),
-        "proof_evaluation": lambda: environments_table(proof, {"GRPO, kernel": [OURS], **PROOF}, "eval_mean"),
-        "proof_million": lambda: environments_table(
-            Suite("proof_million", results), {"GRPO, kernel": [OURS], **PROOF}, "eval_mean"
-        ),
+        "claim": lambda: "\n".join(dict.fromkeys(claim(proof, OURS, RIVALS[name], each) for name, each in CLAIMS.items())),
+        "progress": lambda: progress(proof),
+        "summary": lambda: summary_table(proof, OURS, RIVALS),
+        "inputs_summary": lambda: summary_table(groups["inputs"], OURS, RIVALS),
+        "outcomes": lambda: outcomes_table(proof, OURS, RIVALS),
+        "untouched_outcomes": lambda: outcomes_table(groups["untouched"], OURS, RIVALS),
+        "losses": lambda: losses_table(proof, OURS, RIVALS),
+        "critics_area": lambda: environments_table(proof, {**ours, **CRITICS}, "auc"),
+        "critics_evaluation": lambda: environments_table(proof, {**ours, **CRITICS}, "eval_mean"),
+        "grpo_area": lambda: environments_table(proof, {**ours, **OTHER_GRPO}, "auc"),
+        "grpo_evaluation": lambda: environments_table(proof, {**ours, **OTHER_GRPO}, "eval_mean"),
+        "at_a_million": lambda: environments_table(million, {**ours, **RIVALS}, "eval_mean"),
+        "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
+        "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
+        "former_summary": lambda: summary_table(former, OURS, CRITICS),
+        "former_million": lambda: environments_table(former_million, {**ours, **CRITICS}, "eval_mean"),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
         **{name: lambda name=name: ablation_table(Suite(name, results)) for name in ABLATIONS},  # type: ignore[misc]
         "learning": lambda: learning_table(Suite("learning", results)),
@@ -147,6 +156,20 @@ def fill(page: str, contents: dict[str, Callable[[], str]]) -> str:
     return re.sub(r"<!-- report: (\w+) -->\n.*?<!-- end -->", replaced, page, flags=re.DOTALL)
 
 
+def draw_figures(results: pathlib.Path, folder: pathlib.Path) -> None:
+    """
+    :param results: Folder of the rows
+    :param folder: Folder of the figures
+    """
+    proof, inputs = Suite("proof", results), Suite("proof", results, envs=GROUPS["inputs"])
+    draw_curves(proof, DRAWN, folder / "benchmark_curves.svg")
+    suites = {"all environments": proof, "input-driven environments": inputs}
+    curves = {name: curves_by_arm(suite, DRAWN, N_POINTS) for name, suite in suites.items()}
+    draw_scores(curves, folder / "benchmark_scores.svg")
+    profiles = {measure: scores_by_arm(proof, DRAWN, column) for column, measure in MEASURES.items()}
+    draw_profiles(profiles, folder / "benchmark_profiles.svg")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder")
@@ -161,11 +184,7 @@ def main() -> None:
         return
     for page in PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8"), contents), encoding="utf-8")
-    frozen = Suite("default", args.results)
-    draw_curves(frozen, DRAWN, DOCS / "benchmark_curves.svg")
-    measures = {"area": "auc", "evaluation": "eval_mean"}
-    profiles = {name: scores_by_arm(frozen, DRAWN, column) for name, column in measures.items()}
-    draw_profiles(profiles, DOCS / "benchmark_profiles.svg")
+    draw_figures(args.results, DOCS)
     print(f"wrote {', '.join(str(page.relative_to(ROOT)) for page in PAGES)} and the figures in docs")
 
 

@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 import pathlib
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,10 +106,16 @@ class Suite:
     :param name: Name of the suite
     :param results: Folder
     :param matrix: From :func:`benchmarks.matrix.load_matrix`, which is called by default
-    :param prefix: Only environments whose names begin with this
+    :param envs: Environments that count, all by default
     """
 
-    def __init__(self, name: str, results: pathlib.Path = RESULTS, matrix: dict[str, Any] | None = None, prefix: str = ""):
+    def __init__(
+        self,
+        name: str,
+        results: pathlib.Path = RESULTS,
+        matrix: dict[str, Any] | None = None,
+        envs: Collection[str] | None = None,
+    ):
         matrix = load_matrix() if matrix is None else matrix
         self.settings: dict[str, Any] = matrix["suites"][name]
         csv = rows_file(matrix, name, results)
@@ -118,8 +124,10 @@ class Suite:
         rows = {row_key(row): row for row in read_rows(csv)}
         self._finished: dict[tuple[str, str], list[Finished]] = {}
         self.arms = list(dict.fromkeys(cell.arm for cell, _ in cells(matrix, name)))
-        self.timesteps = {cell.env: cell.timesteps for cell, _ in cells(matrix, name) if cell.env.startswith(prefix)}
-        for run in expand(matrix, name):
+        self.timesteps = {cell.env: cell.timesteps for cell, _ in cells(matrix, name) if envs is None or cell.env in envs}
+        self.planned = [run for run in expand(matrix, name) if run.env in self.timesteps]
+        self.finished = [run for run in self.planned if run.key() in rows]
+        for run in self.planned:
             if (row := rows.get(run.key())) is not None:
                 self._finished.setdefault((run.arm, run.env), []).append(Finished(run, row))
 

@@ -39,6 +39,18 @@ class Estimate(NamedTuple):
         return value if math.isnan(self.low) else f"{value} ({low} to {high})"
 
 
+class Curve(NamedTuple):
+    """
+    :param values: Point estimates, shape ``(n,)``
+    :param low: Lower ends of their intervals, shape ``(n,)``
+    :param high: Upper ends, shape ``(n,)``
+    """
+
+    values: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
 def format_number(value: float) -> str:
     """
     :param value: Number to print
@@ -217,22 +229,45 @@ def chance_of_improvement(pairs: Pairs) -> float:
     return float(np.mean([np.mean(np.sign(ours[:, None] - theirs) + 1) / 2 for ours, theirs in pairs]))
 
 
-def performance_profile(scores: Sequence[np.ndarray], thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def with_interval(statistic: Callable[[Sequence[np.ndarray]], np.ndarray], scores: Sequence[np.ndarray]) -> Curve:
+    """
+    :param statistic: Function of the scores, with a result of shape ``(n,)``
+    :param scores: For each environment the scores of its runs, each of shape ``(n_seeds, ...)``
+    :return: The statistic; for its interval, environments are drawn anew, and in each of them the runs
+    """
+    resampled = [statistic([own for (own,) in drawn]) for drawn in drawn_anew([(own,) for own in scores])]
+    return Curve(statistic(scores), *np.quantile(resampled, [0.025, 0.975], axis=0))
+
+
+def performance_profile(scores: Sequence[np.ndarray], thresholds: np.ndarray) -> Curve:
     """
     Share of the runs with a score above each threshold (Agarwal et al. 2021, section 4.3). Environments count alike.
 
     :param scores: For each environment the scores of its runs, each of shape ``(n_seeds,)``
     :param thresholds: Shape ``(n,)``
-    :return: The profile, and the ends of its interval, for which environments are drawn anew, and in each of them the runs;
-        each of shape ``(n,)``
+    :return: The profile
     """
 
-    def profile(scores: Iterable[np.ndarray]) -> np.ndarray:
+    def profile(scores: Sequence[np.ndarray]) -> np.ndarray:
         return np.mean([(own[:, None] > thresholds).mean(axis=0) for own in scores], axis=0)
 
-    resampled = [profile([own for (own,) in drawn]) for drawn in drawn_anew([(own,) for own in scores])]
-    low, high = np.quantile(resampled, [0.025, 0.975], axis=0)
-    return profile(scores), low, high
+    return with_interval(profile, scores)
+
+
+def interquartile_curve(scores: Sequence[np.ndarray]) -> Curve:
+    """
+    Interquartile mean over runs at each point of their learning curves (Agarwal et al. 2021, section 4.3). Environments count
+    alike.
+
+    :param scores: For each environment the curves of its runs, each of shape ``(n_seeds, n)``
+    :return: The mean of the middle half at each point
+    """
+
+    def middle(scores: Sequence[np.ndarray]) -> np.ndarray:
+        n_runs = math.lcm(*map(len, scores))
+        return stats.trim_mean(np.concatenate([np.resize(own, (n_runs, own.shape[1])) for own in scores]), 0.25, axis=0)
+
+    return with_interval(middle, scores)
 
 
 def median(sample: np.ndarray) -> Estimate:

@@ -44,6 +44,16 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join(" | ".join(line).strip() for line in lines) if body else NO_ROWS
 
 
+def progress(suite: Suite) -> str:
+    """:return: How many of the trainings of a suite are finished, in a sentence"""
+    n_finished, n_planned = (sum(run.algo != "random" for run in runs) for runs in (suite.finished, suite.planned))
+    if n_finished == 0:
+        return NO_ROWS
+    if n_finished == n_planned:
+        return f"All {n_planned} trainings are finished."
+    return f"{n_finished} of {n_planned} trainings are finished, seed by seed, so these figures will still change."
+
+
 def format_steps(steps: float) -> str:
     """
     :param steps: Number of steps

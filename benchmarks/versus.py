@@ -22,7 +22,7 @@ from benchmarks.statistics import (
     over_environments,
     ratio_of_runs,
 )
-from benchmarks.tables import NO_ROWS, markdown_table
+from benchmarks.tables import MIN_SEEDS, NO_ROWS, markdown_table
 
 NO_LOSSES = "Nowhere is a rival ahead."
 MEASURES = {"auc": "area", "eval_mean": "evaluation"}
@@ -61,6 +61,29 @@ def scores_by_arm(suite: Suite, arms: Arms, column: str) -> dict[str, list[np.nd
             for name, values in above.items():
                 scores[name].append(values / best)
     return {name: each for name, each in scores.items() if each}
+
+
+def curves_by_arm(suite: Suite, arms: Arms, n_points: int) -> dict[str, list[np.ndarray]]:
+    """
+    :param n_points: Number of points
+    :return: For each name the learning curves of its runs in each environment that it has, each of shape ``(n_seeds,
+        n_points)``, at equal shares of the budget: 0 is random actions, and 1 the mean of the best name at the end.
+        Environments in which nobody ends better than random actions are left out
+    """
+    curves: dict[str, list[np.ndarray]] = {name: [] for name in arms}
+    for env, timesteps in suite.timesteps.items():
+        steps = np.linspace(0, timesteps, n_points + 1)[1:]
+        found = {name: suite.arm_in(each, env) for name, each in arms.items()}
+        above = {
+            name: np.array([curve.smoothed(steps) for curve in suite.curves(arm, env)]) - suite.random_area(env)
+            for name, arm in found.items()
+            if arm
+        }
+        if any(is_positive(values[:, -1]) for values in above.values()):
+            best = max(values[:, -1].mean() for values in above.values())
+            for name, values in above.items():
+                curves[name].append(values / best)
+    return {name: each for name, each in curves.items() if each}
 
 
 def environments_table(suite: Suite, arms: Arms, column: str) -> str:
@@ -165,13 +188,15 @@ def outcomes_table(suite: Suite, arm: str, rivals: Arms) -> str:
     """
     :return: One line per rival and measure: the number of environments in which the arm is ahead, level and behind, and the
         differences where it is behind. Ahead and behind mean that the interval of the difference of means lies above or below
-        zero. Environments in which neither is better than random actions are not counted
+        zero. Environments with fewer than ``MIN_SEEDS`` seeds, or in which neither is better than random actions, are not
+        counted
     """
     lines: list[list[Any]] = []
     for name, arms in rivals.items():
         for column, measure in MEASURES.items():
-            scores = paired_scores(suite, arm, arms, column)
-            differences = {env.removeprefix("sb3_grpo/"): difference_of_means(*pair) for env, pair in scores.items()}
+            scores = paired_scores(suite, arm, arms, column).items()
+            enough = {env: pair for env, pair in scores if len(pair[0]) >= MIN_SEEDS}
+            differences = {env.removeprefix("sb3_grpo/"): difference_of_means(*pair) for env, pair in enough.items()}
             n_ahead = sum(each.low > 0 for each in differences.values())
             behind = [f"{env} {each}" for env, each in differences.items() if each.high < 0]
             if differences:

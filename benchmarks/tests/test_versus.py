@@ -7,7 +7,14 @@ import pytest
 from rliable import metrics
 
 from benchmarks import versus
-from benchmarks.statistics import Estimate, chance_of_improvement, over_environments, performance_profile, ratio_of_runs
+from benchmarks.statistics import (
+    Estimate,
+    chance_of_improvement,
+    interquartile_curve,
+    over_environments,
+    performance_profile,
+    ratio_of_runs,
+)
 from benchmarks.tables import NO_ROWS
 from benchmarks.tests.toys import toy_suite
 
@@ -36,8 +43,8 @@ def test_ratios_are_of_what_is_above_random_and_an_environment_takes_the_rival_i
 
 def test_there_is_no_ratio_to_a_rival_that_does_not_learn_and_no_win_where_nobody_does(tmp_path: pathlib.Path) -> None:
     areas = {
-        "grpo": {"CartPole-v1": [30.0, 32.0], "Acrobot-v1": [9.0, 11.0], "Pendulum-v1": [15.0, 15.0]},
-        "ppo": {"CartPole-v1": [9.0, 11.0], "Acrobot-v1": [8.0, 11.0], "Pendulum-v1": [20.0, 20.0]},
+        "grpo": {"CartPole-v1": [30.0, 31.0, 32.0], "Acrobot-v1": [9.0, 10.0, 11.0], "Pendulum-v1": [15.0] * 3},
+        "ppo": {"CartPole-v1": [9.0, 10.0, 11.0], "Acrobot-v1": [8.0, 10.0, 11.0], "Pendulum-v1": [20.0] * 3},
     }
     suite = toy_suite(tmp_path, areas, random=10.0)
     line = cells(versus.summary_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])
@@ -113,14 +120,16 @@ def test_a_loss_is_shown_with_the_interval_of_the_difference(tmp_path: pathlib.P
     ]
 
 
-def test_ahead_and_behind_need_an_interval_on_one_side_of_zero(tmp_path: pathlib.Path) -> None:
+def test_ahead_and_behind_need_an_interval_on_one_side_of_zero_and_three_seeds(tmp_path: pathlib.Path) -> None:
     areas = {
-        "grpo": {"CartPole-v1": [20.0, 22.0], "Acrobot-v1": [20.0, 30.0], "Pendulum-v1": [50.0, 52.0]},
-        "ppo": {"CartPole-v1": [30.0, 32.0], "Acrobot-v1": [26.0, 28.0], "Pendulum-v1": [40.0, 42.0]},
+        "grpo": {"CartPole-v1": [20.0, 21.0, 22.0], "Acrobot-v1": [20.0, 25.0, 30.0], "Pendulum-v1": [50.0, 51.0, 52.0]},
+        "ppo": {"CartPole-v1": [30.0, 31.0, 32.0], "Acrobot-v1": [26.0, 27.0, 28.0], "Pendulum-v1": [40.0, 41.0, 42.0]},
     }
+    of_two_seeds = {arm: {"MountainCarContinuous-v0": [area, area]} for arm, area in (("grpo", 20.0), ("ppo", 30.0))}
+    areas = {arm: {**each, **of_two_seeds[arm]} for arm, each in areas.items()}
     suite = toy_suite(tmp_path, areas, random=10.0)
     _, _, *lines = versus.outcomes_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()
-    behind = "CartPole-v1 -10.0 (-12.0 to -8.00)"
+    behind = "CartPole-v1 -10.0 (-11.3 to -8.67)"
     assert [cells(line) for line in lines] == [["PPO", by, "1", "1", "1", behind] for by in ("area", "evaluation")]
 
 
@@ -137,3 +146,23 @@ def test_scores_are_one_for_the_best_and_a_profile_is_the_share_of_runs_above(tm
     assert profile.tolist() == [1.0, 0.5, 0.25, 0.0]
     assert np.all(low <= profile) and np.all(profile <= high)
     assert low[1] == 0.0 and high[1] == 1.0  # both draws are of one environment
+
+
+def test_curves_of_scores_end_at_one_for_the_best_and_leave_out_where_nobody_learns(tmp_path: pathlib.Path) -> None:
+    areas = {
+        "grpo": {"CartPole-v1": [30.0, 50.0], "Pendulum-v1": [-9.0, -11.0]},
+        "ppo": {"CartPole-v1": [20.0, 20.0], "Pendulum-v1": [-9.0, -11.0]},
+    }
+    curves = versus.curves_by_arm(toy_suite(tmp_path, areas), {"ours": ["grpo"], "PPO": ["ppo"]}, n_points=10)
+    (ours,), (theirs,) = curves["ours"], curves["PPO"]
+    assert ours.shape == theirs.shape == (2, 10)
+    assert ours[:, -1] == pytest.approx([0.75, 1.25]) and theirs[:, -1] == pytest.approx([0.5, 0.5])
+    assert ours[0] == pytest.approx(1.5 * theirs[0])  # returns rise evenly, half as high again
+
+
+def test_the_interquartile_curve_has_at_each_point_the_mean_of_the_middle_half_of_the_runs() -> None:
+    many = np.array([[0.0, 10.0], [1.0, 11.0], [2.0, 12.0], [99.0, 99.0]])
+    assert interquartile_curve([many]).values.tolist() == [1.5, 11.5]
+    one_of_each = interquartile_curve([many, np.full((1, 2), 5.0)])  # counts as four runs
+    assert one_of_each.values.tolist() == [(2 + 5 * 3) / 4, (5 * 2 + 10 + 11) / 4]
+    assert np.all(one_of_each.low <= one_of_each.values) and np.all(one_of_each.values <= one_of_each.high)
