@@ -18,6 +18,7 @@ from benchmarks.figures import N_POINTS, draw_curves, draw_profiles, draw_scores
 from benchmarks.matrix import load_matrix
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
+    NO_ROWS,
     ablation_table,
     gains_table,
     learning_table,
@@ -73,7 +74,7 @@ GROUPS = {
 #: The sentences of the claim
 CLAIMS = {
     "PPO, our settings": "Against PPO with the same settings, GRPO with the `kernel` buffer is",
-    "PPO, defaults": "Against PPO's defaults, it is",
+    "PPO, defaults": "Against PPO with its defaults, it is",
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, it is",
 }
 #: What a figure can hold
@@ -100,7 +101,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     groups = {name: Suite("proof", results, envs=envs) for name, envs in GROUPS.items()}
     ours = {"GRPO, kernel": [OURS]}
     return {
-        "claim": lambda: "\n".join(dict.fromkeys(claim(proof, OURS, RIVALS[name], each) for name, each in CLAIMS.items())),
+        "claim": lambda: listed([claim(proof, OURS, RIVALS[name], opening) for name, opening in CLAIMS.items()]),
         "progress": lambda: progress(proof),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
         "inputs_summary": lambda: summary_table(groups["inputs"], OURS, RIVALS),
@@ -140,6 +141,14 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
         "throughput": lambda: throughput_table(read_rows(results / "throughput.csv")),
     }
+
+
+def listed(sentences: Sequence[str]) -> str:
+    """
+    :param sentences: Sentences, or :data:`NO_ROWS` in the place of each
+    :return: A list of them, or :data:`NO_ROWS` once
+    """
+    return NO_ROWS if set(sentences) == {NO_ROWS} else "\n".join(f"- {each}" for each in sentences)
 
 
 def fill(page: str, contents: dict[str, Callable[[], str]]) -> str:
