@@ -24,6 +24,7 @@ from benchmarks.statistics import (
 )
 from benchmarks.tables import MIN_SEEDS, NO_ROWS, markdown_table
 
+TOO_FEW_SEEDS = f"This table needs {MIN_SEEDS} seeds of an environment, and there are fewer so far."
 NO_LOSSES = "Nowhere is a rival ahead."
 MEASURES = {"auc": "area", "eval_mean": "evaluation"}
 
@@ -192,14 +193,18 @@ def outcomes_table(suite: Suite, arm: str, rivals: Arms) -> str:
         counted
     """
     lines: list[list[Any]] = []
+    has_rows = False
     for name, arms in rivals.items():
         for column, measure in MEASURES.items():
-            scores = paired_scores(suite, arm, arms, column).items()
-            enough = {env: pair for env, pair in scores if len(pair[0]) >= MIN_SEEDS}
+            scores = paired_scores(suite, arm, arms, column)
+            has_rows = has_rows or bool(scores)
+            enough = {env: pair for env, pair in scores.items() if len(pair[0]) >= MIN_SEEDS}
             differences = {env.removeprefix("sb3_grpo/"): difference_of_means(*pair) for env, pair in enough.items()}
             n_ahead = sum(each.low > 0 for each in differences.values())
             behind = [f"{env} {each}" for env, each in differences.items() if each.high < 0]
             if differences:
                 n_level = len(differences) - n_ahead - len(behind)
                 lines.append([name, measure, n_ahead, n_level, len(behind), "<br>".join(behind)])
+    if has_rows and not lines:
+        return TOO_FEW_SEEDS
     return markdown_table(["against", "by", "ahead", "level", "behind", "behind in"], lines)

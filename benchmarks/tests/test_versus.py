@@ -133,6 +133,11 @@ def test_ahead_and_behind_need_an_interval_on_one_side_of_zero_and_three_seeds(t
     assert [cells(line) for line in lines] == [["PPO", by, "1", "1", "1", behind] for by in ("area", "evaluation")]
 
 
+def test_outcomes_wait_for_three_seeds(tmp_path: pathlib.Path) -> None:
+    suite = toy_suite(tmp_path, {"grpo": {"CartPole-v1": [20.0, 22.0]}, "ppo": {"CartPole-v1": [30.0, 32.0]}})
+    assert versus.outcomes_table(suite, "grpo", {"PPO": ["ppo"]}) == versus.TOO_FEW_SEEDS
+
+
 def test_scores_are_one_for_the_best_and_a_profile_is_the_share_of_runs_above(tmp_path: pathlib.Path) -> None:
     areas = {
         "grpo": {"CartPole-v1": [30.0, 50.0], "Acrobot-v1": [15.0, 15.0], "Pendulum-v1": [9.0, 11.0]},
