@@ -7,7 +7,7 @@ bootstrap that is stratified by environment. All intervals are of 95%.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ from rliable import metrics
 from scipy import stats
 
 N_RESAMPLES = 2000
-
 
 #: For each environment the scores of both sides
 Pairs = Sequence[tuple[np.ndarray, ...]]
@@ -72,34 +71,19 @@ def seeded_numpy() -> Iterator[None]:
         np.random.set_state(state)
 
 
-def bootstrapped(statistic: Callable[..., float], *scores: np.ndarray) -> Estimate:
+def interquartile_mean(scores: np.ndarray) -> Estimate:
     """
-    :param statistic: Function of the scores
-    :param scores: Its arguments, each of shape ``(n_seeds, n_envs)``; they are drawn independently of one another
-    :return: The statistic, without an interval where the first scores have a single seed
+    :param scores: Shape ``(n_seeds, n_envs)``
+    :return: The mean of the middle half, without an interval where there is a single seed
     """
-    if len(scores[0]) < 2:
-        return Estimate(float(statistic(*scores)), math.nan, math.nan)
+    if len(scores) < 2:
+        return Estimate(float(metrics.aggregate_iqm(scores)), math.nan, math.nan)
     with seeded_numpy():
         points, intervals = rly.get_interval_estimates(
-            {"": scores if len(scores) > 1 else scores[0]}, lambda *each: np.array([statistic(*each)]), reps=N_RESAMPLES
+            {"": scores}, lambda each: np.array([metrics.aggregate_iqm(each)]), reps=N_RESAMPLES
         )
     (low,), (high,) = intervals[""]
     return Estimate(float(points[""][0]), float(low), float(high))
-
-
-def interquartile_mean(scores: np.ndarray, scales: Sequence[np.ndarray] = ()) -> Estimate:
-    """
-    :param scores: Shape ``(n_seeds, n_envs)``
-    :param scales: Numbers for each environment, by the mean of which its scores are divided, shape ``(n,)``. They are drawn
-        anew as the scores are
-    :return: The mean of the middle half
-    """
-
-    def statistic(scores: np.ndarray, *scales: np.ndarray) -> float:
-        return metrics.aggregate_iqm(scores / np.array([scale.mean() for scale in scales]) if scales else scores)
-
-    return bootstrapped(statistic, scores, *(scale[:, None] for scale in scales))
 
 
 def interval_of_means(values: np.ndarray) -> tuple[Any, Any]:
@@ -152,23 +136,6 @@ def is_positive(values: np.ndarray) -> bool:
     """
     mean = mean_over_seeds(values)
     return bool(np.fmin(mean.value, mean.low) > 0)
-
-
-def mean_of_paired_ratios(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Estimate:
-    """
-    :param pairs: For each environment the scores of both arms, run by run with the same seeds, each of shape ``(n_seeds,)``
-    :return: The mean over environments of the ratio of their means; runs of both arms are drawn anew together
-    """
-
-    def statistic(draws: Iterable[np.ndarray]) -> float:
-        return float(
-            np.mean([ours[draw].mean() / theirs[draw].mean() for (ours, theirs), draw in zip(pairs, draws, strict=True)])
-        )
-
-    rng, sizes = np.random.default_rng(0), [len(ours) for ours, _ in pairs]
-    resampled = [statistic([rng.integers(size, size=size) for size in sizes]) for _ in range(N_RESAMPLES)]
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return Estimate(statistic([np.arange(size) for size in sizes]), float(low), float(high))
 
 
 def drawn_anew(scores: Sequence[tuple[np.ndarray, ...]]) -> Iterator[list[tuple[np.ndarray, ...]]]:

@@ -2,7 +2,7 @@
 Tables of finished runs, in Markdown.
 
 The *area* is the mean over the budget of the mean return of the last 20 training episodes. Throughout, `suite` has the
-finished runs, and `arm` is compared with `reference`.
+finished runs.
 """
 
 import math
@@ -12,25 +12,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import Suite
-from benchmarks.statistics import (
-    Estimate,
-    format_number,
-    interquartile_mean,
-    mean_of_paired_ratios,
-    mean_over_seeds,
-)
+from benchmarks.statistics import Estimate, mean_over_seeds
 from sb3_grpo import KernelRolloutBuffer
 
 NO_ROWS = "There are no rows yet."
-#: Runs that a comparison in :func:`gains_table` needs
-MIN_SEEDS = 3
-LABELS = {
-    "grpo, defaults": "GRPO",
-    "grpo, no relative term": "without the term",
-    "ppo, defaults": "defaults",
-    "ppo, same settings": "same settings",
-    "ppo, same settings, rewards normalised": "rewards normalised",
-}
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -79,95 +64,6 @@ def ablation_table(suite: Suite, column: str = "auc") -> str:
     numbers = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
     header = [numbers, *(f"{env}, {timesteps:,}" for env, timesteps in suite.timesteps.items())]
     return markdown_table(header, [[arm, *(mean(arm, env) for env in suite.timesteps)] for arm in suite.arms])
-
-
-def best_of(suite: Suite, arms: Sequence[str], env: str, column: str) -> str:
-    """:return: The arm with the largest mean of a column"""
-    return max((arm for arm in arms if suite.runs(arm, env)), key=lambda arm: suite.column(arm, env, column).mean())
-
-
-def gains_table(suite: Suite, arm: str, rivals: dict[str, Sequence[str]], column: str) -> str:
-    """
-    :param suite: Finished runs
-    :param arm: Arm
-    :param rivals: Arms that it is compared with, by a name for them all. In each environment, the best of them counts
-    :param column: ``auc`` or ``eval_mean``
-    :return: One line per environment: the mean of the arm, those of the rivals, and the differences between runs with the same
-        seed; and the interquartile mean of what is above random actions, over the mean of the rival's. Rivals whose runs are
-        not finished, with fewer than ``MIN_SEEDS`` seeds somewhere, are left out
-    """
-    rivals = {
-        name: arms
-        for name, arms in rivals.items()
-        if all(len(suite.common_seeds([arm, each], [env])) >= MIN_SEEDS for each in arms for env in suite.timesteps)
-    }
-    header = ["environment", "seeds", LABELS.get(arm, arm), *(text for name in rivals for text in (name, f"gain over {name}"))]
-    lines, pooled = [], []
-    envs = suite.compared(arm, *(arms[0] for arms in rivals.values()))
-    if not envs or not rivals:
-        return NO_ROWS
-    best = {(name, env): best_of(suite, arms, env, column) for name, arms in rivals.items() for env in envs}
-    for env in envs:
-        seeds = suite.common_seeds([arm], [env])
-        cells: list[Any] = [env.removeprefix("sb3_grpo/"), len(seeds), mean_over_seeds(suite.values(arm, env, seeds, column))]
-        for name, arms in rivals.items():
-            rival = best[name, env]
-            seeds = suite.common_seeds([arm, rival], [env])
-            ours, theirs = (suite.values(each, env, seeds, column) for each in (arm, rival))
-            fewer = f", {len(seeds)} seeds" if len(seeds) < cells[1] else ""
-            label = f"<br>{LABELS.get(rival, rival)}" if len(arms) > 1 else ""
-            cells += [format_number(theirs.mean()) + label, f"{mean_over_seeds(ours - theirs)}{fewer}"]
-        lines.append(cells)
-    common = suite.common_seeds([arm], envs)
-    above = np.array([suite.values(arm, env, common, column) - suite.random_area(env) for env in envs]).T
-    for name in rivals:
-        scales = [suite.column(best[name, env], env, column) - suite.random_area(env) for env in envs]
-        pooled.append(f"over {name} {interquartile_mean(above, scales)}")
-    return f"{markdown_table(header, lines)}\n\nInterquartile mean of ratios: {', '.join(pooled)}."
-
-
-def rivals_table(suite: Suite, arm: str, rivals: Sequence[str]) -> str:
-    """
-    :return: One line per environment: areas and evaluations of the rivals; and the ratio of areas above random actions that
-        the arm would have over the best of them if it had its final score from the first step on
-    """
-    header = [
-        "environment",
-        *(f"{what}, {LABELS.get(each, each)}" for each in rivals for what in ("area", "evaluation")),
-        "ratio at most",
-    ]
-    lines = []
-    for env in suite.compared(arm, *rivals):
-        cells = [mean_over_seeds(suite.column(each, env, name)) for each in rivals for name in ("auc", "eval_mean")]
-        best = suite.column(best_of(suite, rivals, env, "auc"), env, "auc").mean()
-        random = suite.random_area(env)
-        ratio = (suite.column(arm, env, "eval_mean").mean() - random) / (best - random)
-        lines.append([env.removeprefix("sb3_grpo/"), *cells, format_number(ratio)])
-    return markdown_table(header, lines)
-
-
-def paired_table(suite: Suite, arm: str, reference: str) -> str:
-    """
-    :return: One line per environment: areas and evaluations, and the ratio of the areas above random actions; and the mean of
-        these ratios, with an interval for which seeds are drawn anew in each environment, for both arms alike
-    """
-    header = [
-        "environment",
-        "seeds",
-        *(f"{what}, {LABELS.get(each, each)}" for what in ("area", "evaluation") for each in (arm, reference)),
-    ]
-    envs = suite.compared(arm, reference)
-    lines, pairs = [], []
-    for env in envs:
-        seeds = suite.common_seeds((arm, reference), [env])
-        areas, evaluations = (
-            [suite.values(each, env, seeds, name) for each in (arm, reference)] for name in ("auc", "eval_mean")
-        )
-        pairs.append((areas[0] - suite.random_area(env), areas[1] - suite.random_area(env)))
-        ratio = format_number(pairs[-1][0].mean() / pairs[-1][1].mean())
-        lines.append([env, len(seeds), *map(mean_over_seeds, (*areas, *evaluations)), ratio])
-    text = markdown_table([*header, "ratio of areas"], lines)
-    return f"{text}\n\nMean of the ratios: {mean_of_paired_ratios(pairs)}." if pairs else text
 
 
 def variance_table(suite: Suite, arm: str) -> str:

@@ -22,8 +22,10 @@ from benchmarks.statistics import (
     over_environments,
     ratio_of_runs,
 )
-from benchmarks.tables import MIN_SEEDS, NO_ROWS, markdown_table
+from benchmarks.tables import NO_ROWS, markdown_table
 
+#: Runs of either side that a verdict on an environment needs
+MIN_SEEDS = 3
 TOO_FEW_SEEDS = f"This table needs {MIN_SEEDS} seeds of an environment, and there are fewer so far."
 NO_LOSSES = "Nowhere is a rival ahead."
 MEASURES = {"auc": "area", "eval_mean": "evaluation"}
@@ -149,7 +151,8 @@ def claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:
     """
     :param arms: Arms that stand for the rival
     :param opening: Beginning of the sentence
-    :return: The sentence: by area, evaluation and seconds separately, whether the arm is better, level or worse
+    :return: The sentence: by area, evaluation and seconds separately, whether the arm is better, level or worse. Seconds are
+        left out where they were not measured
     """
     ratios = {
         "area": comparison(suite, arm, arms, "auc")[0],
@@ -161,10 +164,11 @@ def claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:
         for name, ratio in ratios.items()
         if isinstance(ratio, Estimate)
     ]
-    per_step = seconds.ratio_per_step(suite, arm, arms)
-    if len(parts) < len(ratios) or per_step is None:
+    if not parts:
         return NO_ROWS
-    return f"{opening} {', '.join(parts[:-1])} and {parts[-1]}. A step takes {per_step} of the time."
+    per_step = seconds.ratio_per_step(suite, arm, arms)
+    speed = "" if per_step is None else f" A step takes {per_step} of the time."
+    return f"{opening} {', '.join(parts[:-1])} and {parts[-1]}.{speed}"
 
 
 def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:

@@ -103,6 +103,13 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
     )
 
 
+def test_the_claim_is_silent_about_seconds_that_were_not_measured(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [40.0, 40.0]}, "ppo": {"CartPole-v1": [20.0, 20.0]}}
+    assert versus.claim(toy_suite(tmp_path, areas), "grpo", ["ppo"], "It is") == (
+        "It is **better** by area, 2.00 (2.00 to 2.00) and **better** by evaluation, 2.00 (2.00 to 2.00)."
+    )
+
+
 def test_a_loss_is_shown_with_the_interval_of_the_difference(tmp_path: pathlib.Path) -> None:
     areas = {
         "grpo": {"CartPole-v1": [20.0, 22.0], "Acrobot-v1": [20.0, 30.0], "Pendulum-v1": [50.0, 50.0]},
