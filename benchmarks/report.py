@@ -71,6 +71,7 @@ GROUPS = {
 #: The sentences of the claim
 CLAIMS = {
     "PPO, our settings": "Against PPO with the same settings, GRPO with the `kernel` buffer is",
+    "PPO, our settings, rewards normalised": "Against PPO with the same settings and normalised rewards, it is",
     "PPO, defaults": "Against PPO with its defaults, it is",
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, it is",
 }

@@ -114,7 +114,7 @@ def learning_table(suite: Suite) -> str:
 
 
 def zoo_table(suite: Suite) -> str:
-    """:return: One line per environment: the return that a run must reach, and those that its runs have"""
+    """:return: One line per environment: the threshold, and the returns of the runs"""
     lines = []
     for env in suite.timesteps:
         if not (runs := suite.runs("grpo", env)):
@@ -129,7 +129,7 @@ def zoo_table(suite: Suite) -> str:
             ", ".join(f"{run.run.seed}: {value:.1f}" for run, value in zip(runs, returns, strict=True)),
             f"{np.median(suite.column('grpo', env, 'wall_clock')):.0f}",
         ])  # fmt: skip
-    return markdown_table(("environment", "steps", "must", "reached", "mean", "seed: evaluation", "seconds"), lines)
+    return markdown_table(("environment", "steps", "threshold", "reached", "mean", "seed: evaluation", "seconds"), lines)
 
 
 def throughput_table(rows: list[dict[str, str]]) -> str:

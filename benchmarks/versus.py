@@ -167,7 +167,7 @@ def claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:
     if not parts:
         return NO_ROWS
     per_step = seconds.ratio_per_step(suite, arm, arms)
-    speed = "" if per_step is None else f" A step takes {per_step} of the time."
+    speed = "" if per_step is None else f" A step takes {per_step} of PPO's time."
     return f"{opening} {', '.join(parts[:-1])} and {parts[-1]}.{speed}"
 
 

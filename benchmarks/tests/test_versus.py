@@ -99,7 +99,7 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
     suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
     assert versus.claim(suite, "grpo", ["ppo"], "It is") == (
         "It is **better** by area, 2.00 (2.00 to 2.00), **better** by evaluation, 2.00 (2.00 to 2.00) and "
-        "**better** by seconds, 0.20 (0.20 to 0.20). A step takes 0.33 (0.33 to 0.33) of the time."
+        "**better** by seconds, 0.20 (0.20 to 0.20). A step takes 0.33 (0.33 to 0.33) of PPO's time."
     )
 
 
