@@ -240,8 +240,8 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
     n_episodes = chosen.get("eval_episodes", 20)
 
     def cell(arm: str, env: str, timesteps: int, threshold: float, settings: dict[str, Any]) -> Run:
-        algo = settings.get("algo", "grpo")
-        entry = entry_of(settings, algo, env, matrix["environments"][env], generation)
+        algo = settings["algo"]
+        entry = entry_of(settings, env, matrix["environments"][env], generation)
         entry["n_timesteps"] = timesteps
         for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
@@ -253,7 +253,7 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
 
     if "cases" in chosen:
         return [
-            (cell(name, case["env"], case["timesteps"], case["threshold"], {"entry": "default", **case}), case["seeds"])
+            (cell(name, case["env"], case["timesteps"], case["threshold"], {"algo": "grpo", "entry": "default", **case}), case["seeds"])
             for name, case in chosen["cases"].items()
         ]
     thresholds = {**{env: about["threshold"] for env, about in matrix["environments"].items()}, **chosen.get("thresholds", {})}
@@ -262,7 +262,28 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
         (cell(arm, env, timesteps, thresholds[env], matrix["arms"][arm]), seeds[env])
         for env, timesteps in chosen["timesteps"].items()
         for arm in chosen.get("arms_of", {}).get(env, chosen["arms"])
+        if has_entry(matrix["arms"][arm], env, matrix["environments"][env])
     ]
+
+
+def name_in_file(settings: dict[str, Any], env: str, about: dict[str, Any]) -> str:
+    """
+    :param settings: Arm or case of the matrix
+    :param env: Gymnasium environment
+    :param about: Entry of the environment in the matrix
+    :return: The environment whose entry in the hyperparameter file the settings begin with
+    """
+    return settings.get("of") or about.get(f"{settings['algo']}_entry", env)
+
+
+def has_entry(settings: dict[str, Any], env: str, about: dict[str, Any]) -> bool:
+    """
+    :param settings: Arm of the matrix
+    :param env: Gymnasium environment
+    :param about: Entry of the environment in the matrix
+    :return: Whether the hyperparameter file has the entry that the settings begin with, if they begin with one
+    """
+    return settings["entry"] != "zoo" or name_in_file(settings, env, about) in hyperparameter_file(settings["algo"])
 
 
 def before_relative_term(entry: dict[str, Any]) -> dict[str, Any]:
@@ -276,17 +297,16 @@ def before_relative_term(entry: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-def entry_of(settings: dict[str, Any], algo: str, env: str, about: dict[str, Any], generation: int) -> dict[str, Any]:
+def entry_of(settings: dict[str, Any], env: str, about: dict[str, Any], generation: int) -> dict[str, Any]:
     """
     :param settings: Arm or case of the matrix
-    :param algo: ``grpo`` or ``ppo``
     :param env: Gymnasium environment
     :param about: Entry of the environment in the matrix
     :param generation: Generation of GRPO's defaults
     :return: The hyperparameters that the settings begin with, as in a file of rl-zoo3
     """
     if settings["entry"] == "zoo":
-        return copy.deepcopy(hyperparameter_file(algo)[settings.get("of") or about.get(f"{algo}_entry", env)])
+        return copy.deepcopy(hyperparameter_file(settings["algo"])[name_in_file(settings, env, about)])
     matched = {}
     if settings["entry"] == "matched":
         matched = matched_settings(about, settings.get("normalize_rewards", False), generation)

@@ -13,9 +13,8 @@ import pathlib
 import re
 from collections.abc import Callable, Sequence
 
-from benchmarks import candidates, metrics, seconds
+from benchmarks import metrics, seconds
 from benchmarks.figures import N_POINTS, draw_curves, draw_profiles, draw_scores
-from benchmarks.matrix import load_matrix
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
     NO_ROWS,
@@ -148,14 +147,10 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "ordinary_area": lambda: environments_table(old["ordinary"], OLD_TERM, "auc"),
         "ordinary_evaluation": lambda: environments_table(old["ordinary"], OLD_TERM, "eval_mean"),
         "tokens": lambda: variants_table(Suite("tokens", results)),
-        "candidates_final": lambda: candidates.table(Suite("candidates_final", results), candidates.stored_references()),
         "candidates_second": lambda: ablation_table(Suite("candidates_second", results), "eval_mean"),
         "long": lambda: ablation_table(Suite("candidates_long", results), "eval_mean"),
         "third_long": lambda: ablation_table(Suite("candidates_third_long", results), "eval_mean"),
         "million": lambda: ablation_table(Suite("candidates_million", results), "eval_mean"),
-        "effects": lambda: candidates.effects_table(
-            Suite("candidates", results), candidates.stored_references(), load_matrix()["arms"]
-        ),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
         "throughput": lambda: throughput_table(read_rows(results / "throughput.csv")),
     }
