@@ -162,6 +162,7 @@ def without_neutral(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
     return sorted(each for each in arguments.items() if each not in NEUTRAL.items())
 
 
+@functools.cache
 def defaults(callable_class: type) -> dict[str, Any]:
     """
     :param callable_class: A class
@@ -253,7 +254,10 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
 
     if "cases" in chosen:
         return [
-            (cell(name, case["env"], case["timesteps"], case["threshold"], {"algo": "grpo", "entry": "default", **case}), case["seeds"])
+            (
+                cell(name, case["env"], case["timesteps"], case["threshold"], {"algo": "grpo", "entry": "default", **case}),
+                case["seeds"],
+            )
             for name, case in chosen["cases"].items()
         ]
     thresholds = {**{env: about["threshold"] for env, about in matrix["environments"].items()}, **chosen.get("thresholds", {})}

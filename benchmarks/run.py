@@ -4,7 +4,7 @@ Run what is missing of a suite of `benchmarks/matrix.yml`.
     python -m benchmarks.run --dry-run                      # what is missing, with the hours it will take
     python -m benchmarks.run --jobs 2                       # run it; the same command resumes after an interruption
     python -m benchmarks.run --ray 10.0.0.1:6379            # run it on all machines of a Ray cluster
-    python -m benchmarks.run --suite untouched --envs Ant-v5
+    python -m benchmarks.run --suite proof_million --envs Hopper-v5
     python -m benchmarks.run --arms default --envs Acrobot-v1 --seeds 0 1 --set gae_lambda=0.95 --results runs/try   # a trial
 
 Models are made by rl-zoo3 from hyperparameter files: PPO by rl-zoo3's own code from the file that it ships, with nothing
@@ -322,7 +322,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 def main() -> int:
     """:return: Exit status: 0 if nothing failed"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", default="default")
+    parser.add_argument("--suite", default="proof")
     parser.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="arms or cases of the suite")
     parser.add_argument("--envs", nargs="+", default=[], metavar="ENV")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], help="in the place of those of the suite")

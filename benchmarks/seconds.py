@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.curves import LearningCurve
 from benchmarks.results import Arms, Suite
-from benchmarks.statistics import Estimate, format_number, is_positive, median, median_ratio, over_environments
+from benchmarks.statistics import Estimate, format_number, is_positive, median, median_ratio
 from benchmarks.tables import markdown_table
 
 
@@ -90,7 +90,7 @@ def ratio(suite: Suite, arm: str, arms: Sequence[str]) -> Estimate | None:
         interquartile mean would say nothing as soon as a quarter of the runs does not get there
     """
     pairs = [(race.ours, race.theirs) for race in races(suite, arm, arms).values()]
-    return over_environments(median_ratio, pairs) if pairs else None
+    return median_ratio(pairs) if pairs else None
 
 
 def ratio_per_step(suite: Suite, arm: str, arms: Sequence[str]) -> Estimate | None:

@@ -373,7 +373,7 @@ def main() -> None:
         "--rounds", type=int, default=5, help="turns of each algorithm, rollouts of each size"
     )
     commands.choices["scaling"].add_argument("--largest", type=int, default=65_536, help="transitions of the largest rollout")
-    commands.choices["turns"].add_argument("--suite", default="default")
+    commands.choices["turns"].add_argument("--suite", default="proof")
     commands.choices["turns"].add_argument("--arms", nargs="+", default=[], metavar="ARM")
     commands.choices["turns"].add_argument("--envs", nargs="+", default=[], metavar="ENV")
     commands.choices["turns"].add_argument("--dry-run", action="store_true", help="print what would be measured")

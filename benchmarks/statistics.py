@@ -1,24 +1,21 @@
 """
-Point estimates with their intervals, of arrays of shape ``(runs, environments)``.
+Point estimates with their intervals.
 
-Aggregates over environments are those of rliable (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264), with intervals by a
-bootstrap that is stratified by environment. All intervals are of 95%.
+Aggregates over environments are those of rliable (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264), but intervals draw
+environments anew as well as runs. All intervals are of 95%.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from rliable import library as rly
-from rliable import metrics
 from scipy import stats
 
 N_RESAMPLES = 2000
 
-#: For each environment the scores of both sides
-Pairs = Sequence[tuple[np.ndarray, ...]]
+#: For each environment the scores of its runs, of one side or of two, each of shape ``(n_runs, ...)``
+Scores = Sequence[tuple[np.ndarray, ...]]
 
 
 class Estimate(NamedTuple):
@@ -58,32 +55,6 @@ def format_number(value: float) -> str:
     if math.isinf(value):
         return "never"
     return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2}f}"
-
-
-@contextlib.contextmanager
-def seeded_numpy() -> Iterator[None]:
-    """Seed numpy's global generator for a while: rliable draws from it, whatever random state it is given."""
-    state = np.random.get_state()
-    np.random.seed(0)
-    try:
-        yield
-    finally:
-        np.random.set_state(state)
-
-
-def interquartile_mean(scores: np.ndarray) -> Estimate:
-    """
-    :param scores: Shape ``(n_seeds, n_envs)``
-    :return: The mean of the middle half, without an interval where there is a single seed
-    """
-    if len(scores) < 2:
-        return Estimate(float(metrics.aggregate_iqm(scores)), math.nan, math.nan)
-    with seeded_numpy():
-        points, intervals = rly.get_interval_estimates(
-            {"": scores}, lambda each: np.array([metrics.aggregate_iqm(each)]), reps=N_RESAMPLES
-        )
-    (low,), (high,) = intervals[""]
-    return Estimate(float(points[""][0]), float(low), float(high))
 
 
 def interval_of_means(values: np.ndarray) -> tuple[Any, Any]:
@@ -138,72 +109,89 @@ def is_positive(values: np.ndarray) -> bool:
     return bool(np.fmin(mean.value, mean.low) > 0)
 
 
-def drawn_anew(scores: Sequence[tuple[np.ndarray, ...]]) -> Iterator[list[tuple[np.ndarray, ...]]]:
+def over_environments(
+    of_runs: Callable[..., np.ndarray], aggregate: Callable[..., np.ndarray], scores: Scores
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    :param scores: For each environment the scores of one or more sides, each of shape ``(n_seeds,)``
-    :return: Bootstrap samples: environments are drawn anew, and in each of them the runs of every side
+    A statistic over environments and runs. Each environment counts as much as another, whatever the number of its runs: where
+    it has fewer, they are repeated.
+
+    :param of_runs: Function of the scores of each side in an environment, of shapes ``(n_draws, n_runs, ...)``, with a result
+        of shape ``(n_draws, n, ...)``
+    :param aggregate: Function of the results of all environments side by side, of shape ``(n_draws, n_all, ...)``, and of
+        ``axis``, which is 1
+    :param scores: The scores
+    :return: The statistic and the ends of its interval, for which environments are drawn anew, and in each of them the runs of
+        every side
     """
+    observed = [of_runs(*(side[None] for side in sides)) for sides in scores]
+    n_results = math.lcm(*(results.shape[1] for results in observed))
+
+    def repeated(results: np.ndarray) -> np.ndarray:
+        return results[:, np.resize(np.arange(results.shape[1]), n_results)]
+
     rng = np.random.default_rng(0)
-    for _ in range(N_RESAMPLES):
-        drawn = [scores[env] for env in rng.integers(len(scores), size=len(scores))]
-        yield [tuple(rng.choice(side, len(side)) for side in sides) for sides in drawn]
-
-
-def over_environments(statistic: Callable[[Pairs], float], pairs: Pairs) -> Estimate:
-    """
-    :param statistic: Function of pairs
-    :param pairs: For each environment the scores of both sides, each of shape ``(n_seeds,)``
-    :return: The statistic; for its interval, environments are drawn anew, and in each of them the runs of either side
-    """
-    resampled = [statistic(drawn) for drawn in drawn_anew(pairs)]
+    envs = rng.integers(len(scores), size=(N_RESAMPLES, len(scores)))
+    resampled = np.empty((*envs.shape, n_results, *observed[0].shape[2:]))
+    for env, sides in enumerate(scores):
+        is_env = envs == env
+        drawn = (side[rng.integers(len(side), size=(is_env.sum(), len(side)))] for side in sides)
+        resampled[is_env] = repeated(of_runs(*drawn))
+    statistic = aggregate(np.concatenate([repeated(each) for each in observed], axis=1), axis=1)[0]
+    statistics = aggregate(resampled.reshape(N_RESAMPLES, -1, *resampled.shape[3:]), axis=1)
     # The nearest of the values, because there is nothing between a number and infinity
-    low, high = np.quantile(resampled, [0.025, 0.975], method="nearest")
-    return Estimate(statistic(pairs), float(low), float(high))
+    return statistic, *np.quantile(statistics, [0.025, 0.975], axis=0, method="nearest")
 
 
-def ratios_of_runs(pairs: Pairs) -> np.ndarray:
+def interquartile_mean(values: np.ndarray, axis: int) -> np.ndarray:
     """
-    :param pairs: As in :func:`over_environments`, the second scores finite and with a positive mean
-    :return: The first scores over the means of the second, shape ``(n_envs, n_runs)``. Where an environment has fewer runs
-        than another, they are repeated, so that it counts as much
+    :param values: Values
+    :param axis: Axis over which the mean is taken
+    :return: The mean of the middle half
     """
-    n_runs = math.lcm(*(len(ours) for ours, _ in pairs))
-    return np.array([np.resize(ours, n_runs) / theirs.mean() for ours, theirs in pairs])
+    return stats.trim_mean(values, 0.25, axis=axis)
 
 
-def ratio_of_runs(pairs: Pairs) -> float:
+def ratios(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """
-    :param pairs: As in :func:`ratios_of_runs`
+    :param ours: Scores of one side, shape ``(n_draws, n_runs)``; may be infinite
+    :param theirs: Scores of the other, shape ``(n_draws, m_runs)``, finite and with a positive mean
+    :return: The first scores over the means of the second, shape ``(n_draws, n_runs)``
+    """
+    return ours / theirs.mean(axis=1, keepdims=True)
+
+
+def chances(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """
+    :param ours: Scores of one side, shape ``(n_draws, n_runs)``
+    :param theirs: Scores of the other, shape ``(n_draws, m_runs)``
+    :return: Probability that a run of the first is better than one of the second, half for a tie, shape ``(n_draws, 1)``
+    """
+    return (np.sign(ours[:, :, None] - theirs[:, None]).mean(axis=(1, 2)) + 1)[:, None] / 2
+
+
+def interquartile_ratio(pairs: Scores) -> Estimate:
+    """
+    :param pairs: See :func:`ratios`
     :return: Interquartile mean of the ratios
     """
-    return float(metrics.aggregate_iqm(ratios_of_runs(pairs)))
+    return Estimate(*map(float, over_environments(ratios, interquartile_mean, pairs)))
 
 
-def median_ratio(pairs: Pairs) -> float:
+def median_ratio(pairs: Scores) -> Estimate:
     """
-    :param pairs: As in :func:`ratios_of_runs`; first scores may be infinite
+    :param pairs: See :func:`ratios`
     :return: Median of the ratios
     """
-    return float(np.median(ratios_of_runs(pairs)))
+    return Estimate(*map(float, over_environments(ratios, np.median, pairs)))
 
 
-def chance_of_improvement(pairs: Pairs) -> float:
+def chance_of_improvement(pairs: Scores) -> Estimate:
     """
-    :param pairs: As in :func:`over_environments`
-    :return: rliable's probability of improvement: that of the first side's run being better than one of the second, half for a
-        tie, averaged over environments
+    :param pairs: See :func:`chances`
+    :return: rliable's probability of improvement, an average over environments
     """
-    return float(np.mean([np.mean(np.sign(ours[:, None] - theirs) + 1) / 2 for ours, theirs in pairs]))
-
-
-def with_interval(statistic: Callable[[Sequence[np.ndarray]], np.ndarray], scores: Sequence[np.ndarray]) -> Curve:
-    """
-    :param statistic: Function of the scores, with a result of shape ``(n,)``
-    :param scores: For each environment the scores of its runs, each of shape ``(n_seeds, ...)``
-    :return: The statistic; for its interval, environments are drawn anew, and in each of them the runs
-    """
-    resampled = [statistic([own for (own,) in drawn]) for drawn in drawn_anew([(own,) for own in scores])]
-    return Curve(statistic(scores), *np.quantile(resampled, [0.025, 0.975], axis=0))
+    return Estimate(*map(float, over_environments(chances, np.mean, pairs)))
 
 
 def performance_profile(scores: Sequence[np.ndarray], thresholds: np.ndarray) -> Curve:
@@ -214,11 +202,7 @@ def performance_profile(scores: Sequence[np.ndarray], thresholds: np.ndarray) ->
     :param thresholds: Shape ``(n,)``
     :return: The profile
     """
-
-    def profile(scores: Sequence[np.ndarray]) -> np.ndarray:
-        return np.mean([(own[:, None] > thresholds).mean(axis=0) for own in scores], axis=0)
-
-    return with_interval(profile, scores)
+    return Curve(*over_environments(lambda own: own[:, :, None] > thresholds, np.mean, [(own,) for own in scores]))
 
 
 def interquartile_curve(scores: Sequence[np.ndarray]) -> Curve:
@@ -229,12 +213,7 @@ def interquartile_curve(scores: Sequence[np.ndarray]) -> Curve:
     :param scores: For each environment the curves of its runs, each of shape ``(n_seeds, n)``
     :return: The mean of the middle half at each point
     """
-
-    def middle(scores: Sequence[np.ndarray]) -> np.ndarray:
-        n_runs = math.lcm(*map(len, scores))
-        return stats.trim_mean(np.concatenate([np.resize(own, (n_runs, own.shape[1])) for own in scores]), 0.25, axis=0)
-
-    return with_interval(middle, scores)
+    return Curve(*over_environments(lambda own: own, interquartile_mean, [(own,) for own in scores]))
 
 
 def median(sample: np.ndarray) -> Estimate:

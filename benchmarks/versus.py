@@ -6,7 +6,7 @@ finished runs, `arm` is compared, and `rivals` has for each name the arms that s
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,9 @@ from benchmarks.statistics import (
     chance_of_improvement,
     difference_of_means,
     format_number,
+    interquartile_ratio,
     is_positive,
     mean_over_seeds,
-    over_environments,
-    ratio_of_runs,
 )
 from benchmarks.tables import NO_ROWS, markdown_table
 
@@ -109,18 +108,33 @@ def environments_table(suite: Suite, arms: Arms, column: str) -> str:
     return markdown_table(["environment", "steps", "seeds", "random", *arms], lines)
 
 
-def comparison(suite: Suite, arm: str, arms: Sequence[str], column: str) -> tuple[Estimate | str, Estimate | str, int, int]:
+class Comparison(NamedTuple):
+    """
+    An arm against a rival by one measure.
+
+    :param ratio: Interquartile mean of the ratios, if there are any
+    :param improvement: Probability of improvement, if there are runs of both
+    :param n_ratios: Environments with a ratio: those in which the rival is better than random actions
+    :param n_envs: Environments in which either is
+    """
+
+    ratio: Estimate | None
+    improvement: Estimate | None
+    n_ratios: int
+    n_envs: int
+
+
+def comparison(suite: Suite, arm: str, arms: Sequence[str], column: str) -> Comparison:
     """
     :param arms: Arms that stand for the rival
     :param column: ``auc`` or ``eval_mean``
-    :return: Interquartile mean of the ratios, over the environments in which the rival is better than random actions; the
-        probability of improvement, over those in which either is; and the numbers of these environments
+    :return: The comparison over all environments
     """
     pairs = list(paired_scores(suite, arm, arms, column).values())
     with_ratio = [(ours, theirs) for ours, theirs in pairs if is_positive(theirs)]
-    ratio = over_environments(ratio_of_runs, with_ratio) if with_ratio else ""
-    better = over_environments(chance_of_improvement, pairs) if pairs else ""
-    return ratio, better, len(with_ratio), len(pairs)
+    ratio = interquartile_ratio(with_ratio) if with_ratio else None
+    improvement = chance_of_improvement(pairs) if pairs else None
+    return Comparison(ratio, improvement, len(with_ratio), len(pairs))
 
 
 def summary_table(suite: Suite, arm: str, rivals: Arms) -> str:
@@ -129,10 +143,11 @@ def summary_table(suite: Suite, arm: str, rivals: Arms) -> str:
     lines: list[list[Any]] = []
     for name, arms in rivals.items():
         area, evaluation = (comparison(suite, arm, arms, column) for column in ("auc", "eval_mean"))
-        if area[3]:
-            counts = [f"{n_ratio} of {n_either}" for _, _, n_ratio, n_either in (area, evaluation)]
-            times = [measured(suite, arm, arms) or "" for measured in (seconds.ratio, seconds.ratio_per_step)]
-            lines.append([name, " and ".join(dict.fromkeys(counts)), area[0], *evaluation[:2], *times])
+        if area.n_envs:
+            counts = [f"{each.n_ratios} of {each.n_envs}" for each in (area, evaluation)]
+            times = [measured(suite, arm, arms) for measured in (seconds.ratio, seconds.ratio_per_step)]
+            estimates = [area.ratio, evaluation.ratio, evaluation.improvement, *times]
+            lines.append([name, " and ".join(dict.fromkeys(counts)), *("" if each is None else each for each in estimates)])
     return markdown_table(header, lines)
 
 
@@ -155,20 +170,24 @@ def claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:
         left out where they were not measured
     """
     ratios = {
-        "area": comparison(suite, arm, arms, "auc")[0],
-        "evaluation": comparison(suite, arm, arms, "eval_mean")[0],
+        "area": comparison(suite, arm, arms, "auc").ratio,
+        "evaluation": comparison(suite, arm, arms, "eval_mean").ratio,
         "seconds": seconds.ratio(suite, arm, arms),
     }
     parts = [
-        f"**{verdict(ratio, name == 'seconds')}** by {name}, {ratio}"
-        for name, ratio in ratios.items()
-        if isinstance(ratio, Estimate)
+        f"**{verdict(ratio, name == 'seconds')}** by {name}, {ratio}" for name, ratio in ratios.items() if ratio is not None
     ]
-    if not parts:
-        return NO_ROWS
+    return f"{opening} {', '.join(parts[:-1])} and {parts[-1]}." if parts else NO_ROWS
+
+
+def speed_claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:
+    """
+    :param arms: Arms that stand for the rival
+    :param opening: Beginning of the sentence
+    :return: The sentence: the seconds per step over those of the rival
+    """
     per_step = seconds.ratio_per_step(suite, arm, arms)
-    speed = "" if per_step is None else f" A step takes {per_step} of PPO's time."
-    return f"{opening} {', '.join(parts[:-1])} and {parts[-1]}.{speed}"
+    return NO_ROWS if per_step is None else f"{opening} {per_step} of the time of one of PPO."
 
 
 def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:

@@ -20,7 +20,7 @@ def make_run(**changes: Any) -> Run:
 
 
 def test_runs_come_seed_by_seed_with_arms_side_by_side() -> None:
-    assert [(run.arm, run.env, run.seed) for run in expand(SMALL, "default")] == [
+    assert [(run.arm, run.env, run.seed) for run in expand(SMALL, "proof")] == [
         ("random", "CartPole-v1", 0),
         ("random", "Acrobot-v1", 0),
         ("ppo", "CartPole-v1", 100),
@@ -33,7 +33,7 @@ def test_runs_come_seed_by_seed_with_arms_side_by_side() -> None:
 
 
 def test_a_part_of_a_suite_can_be_chosen() -> None:
-    runs = expand(SMALL, "default", arms=["grpo"], envs=["Acrobot-v1"], seeds=[3, 4])
+    runs = expand(SMALL, "proof", arms=["grpo"], envs=["Acrobot-v1"], seeds=[3, 4])
     assert [(run.arm, run.env, run.seed) for run in runs[1:]] == [("grpo", "Acrobot-v1", 3), ("grpo", "Acrobot-v1", 4)]
 
 
@@ -41,8 +41,8 @@ def test_a_part_of_a_suite_can_be_chosen() -> None:
     ("wrong", "message"),
     [
         pytest.param(dict(suite="long"), "'long'.*default, cases", id="suite"),
-        pytest.param(dict(suite="default", arms=["a2c"]), "'a2c'.*ppo, grpo", id="arm"),
-        pytest.param(dict(suite="default", envs=["Acrobot-v2"]), "'Acrobot-v2'.*CartPole-v1, Acrobot-v1", id="environment"),
+        pytest.param(dict(suite="proof", arms=["a2c"]), "'a2c'.*ppo, grpo", id="arm"),
+        pytest.param(dict(suite="proof", envs=["Acrobot-v2"]), "'Acrobot-v2'.*CartPole-v1, Acrobot-v1", id="environment"),
     ],
 )
 def test_an_unknown_name_is_refused(wrong: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from benchmarks import report, tables
 from benchmarks.figures import draw_curves
 from benchmarks.matrix import expand
 from benchmarks.results import FIELDS, RESULTS, Suite, append_row
-from benchmarks.statistics import interquartile_mean, interval_of_means, median
+from benchmarks.statistics import interval_of_means, median
 from benchmarks.tests.toys import SMALL, toy_suite
 
 BETTER = {"CartPole-v1": [30.0, 31.0, 32.0], "Acrobot-v1": [300.0, 310.0, 320.0]}
@@ -25,20 +25,6 @@ def test_a_group_of_environments_is_a_part_of_the_suite(group: str) -> None:
     whole, part = Suite("proof"), Suite("proof", envs=report.GROUPS[group])
     assert set(part.timesteps) == set(report.GROUPS[group])
     assert part.timesteps.items() < whole.timesteps.items()
-
-
-def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end() -> None:
-    assert interquartile_mean(np.array([[1.0, -50.0], [2.0, 100.0]])).value == pytest.approx(1.5)
-
-
-def test_intervals_are_the_same_each_time_and_leave_the_generator_of_numpy_alone() -> None:
-    scores = np.random.default_rng(0).normal(size=(4, 5))
-    np.random.seed(7)
-    expected = np.random.random(3)
-    np.random.seed(7)
-    first = interquartile_mean(scores)
-    np.testing.assert_array_equal(np.random.random(3), expected)
-    assert interquartile_mean(scores) == first
 
 
 def test_a_median_has_an_interval_around_it() -> None:

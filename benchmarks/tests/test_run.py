@@ -62,7 +62,7 @@ def test_the_runner_leaves_a_row_and_a_curve_per_run_and_resumes(
 
 
 def test_tuned_ppo_is_the_ppo_of_stable_baselines3() -> None:
-    _, cell = expand(SMALL, "default", ["ppo"], ["CartPole-v1"], [7])
+    _, cell = expand(SMALL, "proof", ["ppo"], ["CartPole-v1"], [7])
     _, curve = run.execute(cell)
     expected = TrainingCurve()
     model = PPO(
@@ -108,7 +108,7 @@ def test_on_ray_rows_are_those_of_runs_in_process_and_a_failed_run_is_named(
     rows = {row["arm"]: row for row in read_rows(tmp_path / "runs.csv")}
     [(_, curve)] = CurveStore(tmp_path / "runs.csv").load().items()
 
-    random, _, grpo = expand(broken, "default", envs=["Acrobot-v1"])
+    random, _, grpo = expand(broken, "proof", envs=["Acrobot-v1"])
     for cell in (random, grpo):
         row, expected = run.execute(cell)
         same = [field for field in FIELDS if field not in {"wall_clock", "steps_per_second", "seconds_to_threshold"}]
@@ -144,7 +144,7 @@ def test_a_training_cut_short_is_no_finished_run(monkeypatch: pytest.MonkeyPatch
     def interrupt(self: TrainingCurve) -> None:
         raise KeyboardInterrupt
 
-    _, cell = expand(SMALL, "default", ["grpo"], ["CartPole-v1"], [0], {"n_steps": 256})
+    _, cell = expand(SMALL, "proof", ["grpo"], ["CartPole-v1"], [0], {"n_steps": 256})
     monkeypatch.setattr(TrainingCurve, "_on_rollout_end", interrupt)  # rl-zoo3 swallows it
     with pytest.raises(RuntimeError, match="interrupted after 256 of 2048 steps"):
         run.execute(cell)

@@ -88,7 +88,7 @@ def test_the_bound_does_the_work() -> None:
 def test_every_arm_of_a_suite_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "SHORTEST_TURN", 256)
     monkeypatch.setattr(speed, "N_TURNS", 2)
-    rows = speed.turns_of(expand(SMALL, "default", envs=["CartPole-v1"], seeds=[100])[1:])
+    rows = speed.turns_of(expand(SMALL, "proof", envs=["CartPole-v1"], seeds=[100])[1:])
     assert [row["arm"] for row in rows] == ["ppo", "ppo", "grpo", "grpo"]
     # Whole rollouts of either arm: 256 transitions of PPO, 1024 of GRPO
     assert {row["steps"] for row in rows} == {1024}

@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
         "MountainCarContinuous-v0": {"threshold": 90},
     },
     "suites": {
-        "default": {
+        "proof": {
             "arms": ["ppo", "grpo"],
             "seeds": [100],
             "seeds_of": {"CartPole-v1": [100, 101]},
