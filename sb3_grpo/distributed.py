@@ -79,6 +79,14 @@ class History:
     def __len__(self) -> int:
         return sum(map(len, self.actions))
 
+    def add(self, actions: np.ndarray, max_replay: int) -> None:
+        """
+        :param actions: Further actions, shape ``(n, *action_shape)``
+        :param max_replay: Number of actions beyond which the environment is not brought back, and no more are kept
+        """
+        if len(self) <= max_replay:
+            self.actions.append(actions.copy())  # a part of an array would keep the whole array
+
 
 # --- the worker -------------------------------------------------------------------------------------------------------
 
@@ -432,7 +440,7 @@ class RayVecEnv(VecEnv):
         wanted = [History() for _ in histories] if obstacle else histories
         found = self._wait(w, self._workers[w].restore.remote(wanted), self.timeout)
         before = [take_observations(self._obs, env_idx) for env_idx in range(own.start, own.stop)]
-        if not obstacle and not all(map(same_observations, found, before)):
+        if not obstacle and not all(map(is_stored_as, found, before)):
             obstacle = "Its environments do not come to the same state again"
         if obstacle:
             env_idx, what, _ = fault.args
@@ -596,10 +604,24 @@ class RayVecEnv(VecEnv):
         for env_idx in range(self.num_envs):
             ends = np.flatnonzero(whole.dones[:, env_idx])
             if len(ends) == 0:
-                self._histories[env_idx].actions.append(taken[:, env_idx])
+                self._histories[env_idx].add(taken[:, env_idx], self.max_replay)
                 continue
             seed = queue.start(int(whole.starts[-1, env_idx])).seed if share_starts else None
-            self._histories[env_idx] = History(seed, {}, [taken[ends[-1] + 1 :, env_idx]])
+            self._histories[env_idx] = History(seed)
+            self._histories[env_idx].add(taken[ends[-1] + 1 :, env_idx], self.max_replay)
+
+
+def is_stored_as(observation: Any, stored: Any) -> bool:
+    """
+    :param observation: Observation of an environment, of any type of numbers; ``None`` for none
+    :param stored: Observation from the buffer of a ``VecEnv``, which has the type of the observation space
+    :return: Whether they are equal, as numbers of that type
+    """
+    if observation is None:
+        return False
+    return same_observations(
+        map_observations(lambda new, old: np.asarray(new, np.asarray(old).dtype), observation, stored), stored
+    )
 
 
 def _take_unwanted(reference: Any, deadline: float) -> None:

@@ -34,11 +34,12 @@ from sb3_grpo.settings import (
     check_rollout,
     check_settings,
     chosen_n_steps,
+    refuse_arguments,
     time_limit,
 )
 from sb3_grpo.start_queue import StartQueue
 from sb3_grpo.starts import StandingStill, find_seeded_vec_env, insert_seeded_vec_env
-from sb3_grpo.steps import Step, arrived_steps, take_steps
+from sb3_grpo.steps import Collected, Step, arrived_steps, take_steps
 from sb3_grpo.update import ClipRange, MinibatchLoss, Objective, check_update, describe_update
 from sb3_grpo.validation import (
     check_discrete_spaces,
@@ -46,7 +47,6 @@ from sb3_grpo.validation import (
     check_final_observations,
     check_finite,
     check_registered,
-    refuse_unknown_arguments,
 )
 from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper, normalizes_directly, reward_normalizer
 
@@ -173,8 +173,8 @@ class GRPO(OnPolicyAlgorithm):
         _init_setup_model: bool = True,
         **unknown: Any,
     ):
-        refuse_unknown_arguments(unknown, [name for name in GRPO.__init__.__annotations__ if name != "unknown"])
-        check_policy_class(policy, GRPO.policy_aliases)
+        refuse_arguments(unknown, [name for name in GRPO.__init__.__annotations__ if name != "unknown"])
+        check_policy_class(policy, self.policy_aliases)
         if env is None and _init_setup_model:
             raise ValueError("`env` is None: pass an environment or its Gymnasium id, such as 'CartPole-v1'.")
         if isinstance(env, str):
@@ -249,6 +249,8 @@ class GRPO(OnPolicyAlgorithm):
 
     def _setup_model(self) -> None:
         self.rollout_buffer_class = resolve_buffer_class(self.rollout_buffer_class)  # type: ignore[assignment, arg-type]
+        self.rollout_buffer_kwargs = self.rollout_buffer_kwargs or {}
+        self.policy_kwargs = self.policy_kwargs or {}
         check_settings(vars(self), self._chooses_n_steps)
         check_policy_kwargs(self.policy_class, self.policy_kwargs, self._standardises())
         check_discrete_spaces(self.observation_space, self.action_space)
@@ -263,7 +265,8 @@ class GRPO(OnPolicyAlgorithm):
         if self.clip_range_high is not None:
             self.clip_range_high = FloatSchedule(self.clip_range_high)
 
-        (saved_queue, self.start_queue), last_obs = (self.start_queue, None), self._last_obs
+        saved_queue, last_obs = self.start_queue, self._last_obs
+        self.start_queue = None
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
         self.rollout_buffer_kwargs = {"group_size": self._max_group_size(), "horizon": time_limit(self.env), **user_kwargs[0]}
         self.policy_kwargs = self._policy_arguments()
@@ -281,7 +284,7 @@ class GRPO(OnPolicyAlgorithm):
         if self._run_state is not None:
             self._random_state = self._run_state.random
             self.kl_penalty.set_state(self._run_state.kl_penalty)
-            if self._run_state.is_of(type(self.rollout_buffer)):  # load() may have been given another buffer
+            if self._run_state.buffer_class == full_name(type(self.rollout_buffer)):  # load() may have been given another
                 self.rollout_buffer.set_state(self._run_state.buffer)
             self._run_state = None
         if self.rollout_buffer.notice and self.verbose >= 1:
@@ -566,31 +569,38 @@ class GRPO(OnPolicyAlgorithm):
         :return: The steps, each taken when it is asked for. Workers that can act by themselves have taken all of them
         """
         seeded_env = find_seeded_vec_env(env)
+        if self._workers_act(env):
+            collected = self._collect_in_workers(env, rollout_buffer, n_steps)
+            seeded_env.count_mismatches(collected.mismatches, collected.warnings)
+            return arrived_steps(collected, self.policy, seeded_env)
         obs: Any = self._last_obs
-        if not self._workers_act(env):
-            starts = partial(getattr, seeded_env, "start_indices")
-            return take_steps(self.policy, env, starts, obs, n_steps, self.sde_sample_freq, self.num_timesteps)
+        settings = n_steps, self.sde_sample_freq, self.num_timesteps
+        return take_steps(self.policy, env, lambda: seeded_env.start_indices, obs, *settings)
+
+    def _collect_in_workers(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer, n_steps: int) -> Collected:
+        """
+        :return: A rollout of the workers. If the episodes of a lost worker cannot go on, all environments begin new ones
+        """
+        seeded_env = find_seeded_vec_env(env)
+        obs: Any = self._last_obs
         self.policy.set_training_mode(False)
-        collect = partial(
-            seeded_env.venv.collect,  # type: ignore[attr-defined]
-            self._policy_recipe(),
-            self.policy,
-            queue=self.start_queue,
-            share_starts=seeded_env.shares_starts,
-            n_steps=n_steps,
-            sde_sample_freq=self.sde_sample_freq,
-            num_timesteps=self.num_timesteps,
-        )
-        collected = None
-        while collected is None:
+        while True:
             try:
-                collected = collect(obs=obs, starts=seeded_env.start_indices)
+                return seeded_env.venv.collect(  # type: ignore[attr-defined]
+                    self._policy_recipe(),
+                    self.policy,
+                    obs=obs,
+                    starts=seeded_env.start_indices,
+                    queue=self.start_queue,
+                    share_starts=seeded_env.shares_starts,
+                    n_steps=n_steps,
+                    sde_sample_freq=self.sde_sample_freq,
+                    num_timesteps=self.num_timesteps,
+                )
             except RolloutLost as error:
                 env_idx, what, _ = error.args
                 warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
                 obs = self._begin_episodes(env, rollout_buffer)
-        seeded_env.count_mismatches(collected.mismatches, collected.warnings)
-        return arrived_steps(collected, self.policy, seeded_env)
 
     def _workers_act(self, env: VecEnv) -> bool:
         """
@@ -812,13 +822,13 @@ class GRPO(OnPolicyAlgorithm):
         classes = [each for each in cls.__mro__ if issubclass(each, GRPO)]
         taken = ("policy", "env", "_init_setup_model", "unknown")  # by the file, by `load`, or by nobody
         accepted = [name for each in classes for name in inspect.signature(each).parameters if name not in taken]
-        refuse_unknown_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
+        refuse_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
         check_format(path)
         changed = {**(custom_objects or {}), **kwargs}
         if "n_steps" in changed:
             kwargs["_chooses_n_steps"] = changed["n_steps"] is None
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
-        if kwargs.get("seed") is not None:  # a new run
+        if changed.get("seed") is not None:  # a new run
             model.start_queue = model._new_start_queue(model.seed)
             model._random_state = None
         return model

@@ -71,9 +71,7 @@ class Surrogate(NamedTuple):
     slope: th.Tensor
 
 
-def clipped_surrogate(
-    log_ratio: th.Tensor, advantages: th.Tensor, clip_range: float, clip_range_high: float | None = None
-) -> Surrogate:
+def clipped_surrogate(log_ratio: th.Tensor, advantages: th.Tensor, clip_range: float, clip_range_high: float) -> Surrogate:
     """
     The surrogate of PPO (https://arxiv.org/abs/1707.06347, equation 7) before the mean is taken:
     ``-min(rho A, clip(rho, 1 - c, 1 + c_high) A)``.
@@ -84,13 +82,12 @@ def clipped_surrogate(
     :param log_ratio: ``log rho``, shape ``(n,)``
     :param advantages: ``A``, shape ``(n,)``
     :param clip_range: ``c``
-    :param clip_range_high: ``c_high``; ``None`` for ``c``
+    :param clip_range_high: ``c_high``
     :return: Loss, ratio and slope of each transition
     """
-    high = clip_range if clip_range_high is None else clip_range_high
     ratio = th.exp(th.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     gain = advantages * ratio
-    clipped_gain = advantages * th.clamp(ratio, 1.0 - clip_range, 1.0 + high)
+    clipped_gain = advantages * th.clamp(ratio, 1.0 - clip_range, 1.0 + clip_range_high)
     loss = -th.min(gain, clipped_gain)
     # `rho A` is its own derivative with respect to `log rho`; where the clipped gain is smaller, the loss is flat.
     # NaN compares as false, so it stays visible in the slope.
@@ -153,16 +150,15 @@ class ClipFractions(NamedTuple):
     high: th.Tensor
 
 
-def clip_fractions(ratio: th.Tensor, clip_range: float, clip_range_high: float | None = None) -> ClipFractions:
+def clip_fractions(ratio: th.Tensor, clip_range: float, clip_range_high: float) -> ClipFractions:
     """
     :param ratio: Importance ratios, shape ``(n,)``
     :param clip_range: ``c`` of :func:`clipped_surrogate`
-    :param clip_range_high: ``c_high`` of :func:`clipped_surrogate`; ``None`` for ``c``
+    :param clip_range_high: ``c_high`` of :func:`clipped_surrogate`
     :return: Fractions of the ratios that leave the clip range
     """
-    high = clip_range if clip_range_high is None else clip_range_high
     change = ratio - 1.0
-    return ClipFractions((change < -clip_range).float().mean(), (change > high).float().mean())
+    return ClipFractions((change < -clip_range).float().mean(), (change > clip_range_high).float().mean())
 
 
 def effective_sample_size(ratio: th.Tensor) -> th.Tensor:

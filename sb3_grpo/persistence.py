@@ -36,13 +36,6 @@ class RunState:
     kl_penalty: dict[str, Any]
     random: dict[str, Any] | None
 
-    def is_of(self, buffer_class: type) -> bool:
-        """
-        :param buffer_class: Class of a rollout buffer
-        :return: Whether the state of the buffer is one of this class
-        """
-        return self.buffer_class in (full_name(buffer_class), buffer_class)  # earlier files hold the class
-
 
 def full_name(of: type) -> str:
     """

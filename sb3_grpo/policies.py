@@ -192,7 +192,9 @@ class ActorPolicy(BasePolicy):
                 module.apply(partial(self.init_weights, gain=gain))
 
         self.optimizer = self.optimizer_class(
-            self._parameter_groups(), lr=lr_schedule(1), **self.optimizer_kwargs  # type: ignore[call-arg]
+            self._parameter_groups(),
+            lr=lr_schedule(1),
+            **self.optimizer_kwargs,  # type: ignore[call-arg]
         )
         self.set_learning_rate(lr_schedule(1))
 
@@ -415,8 +417,13 @@ class ActorPolicy(BasePolicy):
             parts.append(features.cpu().double().numpy())
         return np.concatenate(parts)
 
-    #: Methods between observations and distributions. A subclass that overrides one of them has its own distribution.
-    _distribution_methods: ClassVar[tuple[str, ...]] = ("get_distribution", "_distribution", "_latent")
+    #: Methods between observations and log-probabilities. A subclass that overrides one of them has its own distribution.
+    _distribution_methods: ClassVar[tuple[str, ...]] = (
+        "get_distribution",
+        "_distribution",
+        "_latent",
+        "evaluate_distribution",
+    )
 
     def _lean_distribution(self) -> LeanDistribution | None:
         """

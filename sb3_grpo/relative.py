@@ -185,11 +185,10 @@ class RelativeTerm:
         """
         :return: What is saved with a model, for :meth:`set_state`
         """
-        return {"group_size": self.group_size, "sums": self._sums, "rollout": self._rollout, "kept": tuple(self._kept)}
+        return {"sums": self._sums}  # a loaded model begins new trajectories
 
     def set_state(self, state: dict[str, Any]) -> None:
         """
         :param state: State from :meth:`get_state`
         """
-        self._sums, self._rollout = state["sums"], state["rollout"]
-        self._kept = _Kept(*state["kept"]) if state["group_size"] == self.group_size else _NOTHING
+        self._sums = state["sums"]

@@ -9,7 +9,7 @@ import gymnasium as gym
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import check_buffer_arguments
+from sb3_grpo.buffers import BUFFERS, buffer_options, check_buffer_arguments
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import (
@@ -18,10 +18,31 @@ from sb3_grpo.validation import (
     require_at_least,
     require_between,
     require_bool,
+    require_mapping,
     require_one_of,
     require_positive,
     require_schedule,
 )
+
+#: Arguments of policies that GRPO passes, and what they are called there
+OF_GRPO = {
+    "normalize_observations": "normalize_observations",
+    "use_sde": "use_sde",
+    "lr_schedule": "learning_rate",
+}
+
+
+def refuse_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]) -> None:
+    """
+    :param unknown: Arguments that GRPO does not take
+    :param accepted: Names of the arguments that it takes
+    :raises TypeError: If there is an unknown argument; the message says what to write instead
+    """
+    places = {name: "rollout_buffer_kwargs" for buffer_class in BUFFERS.values() for name in buffer_options(buffer_class)}
+    places |= dict.fromkeys(constructor_arguments(ActorPolicy), "policy_kwargs")
+    refuse_unknown_arguments(
+        unknown, accepted, hints={name: f"write `{place}=dict({name}=...)`" for name, place in places.items()}
+    )
 
 
 def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
@@ -91,20 +112,19 @@ def check_policy_kwargs(policy_class: type, policy_kwargs: Mapping[str, Any], st
     :raises TypeError: If the policy does not take one of its arguments
     :raises ValueError: If the arguments contradict each other, or if the policy cannot standardise
     """
-    accepted = constructor_arguments(policy_class)
+    require_mapping("policy_kwargs", policy_kwargs)
+    accepted = constructor_arguments(policy_class) - {"observation_space", "action_space"}
     refuse_unknown_arguments(
         {each: value for each, value in policy_kwargs.items() if each not in accepted}, accepted, policy_class.__name__
     )
-    name = "normalize_observations"
-    if name in policy_kwargs:
+    for name, of_grpo in OF_GRPO.items():
+        if name in policy_kwargs:
+            value = f"{of_grpo}={policy_kwargs[name]!r}"
+            raise ValueError(f"`policy_kwargs` has `{name}`, which GRPO sets: pass it there, as GRPO(..., {value}).")
+    if standardises and "normalize_observations" not in accepted:
         raise ValueError(
-            f"`policy_kwargs` has {name}={policy_kwargs[name]!r}, which is an argument of GRPO: pass it there, as "
-            f"GRPO(..., {name}={policy_kwargs[name]!r})."
-        )
-    if standardises and name not in accepted:
-        raise ValueError(
-            f"`{policy_class.__name__}` takes no `{name}`, so it cannot standardise observations: let its `__init__` accept "
-            f"the argument and pass it to `super().__init__`, or pass {name}=False to GRPO."
+            f"`{policy_class.__name__}` takes no `normalize_observations`, so it cannot standardise observations: let its "
+            "`__init__` accept the argument and pass it to `super().__init__`, or pass normalize_observations=False to GRPO."
         )
 
 
@@ -121,7 +141,7 @@ def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> int:
     return max(n_steps // multiple * multiple, min(n_steps, multiple))
 
 
-def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantage: bool, uses_all: bool) -> None:
+def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantage: bool, whitens: bool) -> None:
     """
     Warn of minibatches that are not full.
 
@@ -129,16 +149,16 @@ def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantag
     :param n_envs: Number of environments
     :param batch_size: Minibatch size
     :param normalize_advantage: Whether advantages are standardised
-    :param uses_all: Whether each update has exactly the transitions of a rollout
+    :param whitens: Whether the buffer standardises the advantages of a rollout, all of which are then used
     :raises ValueError: If a rollout is too small
     """
     rollout_size = n_steps * n_envs
-    if rollout_size == 1 and normalize_advantage:
+    if rollout_size == 1 and normalize_advantage and whitens:
         raise ValueError(
             f"n_steps={n_steps} with {n_envs} environment gives rollouts of one transition, whose advantage cannot be "
             "normalised: pass a larger `n_steps`, or normalize_advantage=False."
         )
-    if uses_all and rollout_size % batch_size > 0:
+    if whitens and rollout_size % batch_size > 0:
         warnings.warn(
             f"batch_size={batch_size} does not divide the rollout of n_steps * n_envs = {n_steps} * {n_envs} = {rollout_size} "
             f"transitions: there will be a truncated mini-batch of size {rollout_size % batch_size} in each epoch. Choose "

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 
+from sb3_grpo.validation import require_at_least
+
 ADVICE = (
     "Training works all the same, but comparing the members of a group cannot cancel what such inputs cause. In an "
     "environment of your own, draw the whole stream of inputs in `reset`, from `self.np_random` after "
@@ -62,8 +64,11 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
     :param n_members: Number of members, each with random actions of its own
     :param seed: Seed of the resets
     :return: The verdict, and a message that explains it
-    :raises ValueError: If the environment cannot be reset with a seed, or fails in a step
+    :raises ValueError: If it is no Gymnasium environment, cannot be reset with a seed, or fails in a step
     """
+    if not isinstance(env, gym.Env):
+        raise ValueError(f"`env` is {env!r}: pass a single environment, such as `gymnasium.make('CartPole-v1')`.")
+    require_at_least("n_members", n_members, 2)
     first, again = (_play(env, n_steps, seed, member=0) for _ in range(2))
     step = _first_difference([seen[:2] for seen in first], [seen[:2] for seen in again])
     if step is not None:

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sb3_grpo.validation import require_at_least
+
 
 class Start(NamedTuple):
     """
@@ -35,16 +37,14 @@ class StartQueue:
     :param group_size: Number of trajectories that share a start, at least 2
     :param seed: Seed of the queue, not negative; ``None`` for a random number from numpy's global generator, as in SB3
     :param max_group_size: Largest group size that the run may choose; ``None`` for ``group_size``
-    :raises ValueError: If ``group_size`` is not an integer of at least 2, or ``seed`` is negative
+    :raises ValueError: If ``group_size`` is not an integer of at least 2, or ``seed`` not one of at least 0
     """
 
     def __init__(self, group_size: int, seed: int | None = None, max_group_size: int | None = None):
-        if not isinstance(group_size, (int, np.integer)) or group_size < 2:
-            raise ValueError(f"`group_size` must be an integer of at least 2, got {group_size!r}")
+        require_at_least("group_size", group_size, 2)
         if seed is None:
             seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))
-        if seed < 0:
-            raise ValueError(f"`seed` must not be negative, got {seed!r}")
+        require_at_least("seed", seed, 0)
         self.group_size = int(group_size)
         self.max_group_size = max(self.group_size, max_group_size or 0)
         self.seed = int(seed)

@@ -138,8 +138,8 @@ class SeededVecEnv(VecEnv):
     @property
     def stepped_while_detached(self) -> bool:
         """
-        Whether the environments were stepped or reset without a queue since the last ``reset()`` with one. The observation and
-        the starts that the algorithm knows are then outdated.
+        Whether the environments were stepped or reset without the present queue since the last ``reset()`` with it. The
+        observation and the starts that the algorithm knows are then outdated.
         """
         # Every reset of a base makes a new list of options, also one that does not come through this object.
         return self._stepped_while_detached or self.venv._options is not self._options_after_reset
@@ -150,7 +150,8 @@ class SeededVecEnv(VecEnv):
 
     def attach(self, queue: StartQueue, share_starts: bool = True, check: Check | None = None) -> None:
         """
-        Take the starts of all resets from a queue until ``detach()``. Episodes in progress continue.
+        Take the starts of all resets from a queue until ``detach()``. Episodes in progress continue, unless they belong to
+        another queue: then the environments have to be reset.
 
         :param queue: Queue of the run
         :param share_starts: Whether resets get the seed of their start. If not, starts are only numbered
@@ -161,7 +162,7 @@ class SeededVecEnv(VecEnv):
             # Numbers and first observations of another queue do not apply to this one.
             self._last_queue = queue
             self._in_view = {}
-            self.start_indices = np.full(self.num_envs, -1, dtype=np.int64)
+            self._forget_starts()
         if self.start_queue is None:
             if isinstance(self.venv, DummyVecEnv):
                 self.venv.envs = [DeferredReset(env, env_idx) for env_idx, env in enumerate(self.venv.envs)]
@@ -349,11 +350,10 @@ class SeededVecEnv(VecEnv):
         if self.mismatches == 1:
             warnings.warn(
                 f"The environment {self._env_name(env_idx)!r} does not reproduce its initial state: two calls of "
-                f"`reset(seed=...)` with the same seed returned different observations (start {start.index}, "
-                f"group {start.group}), so the members of a group do not share their start. In the environment "
-                "and in each of its wrappers, call `super().reset(seed=seed)` first and draw random numbers only "
-                "from `self.np_random`. Or pass share_starts=False to GRPO, for example with a wrapper that does not reset "
-                "at every end of an episode (Atari's `EpisodicLifeEnv`).",
+                "`reset(seed=...)` with the same seed returned different observations, so the members of a group do not share "
+                "their start. In the environment and in each of its wrappers, call `super().reset(seed=seed)` first and draw "
+                "random numbers only from `self.np_random`. Or pass share_starts=False to GRPO, for example with a wrapper "
+                "that does not reset at every end of an episode (Atari's `EpisodicLifeEnv`).",
                 UserWarning,
                 stacklevel=2,
             )

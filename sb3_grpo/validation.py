@@ -22,7 +22,6 @@ FOREIGN_ARGUMENTS = {
     "num_iterations": "the number of passes over an update is `n_epochs`",
     "loss_type": "write `loss_aggregation='step'` (DAPO), 'trajectory' (DeepSeekMath) or 'constant' (Dr. GRPO)",
     "scale_rewards": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
-    "reward_weights": "write `rollout_buffer_kwargs=dict(reward_weights={...})`",
     "multi_objective_aggregation": "write `rollout_buffer_kwargs=dict(component_aggregation=...)`",
     "sync_ref_model": "write `kl_reference=k` to renew the reference every k updates, or 'polyak'",
     "ref_model_sync_steps": "write `kl_reference=k` to renew the reference every k updates",
@@ -35,9 +34,7 @@ FOREIGN_ARGUMENTS = {
     "lr": "the learning rate is `learning_rate`",
     "lam": "the lambda of the advantages is `gae_lambda`",
     "n_envs": "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`",
-    "net_arch": "write `policy_kwargs=dict(net_arch=[64, 64])`",
     "scale": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
-    "leave_one_out": "write `rollout_buffer_kwargs=dict(leave_one_out=True)`",
 }
 
 #: Bounds of an action that are further apart stand for no bounds, as the largest number of a type does. The initial standard
@@ -45,20 +42,24 @@ FOREIGN_ARGUMENTS = {
 MAX_ACTION_RANGE = 1e9
 
 
-def refuse_unknown_arguments(unknown: Mapping[str, Any], accepted: Iterable[str], taker: str = "GRPO") -> None:
+def refuse_unknown_arguments(
+    unknown: Mapping[str, Any], accepted: Iterable[str], taker: str = "GRPO", hints: Mapping[str, str] | None = None
+) -> None:
     """
     Refuse keyword arguments that a constructor does not take.
 
     :param unknown: Arguments that were passed and are not accepted
     :param accepted: Names of the arguments that are
     :param taker: Name of the class
+    :param hints: What to write instead of some of the arguments
     :raises TypeError: If there is an unknown argument; the message says what to write instead
     """
+    hints = {**(hints or {}), **FOREIGN_ARGUMENTS}
     for name, value in unknown.items():
         closest = difflib.get_close_matches(name, accepted, n=1)
         hint = f"did you mean `{closest[0]}`?" if closest else f"see `help({taker})` for its arguments."
-        if name in FOREIGN_ARGUMENTS:
-            hint = f"{FOREIGN_ARGUMENTS[name]}."
+        if name in hints:
+            hint = f"{hints[name]}."
         raise TypeError(f"{taker} does not take `{name}={value!r}`: {hint}")
 
 
@@ -72,7 +73,8 @@ def constructor_arguments(cls: type) -> set[str]:
         if "__init__" not in vars(each):
             continue
         parameters = inspect.signature(each).parameters
-        accepted |= {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        accepted |= {name for name, parameter in parameters.items() if parameter.kind not in variable}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
     return accepted
@@ -148,6 +150,16 @@ def require_schedule(name: str, value: Any) -> None:
             f"`{name}` must be a finite number of at least 0, or a function that maps the remaining progress (from 1 to 0) "
             f"to one, not {value!r}{gives}."
         )
+
+
+def require_mapping(name: str, value: Any) -> None:
+    """
+    :param name: Name of the argument
+    :param value: Value of the argument
+    :raises ValueError: If the value is not a dictionary of arguments
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"`{name}` must be a dictionary of arguments, such as dict(...), not {value!r}.")
 
 
 def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:

@@ -61,7 +61,7 @@ def test_the_checkers_of_gymnasium_and_sb3_have_nothing_to_say(env_id: str, recw
 
 
 @every_task
-def test_the_spec_has_the_length_of_an_episode_and_no_threshold(env_id: str) -> None:
+def test_the_time_limit_is_the_length_of_an_episode_and_there_is_no_threshold(env_id: str) -> None:
     env = gym.make(env_id)
     env.action_space.seed(0)
     env.reset(seed=0)
@@ -70,7 +70,25 @@ def test_the_spec_has_the_length_of_an_episode_and_no_threshold(env_id: str) -> 
         _, _, terminated, truncated, _ = env.step(env.action_space.sample())
         n_steps, done = n_steps + 1, terminated or truncated
     assert env.spec is not None
-    assert (env.spec.max_episode_steps, env.spec.reward_threshold) == (n_steps, None)
+    assert env.get_wrapper_attr("_max_episode_steps") == n_steps and env.spec.reward_threshold is None
+
+
+@pytest.mark.parametrize(
+    ("env_id", "length", "n_steps"),
+    [
+        ("LoadBalancing-v0", dict(n_jobs=300), 300),
+        ("LostSales-v0", dict(n_periods=300), 300),
+        ("EnergyStorage-v0", dict(n_hours=200), 200),
+        ("BitRate-v0", dict(n_chunks=60), 60),
+        ("Queueing-v0", dict(n_events=1200), 1200),
+        ("TokenArithmetic-v0", dict(n_digits=2), 3),
+    ],
+)
+def test_an_episode_has_the_length_that_was_asked_for(env_id: str, length: dict[str, int], n_steps: int) -> None:
+    env = gym.make(f"sb3_grpo/{env_id}", **length)
+    _, terminated, truncated = play(env, [0] * n_steps)
+    assert terminated or truncated
+    assert env.get_wrapper_attr("_max_episode_steps") == n_steps
 
 
 @every_task
@@ -194,6 +212,12 @@ def test_load_balancing_draws_jobs_of_the_published_size_and_rate() -> None:
     assert env.inputs["sizes"].min() >= 100
     # The median of a Pareto distribution with shape 1.5 and scale 100; its variance is infinite
     assert np.median(env.inputs["sizes"]) == pytest.approx(100 * 2 ** (1 / 1.5), rel=0.02)
+
+
+def test_an_order_needs_a_lead_time() -> None:
+    with pytest.raises(ValueError, match="`lead_time` must be an integer of at least 1, not 0"):
+        LostSalesEnv(lead_time=0)
+    assert play(LostSalesEnv(lead_time=1), [3])[1:] == (False, False)
 
 
 def test_lost_sales_charges_what_is_left_and_what_is_lacking() -> None:

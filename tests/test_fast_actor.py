@@ -182,6 +182,12 @@ class OwnLatent(ActorPolicy):
         return super()._latent(2.0 * obs)
 
 
+class OwnEvaluation(ActorPolicy):
+    def evaluate_distribution(self, *args: Any) -> Any:
+        log_prob, entropy = super().evaluate_distribution(*args)
+        return log_prob, 2.0 * entropy
+
+
 class Residual(nn.Sequential):
     def forward(self, x: th.Tensor) -> th.Tensor:
         return x + super().forward(x)
@@ -214,6 +220,7 @@ ACTS_IN_ITS_OWN_WAY = {
     "extract_features": lambda: make_policy(cls=OwnFeatures),
     "get_distribution": lambda: make_policy(cls=Slow),
     "_latent": lambda: make_policy(cls=OwnLatent),
+    "evaluate_distribution": lambda: make_policy(cls=OwnEvaluation),
     "hook on the policy": altered(listen),
 }
 NOT_ELIGIBLE = {
@@ -248,6 +255,15 @@ NOT_ELIGIBLE = {
 def test_an_unusual_policy_has_no_fast_actor(make: Callable[[], ActorPolicy]):
     assert make_policy().fast_actor() is not None
     assert make().fast_actor() is None
+
+
+def test_a_policy_that_evaluates_in_its_own_way_is_asked_itself():
+    obs, actions = th.randn(N, 3), th.randint(4, (N,))
+    th.manual_seed(0)
+    plain = make_policy()
+    th.manual_seed(0)
+    own = make_policy(cls=OwnEvaluation)
+    th.testing.assert_close(own.evaluate_actions(obs, actions)[1], 2.0 * plain.evaluate_actions(obs, actions)[1])
 
 
 def test_a_hook_on_all_modules_is_noticed():

@@ -80,7 +80,7 @@ def test_log_ratios_of_trajectories_equal_a_loop(seed: int):
 def test_the_loss_of_trajectories_of_one_step_is_that_of_steps_bit_for_bit(dtype: th.dtype):
     log_ratio, advantages = th.randn(100, dtype=dtype, requires_grad=True), th.randn(100, dtype=dtype)
     levels = [log_ratio, losses.trajectory_log_ratio(log_ratio, th.randperm(100))]
-    of_level = [losses.clipped_surrogate(level, advantages, CLIP).loss for level in levels]
+    of_level = [losses.clipped_surrogate(level, advantages, CLIP, CLIP).loss for level in levels]
     assert levels[1].dtype == dtype
     assert th.equal(*levels) and th.equal(*of_level) and th.equal(*(gradient_of(loss, log_ratio) for loss in of_level))
 
@@ -125,17 +125,17 @@ def test_equal_advantages_within_trajectories_give_gspo_at_the_level_of_trajecto
     ("clip_range_high", "ratio", "advantage", "loss", "slope", "clipped"),
     [
         # -min(1.5 * 2, 1.2 * 2) = -2.4, flat
-        pytest.param(None, 1.5, 2.0, -2.4, 0.0, 1.0, id="good action, above: clipped"),
+        pytest.param(CLIP, 1.5, 2.0, -2.4, 0.0, 1.0, id="good action, above: clipped"),
         # -min(0.5 * 2, 0.8 * 2) = -1.0, still pulled up
-        pytest.param(None, 0.5, 2.0, -1.0, -2.0, 1.0, id="good action, below: pulled back"),
+        pytest.param(CLIP, 0.5, 2.0, -1.0, -2.0, 1.0, id="good action, below: pulled back"),
         # -min(1.5 * -2, 1.2 * -2) = 3.0, still pushed down
-        pytest.param(None, 1.5, -2.0, 3.0, 2.0, 1.0, id="bad action, above: pulled back"),
+        pytest.param(CLIP, 1.5, -2.0, 3.0, 2.0, 1.0, id="bad action, above: pulled back"),
         # -min(0.5 * -2, 0.8 * -2) = 1.6, flat
-        pytest.param(None, 0.5, -2.0, 1.6, 0.0, 1.0, id="bad action, below: clipped"),
+        pytest.param(CLIP, 0.5, -2.0, 1.6, 0.0, 1.0, id="bad action, below: clipped"),
         # -min(1.1 * 2, 1.1 * 2) = -2.2
-        pytest.param(None, 1.1, 2.0, -2.2, -2.0, 0.0, id="good action, inside"),
-        pytest.param(None, 0.9, -2.0, 1.8, 2.0, 0.0, id="bad action, inside"),
-        pytest.param(None, 1.5, 0.0, 0.0, 0.0, 1.0, id="indifferent action"),
+        pytest.param(CLIP, 1.1, 2.0, -2.2, -2.0, 0.0, id="good action, inside"),
+        pytest.param(CLIP, 0.9, -2.0, 1.8, 2.0, 0.0, id="bad action, inside"),
+        pytest.param(CLIP, 1.5, 0.0, 0.0, 0.0, 1.0, id="indifferent action"),
         # -min(1.4 * 2, 1.4 * 2) = -2.8: 1.4 is above 1.2, but not above 1.5
         pytest.param(0.5, 1.4, 2.0, -2.8, -2.0, 0.0, id="clip higher: good action, inside"),
         # -min(1.6 * 2, 1.5 * 2) = -3.0, flat
@@ -149,7 +149,7 @@ def test_equal_advantages_within_trajectories_give_gspo_at_the_level_of_trajecto
     ],
 )
 def test_the_clipped_surrogate_and_its_slope_are_as_worked_out_by_hand(
-    clip_range_high: float | None, ratio: float, advantage: float, loss: float, slope: float, clipped: float
+    clip_range_high: float, ratio: float, advantage: float, loss: float, slope: float, clipped: float
 ):
     log_ratio = th.tensor([math.log(ratio)], dtype=th.float64, requires_grad=True)
     surrogate = losses.clipped_surrogate(log_ratio, th.tensor([advantage], dtype=th.float64), CLIP, clip_range_high)
@@ -161,7 +161,7 @@ def test_the_clipped_surrogate_and_its_slope_are_as_worked_out_by_hand(
 def test_the_clipped_surrogate_and_its_gradient_equal_those_of_ppo():
     log_prob = th.randn(1000, dtype=th.float64, requires_grad=True)
     old_log_prob, advantages = th.randn(2, 1000, dtype=th.float64)
-    loss, our_ratio, _ = losses.clipped_surrogate(log_prob - old_log_prob, advantages, CLIP)
+    loss, our_ratio, _ = losses.clipped_surrogate(log_prob - old_log_prob, advantages, CLIP, CLIP)
 
     ratio = th.exp(log_prob - old_log_prob)
     policy_loss_1 = advantages * ratio
@@ -170,10 +170,8 @@ def test_the_clipped_surrogate_and_its_gradient_equal_those_of_ppo():
     ppo_clip_fraction = th.mean((th.abs(ratio - 1) > CLIP).float()).item()
     assert loss.shape == our_ratio.shape == (1000,)
     assert loss.mean().item() == pytest.approx(ppo_loss.item(), rel=1e-12)
-    assert float(sum(losses.clip_fractions(our_ratio, CLIP))) == pytest.approx(ppo_clip_fraction, rel=1e-6)
+    assert float(sum(losses.clip_fractions(our_ratio, CLIP, CLIP))) == pytest.approx(ppo_clip_fraction, rel=1e-6)
     th.testing.assert_close(gradient_of(loss.mean(), log_prob), gradient_of(ppo_loss, log_prob))
-    same_range = losses.clipped_surrogate(log_prob - old_log_prob, advantages, CLIP, CLIP)
-    assert th.equal(same_range.loss, loss)
 
 
 def log_ratios(largest: float) -> st.SearchStrategy[float]:
@@ -190,7 +188,7 @@ class Update(NamedTuple):
     log_ratio: list[float]
     advantages: list[float]
     clip_range: float
-    clip_range_high: float | None
+    clip_range_high: float
 
 
 @st.composite
@@ -200,8 +198,9 @@ def updates(draw: st.DrawFn) -> Update:
         st.floats(-3.0, 3.0, allow_subnormal=False), st.floats(-1e29, 1e29, allow_subnormal=False), st.just(0.0)
     )
     pairs = draw(st.lists(st.tuples(log_ratios(1e38), signed), min_size=1, max_size=10))
-    high = draw(st.one_of(st.none(), st.floats(0.0, 2.0)))
-    return Update([d for d, _ in pairs], [a for _, a in pairs], draw(st.floats(0.01, 0.99)), high)
+    clip_range = draw(st.floats(0.01, 0.99))
+    high = draw(st.one_of(st.just(clip_range), st.floats(0.0, 2.0)))
+    return Update([d for d, _ in pairs], [a for _, a in pairs], clip_range, high)
 
 
 @BOTH_DTYPES
@@ -220,7 +219,7 @@ def test_the_surrogate_is_finite_and_bounded_and_its_slope_is_the_gradient(updat
     assert (gradient * advantages <= 0).all()
     # A good action gains from nothing to 1 + c_high; a bad one costs 1 - c or more, however unlikely it has become
     loss, ratio, rounding = surrogate.loss.detach(), surrogate.ratio, 1e-5 * advantages.abs()
-    high = update.clip_range if update.clip_range_high is None else update.clip_range_high
+    high = update.clip_range_high
     good = advantages >= 0
     assert (-loss <= ratio * advantages).all()
     assert (loss[good] <= 0).all() and (-loss <= (1.0 + high) * advantages + rounding)[good].all()
@@ -236,14 +235,14 @@ def test_the_surrogate_is_finite_and_bounded_and_its_slope_is_the_gradient(updat
 @BOTH_DTYPES
 def test_the_slope_is_zero_beyond_the_clamp_even_where_the_loss_overflows(dtype: th.dtype):
     log_ratio = th.tensor([30.0], dtype=dtype, requires_grad=True)
-    surrogate = losses.clipped_surrogate(log_ratio, th.full_like(log_ratio, -th.finfo(dtype).max / 100), CLIP)
+    surrogate = losses.clipped_surrogate(log_ratio, th.full_like(log_ratio, -th.finfo(dtype).max / 100), CLIP, CLIP)
     assert surrogate.loss.isinf().all()
     assert surrogate.slope.item() == gradient_of(surrogate.loss, log_ratio).item() == 0.0
 
 
 def test_nan_shows_in_the_slope():
     log_ratio, advantages = th.tensor([0.0, float("nan"), 0.0]), th.tensor([float("nan"), 1.0, 1.0])
-    assert losses.clipped_surrogate(log_ratio, advantages, CLIP).slope.isnan().tolist() == [True, True, False]
+    assert losses.clipped_surrogate(log_ratio, advantages, CLIP, CLIP).slope.isnan().tolist() == [True, True, False]
 
 
 # --- the mean over transitions ----------------------------------------------------------------------------------------
@@ -304,14 +303,14 @@ def test_weights_of_trajectories_that_have_used_up_the_same_budget_are_exactly_o
     ("clip_range_high", "low", "high"),
     [
         # below 0.8: 0.5 and 0.7; above 1.2: 1.3, 1.6 and 2
-        (None, 2 / 8, 3 / 8),
+        (CLIP, 2 / 8, 3 / 8),
         # above 1.5: 1.6 and 2
         (0.5, 2 / 8, 2 / 8),
         # above 1: 1.1, 1.3, 1.6 and 2
         (0.0, 2 / 8, 4 / 8),
     ],
 )
-def test_clip_fractions_are_as_worked_out_by_hand(clip_range_high: float | None, low: float, high: float):
+def test_clip_fractions_are_as_worked_out_by_hand(clip_range_high: float, low: float, high: float):
     ratio = th.tensor([0.5, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 0.7])
     assert losses.clip_fractions(ratio, CLIP, clip_range_high) == (low, high)
     # The edges, which are exact here, do not count

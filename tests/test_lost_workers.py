@@ -22,7 +22,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import load_results
 
 from sb3_grpo import GRPO, EnvironmentFault, distributed
-from sb3_grpo.distributed import History, RolloutWorker
+from sb3_grpo.distributed import History, RolloutWorker, is_stored_as
 from sb3_grpo.starts import same_observations
 
 # Ray runs once in a process of the tests
@@ -204,6 +204,21 @@ def test_observations_are_compared_part_by_part_and_none_is_like_none(observatio
     assert same_observations(deepcopy(observation), observation)
     assert not same_observations(observation, other)
     assert not same_observations(None, observation)
+
+
+def test_an_observation_equals_the_one_that_the_buffer_of_a_vec_env_made_of_it():
+    observation = np.random.default_rng(0).normal(size=2)
+    assert is_stored_as(observation, observation.astype(np.float32))
+    assert is_stored_as({"a": observation, "b": 1}, {"a": observation.astype(np.float32), "b": np.int64(1)})
+    assert not is_stored_as(observation + 1e-3, observation.astype(np.float32))
+    assert not is_stored_as(None, observation)
+
+
+def test_a_history_ends_with_the_longest_replay_and_keeps_no_more_than_its_own_actions():
+    history, actions = History(5), np.zeros((100, 8, 1), np.float32)
+    for _ in range(10):
+        history.add(actions[:, 0], max_replay=250)
+    assert len(history) == 300 and all(part.base is None for part in history.actions)
 
 
 def test_a_replay_that_ends_early_is_another_episode():

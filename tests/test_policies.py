@@ -1,7 +1,7 @@
 """Actor-only policies, compared with the actor of SB3's PPO."""
 
 import pathlib
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor, NatureCNN
 from torch import nn
 
-from sb3_grpo import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_grpo import GRPO, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.policies import ENCODING_BATCH
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -225,6 +225,16 @@ def test_net_arch_gives_the_sizes_of_the_hidden_layers():
 def test_arguments_that_make_no_actor_are_refused_and_quoted(kwargs: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         make_policy(**kwargs)
+
+
+def test_a_subclass_of_grpo_can_name_policies_of_its_own():
+    class Mine(MlpPolicy):
+        pass
+
+    class MyGRPO(GRPO):
+        policy_aliases: ClassVar[dict[str, type]] = {**GRPO.policy_aliases, "Mine": Mine}
+
+    assert type(MyGRPO("Mine", "CartPole-v1", device="cpu").policy) is Mine
 
 
 def test_layers_are_orthogonal_with_ppos_gains_only_with_ortho_init():

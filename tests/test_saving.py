@@ -145,6 +145,16 @@ def test_a_chosen_number_of_steps_follows_the_number_of_environments(
     assert reload(make_model(n_steps=8), env=make_envs(1), n_steps=None).n_steps == 1024
 
 
+def test_a_seed_that_is_given_as_an_object_is_that_of_the_starts():
+    loaded = reload(make_model().learn(64), env=make_envs(), custom_objects=dict(seed=3))
+    assert loaded.seed == loaded.start_queue.seed == 3
+
+
+def test_the_options_of_the_buffer_can_be_left_out_again():
+    loaded = reload(make_model(rollout_buffer_kwargs=dict(relative=False)), env=make_envs(), rollout_buffer_kwargs=None)
+    assert loaded.rollout_buffer.relative_term is not None
+
+
 def test_the_kernel_baseline_is_kept_with_its_random_features():
     model = make_model().learn(64)
     observations, times = np.random.default_rng(1).normal(size=(5, 3)), np.linspace(0, 1, 5)

@@ -54,6 +54,21 @@ class WithoutNaN(VecEnvWrapper):
         return np.nan_to_num(observations), *rest
 
 
+# --- several models ---------------------------------------------------------------------------------------------------
+
+
+def test_a_model_begins_new_episodes_after_another_has_learned_in_its_environments():
+    env = make_vec_env(TenSteps, n_envs=2)
+    first, second = (make_model(env, n_steps=16, batch_size=32) for _ in range(2))
+    first.learn(32)
+    second.learn(32)
+    first.learn(32, reset_num_timesteps=False)
+    buffer = first.rollout_buffer
+    assert buffer.steps[:, 0].tolist() == [0, 0] and buffer.starts.min() >= 0
+    firsts = [TenSteps().reset(seed=first.start_queue.start(int(start)).seed)[0] for start in buffer.starts[:, 0]]
+    np.testing.assert_array_equal(buffer.observations[:, 0], firsts)
+
+
 # --- the base VecEnv --------------------------------------------------------------------------------------------------
 
 

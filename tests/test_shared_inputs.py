@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from stable_baselines3.common.env_util import make_vec_env
 
 from sb3_grpo import check_shared_inputs
 
@@ -143,6 +144,14 @@ class EndsWithoutSaying(DrawsAtReset):
 class TakesNoSeed(DrawsAtReset):
     def reset(self) -> Any:  # type: ignore[override]
         return super().reset()
+
+
+def test_the_arguments_of_the_check_are_checked() -> None:
+    for several in (make_vec_env(DrawsAtReset, n_envs=2), "CartPole-v1"):
+        with pytest.raises(ValueError, match=r"pass a single environment, such as `gymnasium\.make"):
+            check_shared_inputs(several)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`n_members` must be an integer of at least 2, not 1"):
+        check_shared_inputs(DrawsAtReset(), n_members=1)
 
 
 @pytest.mark.parametrize(

@@ -262,9 +262,9 @@ def attached(venv: VecEnv, group_size: int = 2, seed: int | None = 1, **kwargs) 
 @pytest.mark.parametrize(
     ("group_size", "seed", "message"),
     [
-        (1, 0, "`group_size` must be an integer of at least 2, got 1"),
-        (2.0, 0, "`group_size` must be an integer of at least 2, got 2.0"),
-        (2, -1, "`seed` must not be negative, got -1"),
+        (1, 0, "`group_size` must be an integer of at least 2, not 1"),
+        (2.0, 0, "`group_size` must be an integer of at least 2, not 2.0"),
+        (2, -1, "`seed` must be an integer of at least 0, not -1"),
     ],
     ids=["one member", "float", "negative seed"],
 )
@@ -606,7 +606,7 @@ def test_a_group_is_verified_across_detach_and_attach_but_not_across_queues():
     seen = env.mismatches
     assert seen > 0
     env.attach(StartQueue(50, seed=2))
-    assert env.start_indices.tolist() == [-1]
+    assert env.start_indices.tolist() == [-1] and env.stepped_while_detached
     run_on(env.start_queue)
     assert env.mismatches == seen and env.start_indices.min() >= 0
 

@@ -40,7 +40,7 @@ def test_a_part_of_a_suite_can_be_chosen() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        pytest.param(dict(suite="long"), "'long'.*default, cases", id="suite"),
+        pytest.param(dict(suite="long"), "'long'.*proof, cases", id="suite"),
         pytest.param(dict(suite="proof", arms=["a2c"]), "'a2c'.*ppo, grpo", id="arm"),
         pytest.param(dict(suite="proof", envs=["Acrobot-v2"]), "'Acrobot-v2'.*CartPole-v1, Acrobot-v1", id="environment"),
     ],

@@ -25,7 +25,7 @@ from sb3_grpo.buffers.rollout import (
     Observations,
     Transitions,
 )
-from sb3_grpo.validation import constructor_arguments, require_one_of
+from sb3_grpo.validation import constructor_arguments, require_mapping, require_one_of
 
 __all__ = [
     "BUFFERS",
@@ -40,6 +40,7 @@ __all__ = [
     "ReturnToGoRolloutBuffer",
     "StepwiseRolloutBuffer",
     "Transitions",
+    "buffer_options",
     "check_buffer_arguments",
     "resolve_buffer_class",
 ]
@@ -72,16 +73,23 @@ def resolve_buffer_class(buffer: str | type[GroupRolloutBuffer] | None) -> type[
     return buffer
 
 
+def buffer_options(buffer_class: type[GroupRolloutBuffer]) -> set[str]:
+    """
+    :param buffer_class: Class of a rollout buffer
+    :return: Names of the arguments that users may pass in ``rollout_buffer_kwargs``
+    """
+    by_grpo = {"buffer_size", "observation_space", "action_space", "device", "gae_lambda", "gamma", "n_envs", "group_size"}
+    return constructor_arguments(buffer_class) - by_grpo
+
+
 def check_buffer_arguments(buffer_class: type[GroupRolloutBuffer], kwargs: Mapping[str, Any]) -> None:
     """
     :param buffer_class: Class of the rollout buffer
     :param kwargs: Its ``rollout_buffer_kwargs``
-    :raises ValueError: If the constructor of the buffer does not take one of them
+    :raises ValueError: If they are no dictionary, or if the constructor of the buffer does not take one of them
     """
-    accepted = constructor_arguments(buffer_class)
-    # GRPO passes these by itself.
-    accepted -= {"args", "buffer_size", "observation_space", "action_space", "device", "gae_lambda", "gamma", "n_envs"}
-    accepted.discard("group_size")
+    require_mapping("rollout_buffer_kwargs", kwargs)
+    accepted = buffer_options(buffer_class)
     unknown = sorted(set(kwargs) - accepted, key=str)
     if unknown:
         raise ValueError(

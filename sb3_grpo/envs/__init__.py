@@ -12,15 +12,15 @@ from typing import Any
 
 from gymnasium.envs.registration import register
 
-#: Id of each environment, its class, and the number of steps of an episode.
+#: Id of each environment, its class, and its time limit; ``None`` where episodes end by themselves.
 TASKS = {
-    "sb3_grpo/LoadBalancing-v0": ("load_balancing:LoadBalancingEnv", 256),
-    "sb3_grpo/LostSales-v0": ("lost_sales:LostSalesEnv", 200),
-    "sb3_grpo/EnergyStorage-v0": ("energy_storage:EnergyStorageEnv", 168),
-    "sb3_grpo/BitRate-v0": ("bit_rate:BitRateEnv", 48),
+    "sb3_grpo/LoadBalancing-v0": ("load_balancing:LoadBalancingEnv", None),
+    "sb3_grpo/LostSales-v0": ("lost_sales:LostSalesEnv", None),
+    "sb3_grpo/EnergyStorage-v0": ("energy_storage:EnergyStorageEnv", None),
+    "sb3_grpo/BitRate-v0": ("bit_rate:BitRateEnv", None),
     "sb3_grpo/GustyHalfCheetah-v0": ("gusty_half_cheetah:GustyHalfCheetahEnv", 1000),
-    "sb3_grpo/Queueing-v0": ("queueing:QueueingEnv", 1000),
-    "sb3_grpo/TokenArithmetic-v0": ("token_arithmetic:TokenArithmeticEnv", 2),
+    "sb3_grpo/Queueing-v0": ("queueing:QueueingEnv", None),
+    "sb3_grpo/TokenArithmetic-v0": ("token_arithmetic:TokenArithmeticEnv", None),
 }
 
 

@@ -60,7 +60,7 @@ class BitRateEnv(InputDrivenEnv):
     """
 
     def __init__(self, n_chunks: int = 48, chunk_seconds: float = 4.0, max_buffer: float = 60.0, trace_seconds: int = 320):
-        self.n_chunks = n_chunks
+        self.n_chunks = self._max_episode_steps = n_chunks
         self.chunk_seconds = chunk_seconds
         self.max_buffer = max_buffer
         self.trace_seconds = trace_seconds

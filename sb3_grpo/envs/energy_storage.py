@@ -22,8 +22,8 @@ class EnergyStorageEnv(InputDrivenEnv):
     **Input**: the price of each hour, ``exp(f(hour) + x_t)`` with a daily pattern ``f`` and the mean-reverting process
     with jumps ``x_t = reversion * x_(t-1) + volatility * z_t + jump_t``.
     **Action**: 0 holds, 1 buys, 2 sells, as much as the power of the battery, its capacity and its content allow.
-    **Observation**: content over capacity, the log price over its mean, sine and cosine of the hour, the share of hours
-    to come.
+    **Observation**: content over capacity, the logarithm of the price over its median, sine and cosine of the hour, the
+    share of hours to come.
     **Reward**: what the sale earns, or minus what the purchase costs, over the median price (about 30 dollars per MWh).
     The episode terminates after ``n_hours``; what is then left in the battery is lost.
 
@@ -57,7 +57,7 @@ class EnergyStorageEnv(InputDrivenEnv):
         jump_probability: float = 0.016,
         jump_volatility: float = 1.1,
     ):
-        self.n_hours = n_hours
+        self.n_hours = self._max_episode_steps = n_hours
         self.capacity = capacity
         self.power = power
         self.efficiency = efficiency

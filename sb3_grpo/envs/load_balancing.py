@@ -48,7 +48,7 @@ class LoadBalancingEnv(InputDrivenEnv):
         size_scale: float = 100.0,
     ):
         self.service_rates = [float(rate) for rate in service_rates]
-        self.n_jobs = n_jobs
+        self.n_jobs = self._max_episode_steps = n_jobs
         self.mean_gap = mean_gap
         self.size_shape = size_shape
         self.size_scale = size_scale

@@ -7,6 +7,7 @@ import numpy as np
 from gymnasium import spaces
 
 from sb3_grpo.envs.base import InputDrivenEnv
+from sb3_grpo.validation import require_at_least
 
 
 class LostSalesEnv(InputDrivenEnv):
@@ -31,7 +32,7 @@ class LostSalesEnv(InputDrivenEnv):
     about the same over a lead time and changes severalfold over an episode; an order is limited to 20 and the stock on
     hand and under way to 100, so that random orders do not pile up; costs are divided by ``penalty * mean_demand``.
 
-    :param lead_time: Periods until an order arrives, at least 2
+    :param lead_time: Periods until an order arrives, at least 1
     :param n_periods: Steps of an episode
     :param mean_demand: Mean demand per period
     :param holding_cost: Cost of a unit that is left at the end of a period
@@ -57,8 +58,9 @@ class LostSalesEnv(InputDrivenEnv):
         max_order: int = 20,
         max_position: int = 100,
     ):
+        require_at_least("lead_time", lead_time, 1)
         self.lead_time = lead_time
-        self.n_periods = n_periods
+        self.n_periods = self._max_episode_steps = n_periods
         self.mean_demand = mean_demand
         self.holding_cost = holding_cost
         self.penalty = penalty

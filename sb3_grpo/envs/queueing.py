@@ -39,7 +39,7 @@ class QueueingEnv(InputDrivenEnv):
     """
 
     def __init__(self, n_events: int = 1000):
-        self.n_events = n_events
+        self.n_events = self._max_episode_steps = n_events
         self.action_space = spaces.Discrete(2)
         self.observation_space = spaces.Box(0.0, n_events / 10, (3,), np.float32)
 

@@ -28,6 +28,7 @@ class TokenArithmeticEnv(InputDrivenEnv):
 
     def __init__(self, n_digits: int = 1):
         self.n_digits = n_digits
+        self._max_episode_steps = n_digits + 1
         self._n_positions = 3 * n_digits + 1
         self.action_space = spaces.Discrete(10)
         self.observation_space = spaces.Box(0.0, 1.0, (10 * self._n_positions,), np.float32)
