@@ -84,7 +84,7 @@ def test_the_time_limit_is_the_length_of_an_episode_and_there_is_no_threshold(en
         ("TokenArithmetic-v0", dict(n_digits=2), 3),
     ],
 )
-def test_an_episode_has_the_length_that_was_asked_for(env_id: str, length: dict[str, int], n_steps: int) -> None:
+def test_an_episode_has_the_length_that_was_asked_for(env_id: str, length: dict[str, Any], n_steps: int) -> None:
     env = gym.make(f"sb3_grpo/{env_id}", **length)
     _, terminated, truncated = play(env, [0] * n_steps)
     assert terminated or truncated

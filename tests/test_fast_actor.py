@@ -185,6 +185,7 @@ class OwnLatent(ActorPolicy):
 class OwnEvaluation(ActorPolicy):
     def evaluate_distribution(self, *args: Any) -> Any:
         log_prob, entropy = super().evaluate_distribution(*args)
+        assert entropy is not None
         return log_prob, 2.0 * entropy
 
 
