@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 import gymnasium as gym
 import numpy as np
 import torch as th
+from gymnasium import spaces
 from stable_baselines3.common import monitor
 from stable_baselines3.common.monitor import Monitor, ResultsWriter
 from stable_baselines3.common.utils import set_random_seed
@@ -91,6 +92,22 @@ class History:
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
+class Description(NamedTuple):
+    """
+    A worker that has built its environments.
+
+    :param observation_space: Their observation space
+    :param action_space: Their action space
+    :param pid: Process id
+    :param node: IP address of its machine
+    """
+
+    observation_space: spaces.Space
+    action_space: spaces.Space
+    pid: int
+    node: str
+
+
 class RolloutWorker:
     """
     Some of the environments, in a process of their own.
@@ -109,12 +126,12 @@ class RolloutWorker:
         self.policy: ActorPolicy | None = None
         self.make_policy = b""
 
-    def build(self, env_fns: list[bytes], version: str, n_predecessors: int = 0) -> tuple[Any, Any, int, str]:
+    def build(self, env_fns: list[bytes], version: str, n_predecessors: int = 0) -> Description:
         """
         :param env_fns: Pickled functions that construct the environments
         :param version: Version of this package where the model learns
         :param n_predecessors: Number of workers that were lost with these environments
-        :return: Observation space, action space, process, and node
+        :return: What the caller has to know of it
         :raises ValueError: If this package has another version here
         """
         node = ray.util.get_node_ip_address()
@@ -125,7 +142,7 @@ class RolloutWorker:
             suffix = f".{n_predecessors}.{Monitor.EXT}"
             monitor.ResultsWriter = partial(_results_writer, suffix)  # type: ignore[assignment, misc]
         self.venv = venv = DummyVecEnv([cloudpickle.loads(env_fn) for env_fn in env_fns])
-        return venv.observation_space, venv.action_space, os.getpid(), node
+        return Description(venv.observation_space, venv.action_space, os.getpid(), node)
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """:return: What a method of the ``VecEnv`` returns"""
@@ -202,7 +219,7 @@ class RolloutWorker:
             self.venv.worker_of_env = [self.index] * self.venv.num_envs  # type: ignore[attr-defined]
             self.venv.n_workers = queue.n_parts  # type: ignore[attr-defined]
             self.seeded, self.queue = SeededVecEnv(self.venv), queue
-        vars(self.queue).update(vars(queue))
+        vars(self.queue).update(vars(queue))  # in place, because another queue would be another run for `attach`
         obs = map_observations(np.array, obs)  # what Ray delivers cannot be written to
         set_random_seed(seed)
         before = self.seeded.mismatches
@@ -289,7 +306,7 @@ class RayVecEnv(VecEnv):
         started = [self._start_worker(w) for w in range(self.n_workers)]
         self._workers = [worker for worker, _ in started]
         self._described = [self._built(w, building) for w, (_, building) in enumerate(started)]
-        observation_space, action_space, *_ = self._described[0]
+        first = self._described[0]
         self._histories = [History() for _ in range(n_envs)]
         # Values that `set_attr` has set, by name and environment: a new worker needs them
         self._attributes: dict[str, dict[int, Any]] = {}
@@ -300,17 +317,17 @@ class RayVecEnv(VecEnv):
         self._pending: list[Any] = []
         self._has_warned = False
         self._closed = False
-        super().__init__(n_envs, observation_space, action_space)
+        super().__init__(n_envs, first.observation_space, first.action_space)
 
     @property
     def worker_pids(self) -> list[int]:
         """Process id of each worker, on its own machine."""
-        return [described[2] for described in self._described]
+        return [described.pid for described in self._described]
 
     @property
     def worker_nodes(self) -> list[str]:
         """IP address of the machine of each worker."""
-        return [described[3] for described in self._described]
+        return [described.node for described in self._described]
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -324,7 +341,7 @@ class RayVecEnv(VecEnv):
         self._n_started[w] += 1
         return worker, worker.build.remote(self._env_fns[w], VERSION, self._n_started[w] - 1)
 
-    def _built(self, w: int, building: Any) -> tuple[Any, ...]:
+    def _built(self, w: int, building: Any) -> Description:
         """
         :return: Description of a worker
         :raises RuntimeError: If it does not start

@@ -54,7 +54,7 @@ def sums_of_others(values: np.ndarray) -> np.ndarray:
     return before + after
 
 
-def in_units_of_their_size(sums: np.ndarray) -> np.ndarray:
+def normalised_sums(sums: np.ndarray) -> np.ndarray:
     """
     :param sums: Sums of :func:`correlation_sums`, shape ``(..., 6)``
     :return: Those of the advantages divided by their root mean square, shape ``(..., 6)``
@@ -139,9 +139,9 @@ class RelativeTerm:
         own_group = np.unique(groups, return_inverse=True)[1]
         sums = correlation_sums(advantages, others, own_group)
         # Returns grow and shrink in the course of training; in units of their size, all rollouts count alike.
-        of_others = self._sums + in_units_of_their_size(sums_of_others(sums))
+        of_others = self._sums + normalised_sums(sums_of_others(sums))
         correlation = shrunk_correlation(of_others)[own_group]
-        self._sums = FORGETTING * (self._sums + in_units_of_their_size(sums.sum(axis=0)))
+        self._sums = FORGETTING * (self._sums + normalised_sums(sums.sum(axis=0)))
 
         coefficient = np.zeros(len(peers))
         coefficient[is_now] = A.relative_coefficient(correlation, n_members[is_now] - 1)
