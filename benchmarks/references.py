@@ -36,11 +36,11 @@ GRIDS: dict[Callable[..., Any], tuple[str, dict[str, Iterable[float]]]] = {
 }
 
 
-def returns(env_id: str, policy: Callable[[Any], Any], seeds: Iterable[int]) -> np.ndarray:
+def returns(env_id: str, policy: Callable[[Any], Any], seeds: Iterable[int | None]) -> np.ndarray:
     """
     :param env_id: Id of the environment
     :param policy: Takes the unwrapped environment and returns an action
-    :param seeds: One for each scenario
+    :param seeds: One for each scenario; ``None`` to go on with the random numbers of the one before
     :return: Return of each scenario, shape ``(n_seeds,)``
     """
     env, totals = gym.make(env_id, disable_env_checker=True), np.zeros(0)

@@ -49,6 +49,7 @@ from tqdm import tqdm
 
 from benchmarks.curves import CurveStore, LearningCurve, TrainingCurve
 from benchmarks.matrix import MATRIX, Run, expand, load_matrix
+from benchmarks.references import returns
 from benchmarks.results import FIELDS, RESULTS, append_row, provenance, read_rows, row_key, rows_file
 from sb3_grpo.envs.heuristics import HEURISTICS
 from sb3_grpo.zoo import register
@@ -96,12 +97,14 @@ def execute(run: Run) -> tuple[dict[str, Any], LearningCurve | None]:
         "settings_hash": run.settings_hash(),
         **provenance(),
     }
-    if run.algo == "random":
-        mean = f"{random_return(run.env, run.n_episodes):.4f}"
-        return {**row, "auc": mean, "final": mean, "eval_mean": mean}, None
-    if run.algo == "heuristic":
-        mean, std = (f"{value:.4f}" for value in heuristic_return(run.env, run.n_episodes, seed=EVALUATION_SEED + run.seed))
-        return {**row, "auc": mean, "final": mean, "eval_mean": mean, "eval_std": std}, None
+    if run.algo in ("random", "heuristic"):
+        if run.algo == "random":
+            totals = returns(run.env, lambda env: env.action_space.sample(), range(run.n_episodes))
+        else:  # the seed fixes the inputs of all episodes, whatever the actions are
+            seeds = [EVALUATION_SEED + run.seed, *[None] * (run.n_episodes - 1)]
+            totals = returns(run.env, heuristic_of(run.env), seeds)
+        mean = f"{totals.mean():.4f}"
+        return {**row, "auc": mean, "final": mean, "eval_mean": mean, "eval_std": f"{totals.std():.4f}"}, None
 
     # Networks this small gain nothing from more threads, and runs side by side would compete for cores
     th.set_num_threads(1)
@@ -149,44 +152,13 @@ class VarianceRemoved(BaseCallback):
         return f"{np.nanmean(self.shares):.4f}" if self.shares else ""
 
 
-def heuristic_return(env_id: str, n_episodes: int, seed: int) -> tuple[float, float]:
+def heuristic_of(env_id: str) -> Callable[[Any], Any]:
     """
     :param env_id: Input-driven environment
-    :param n_episodes: Number of episodes
-    :param seed: Seed of the environment, which fixes the inputs of all episodes, whatever the actions are
-    :return: Mean and standard deviation of the returns of the heuristic that has the best score in ``references.csv``
+    :return: The heuristic that has the best score in ``references.csv``
     """
     scores = {row["policy"]: float(row["mean"]) for row in read_rows(RESULTS / "references.csv") if row["env"] == env_id}
-    policy = HEURISTICS[env_id][max(HEURISTICS[env_id], key=scores.__getitem__)]
-    env = gym.make(env_id)
-    returns = np.zeros(n_episodes)
-    for episode in range(n_episodes):
-        env.reset(seed=seed if episode == 0 else None)
-        done = False
-        while not done:
-            _, reward, terminated, truncated, _ = env.step(policy(env.unwrapped))
-            returns[episode] += float(reward)
-            done = terminated or truncated
-    return float(returns.mean()), float(returns.std())
-
-
-def random_return(env_id: str, n_episodes: int) -> float:
-    """
-    :param env_id: Gymnasium environment
-    :param n_episodes: Number of episodes
-    :return: Mean return of uniformly random actions
-    """
-    env = gym.make(env_id)
-    env.action_space.seed(0)
-    total = 0.0
-    for episode in range(n_episodes):
-        env.reset(seed=episode)
-        done = False
-        while not done:
-            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
-            total += float(reward)
-            done = terminated or truncated
-    return total / n_episodes
+    return HEURISTICS[env_id][max(HEURISTICS[env_id], key=scores.__getitem__)]
 
 
 def evaluate(manager: ExperimentManager, model: BaseAlgorithm, n_episodes: int, seed: int) -> tuple[float, float]:
