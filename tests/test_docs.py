@@ -16,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("site")
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a worker may run other modules in between
 def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The built site."""
     out = tmp_path_factory.mktemp("site")
