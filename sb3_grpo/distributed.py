@@ -131,7 +131,7 @@ class RolloutWorker:
         :param env_fns: Pickled functions that construct the environments
         :param version: Version of this package where the model learns
         :param n_predecessors: Number of workers that were lost with these environments
-        :return: What the caller has to know of it
+        :return: Description of the worker
         :raises ValueError: If this package has another version here
         """
         node = ray.util.get_node_ip_address()

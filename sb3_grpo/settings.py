@@ -38,6 +38,8 @@ def refuse_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]) -> Non
     :param accepted: Names of the arguments that it takes
     :raises TypeError: If there is an unknown argument; the message says what to write instead
     """
+    if not unknown:
+        return
     places = {name: "rollout_buffer_kwargs" for buffer_class in BUFFERS.values() for name in buffer_options(buffer_class)}
     places |= dict.fromkeys(constructor_arguments(ActorPolicy), "policy_kwargs")
     refuse_unknown_arguments(
