@@ -33,12 +33,12 @@ from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
-from sb3_grpo.buffers.rollout import map_observations, take_observations
+from sb3_grpo.observations import map_observations, same_values, take_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.resets import DeferredReset, EnvironmentFault, RolloutLost
 from sb3_grpo.start_queue import StartQueue
-from sb3_grpo.starts import SeededVecEnv, same_observations
+from sb3_grpo.starts import SeededVecEnv
 from sb3_grpo.steps import Collected, Infos, take_steps
 from sb3_grpo.validation import check_finite
 
@@ -636,9 +636,7 @@ def is_stored_as(observation: Any, stored: Any) -> bool:
     """
     if observation is None:
         return False
-    return same_observations(
-        map_observations(lambda new, old: np.asarray(new, np.asarray(old).dtype), observation, stored), stored
-    )
+    return same_values(map_observations(lambda new, old: np.asarray(new, np.asarray(old).dtype), observation, stored), stored)
 
 
 def _take_unwanted(reference: Any, deadline: float) -> None:

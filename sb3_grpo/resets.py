@@ -17,6 +17,8 @@ import numpy as np
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
+from sb3_grpo.observations import observation_parts
+
 #: How long to wait until the operating system reports that a worker has ended.
 DEAD_WORKER_TIMEOUT_S = 5.0
 
@@ -245,15 +247,3 @@ def insert_resets(venv: VecEnv, env_indices: list[int], resets: list[tuple[Any, 
         venv.reset_infos[env_idx] = info
         for key, batch in observation_parts(observations).items():
             batch[env_idx] = observation if key is None else observation[key]
-
-
-def observation_parts(observations: Any) -> dict[Any, np.ndarray]:
-    """
-    :param observations: A batch of observations, or a single one
-    :return: Its arrays by their key or position; an array alone has the key ``None``
-    """
-    if isinstance(observations, dict):
-        return dict(observations)
-    if isinstance(observations, tuple):
-        return dict(enumerate(observations))
-    return {None: observations}

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 
+from sb3_grpo.observations import same_values
 from sb3_grpo.validation import require_at_least
 
 ADVICE = (
@@ -81,7 +82,7 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
         other = _play(env, n_steps, seed, member)
         step = _first_difference([seen[1:] for seen in first], [seen[1:] for seen in other])
         if step is not None:
-            what = "random generators" if _equal(first[step].inputs, other[step].inputs) else "`inputs`"
+            what = "random generators" if same_values(first[step].inputs, other[step].inputs) else "`inputs`"
             return SharedInputs(
                 "lost",
                 f"The {what} of two members with the same seed and different actions differ from step {step} on: the inputs "
@@ -135,14 +136,4 @@ def _layers(env: gym.Env) -> Iterator[gym.Env]:
 
 def _first_difference(left: list[Any], right: list[Any]) -> int | None:
     """:return: Index of the first entries that differ, as far as both lists go, None if there are none"""
-    return next((i for i, (mine, other) in enumerate(zip(left, right, strict=False)) if not _equal(mine, other)), None)
-
-
-def _equal(left: Any, right: Any) -> bool:
-    """:return: Whether two nested structures of numbers and arrays are equal, NaN being equal to NaN"""
-    if isinstance(left, dict):
-        return isinstance(right, dict) and left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    left, right = np.asarray(left), np.asarray(right)
-    return np.array_equal(left, right, equal_nan=np.issubdtype(left.dtype, np.inexact))
+    return next((i for i, (mine, other) in enumerate(zip(left, right, strict=False)) if not same_values(mine, other)), None)

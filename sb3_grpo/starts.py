@@ -29,6 +29,7 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
+from sb3_grpo.observations import observation_parts, same_values
 from sb3_grpo.resets import (
     TAKE_A_SEED,
     DeferredReset,
@@ -36,7 +37,6 @@ from sb3_grpo.resets import (
     SeededSubprocVecEnv,
     WatchedPipe,
     insert_resets,
-    observation_parts,
     reset_workers,
     stop_workers,
 )
@@ -344,7 +344,7 @@ class SeededVecEnv(VecEnv):
         if start.group != group:
             self._in_view[self._parts[env_idx]] = start.group, observation
             return
-        if same_observations(observation, first_observation):
+        if same_values(observation, first_observation):
             return
         self.mismatches += 1
         if self.mismatches == 1:
@@ -427,21 +427,6 @@ def _require_seed_argument(env_idx: int, env: gym.Env) -> None:
         )
     if isinstance(env, gym.Wrapper):
         _require_seed_argument(env_idx, env.env)
-
-
-def same_observations(left: Any, right: Any) -> bool:
-    """
-    :param left: Observation, or ``None`` for none
-    :param right: Observation
-    :return: Whether they are equal, and NaN is equal to NaN
-    """
-    mine, its = observation_parts(left), observation_parts(right)
-    return mine.keys() == its.keys() and all(_same(np.asarray(mine[key]), np.asarray(its[key])) for key in mine)
-
-
-def _same(left: np.ndarray, right: np.ndarray) -> bool:
-    # Only floats and complex numbers can be NaN, and `equal_nan` fails for some of the other types.
-    return np.array_equal(left, right, equal_nan=np.issubdtype(left.dtype, np.inexact))
 
 
 def insert_seeded_vec_env(env: VecEnv) -> VecEnv:

@@ -11,7 +11,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
-from sb3_grpo.buffers.rollout import map_observations, take_observations
+from sb3_grpo.observations import map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.start_queue import StartQueue
 from sb3_grpo.starts import SeededVecEnv

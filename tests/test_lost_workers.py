@@ -23,7 +23,7 @@ from stable_baselines3.common.monitor import load_results
 
 from sb3_grpo import GRPO, EnvironmentFault, distributed
 from sb3_grpo.distributed import History, RolloutWorker, is_stored_as
-from sb3_grpo.starts import same_observations
+from sb3_grpo.observations import same_values
 
 # Ray runs once in a process of the tests
 pytestmark = [pytest.mark.xdist_group("lost workers"), pytest.mark.usefixtures("ray_ends_with_the_module")]
@@ -198,12 +198,13 @@ VECTORS = np.array([0.0, np.nan]), np.array([0.0, 1.0])
         pytest.param(3, 2, id="Discrete"),
         pytest.param({"a": VECTORS[0], "b": 1}, {"a": VECTORS[0], "b": 2}, id="Dict"),
         pytest.param((VECTORS[0], 1), (VECTORS[1], 1), id="Tuple"),
+        pytest.param({"a": [1, VECTORS[0]]}, {"a": [1, VECTORS[1]]}, id="nested"),
     ],
 )
 def test_observations_are_compared_part_by_part_and_none_is_like_none(observation: Any, other: Any):
-    assert same_observations(deepcopy(observation), observation)
-    assert not same_observations(observation, other)
-    assert not same_observations(None, observation)
+    assert same_values(deepcopy(observation), observation)
+    assert not same_values(observation, other)
+    assert not same_values(None, observation)
 
 
 def test_an_observation_equals_the_one_that_the_buffer_of_a_vec_env_made_of_it():

@@ -16,12 +16,11 @@ from sb3_grpo.buffers.rollout import (
     MAX_REWARD,
     GroupReturns,
     GroupRolloutBufferSamples,
-    Observations,
     Transitions,
     checked_reward_weights,
-    map_observations,
     reward_components,
 )
+from sb3_grpo.observations import Observations, map_observations
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
 from sb3_grpo.validation import require_at_least
 

@@ -11,7 +11,8 @@ from gymnasium import spaces
 
 from sb3_grpo import advantages as A
 from sb3_grpo.buffers.base import GroupRolloutBuffer
-from sb3_grpo.buffers.rollout import Observations, Transitions
+from sb3_grpo.buffers.rollout import Transitions
+from sb3_grpo.observations import Observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import require_at_least, require_bool, require_one_of
 

@@ -11,8 +11,9 @@ from stable_baselines3.common.preprocessing import get_flattened_obs_dim, prepro
 
 from sb3_grpo import advantages as A
 from sb3_grpo.buffers.base import SMALL_GROUP, GroupRolloutBuffer
-from sb3_grpo.buffers.rollout import Observations, Transitions, map_observations, take_observations
+from sb3_grpo.buffers.rollout import Transitions
 from sb3_grpo.kernel import KernelBaseline, calibration_slope, eligibility_traces, predict_by_fold
+from sb3_grpo.observations import Observations, map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
 from sb3_grpo.validation import require_at_least, require_between, require_bool, require_one_of, require_positive

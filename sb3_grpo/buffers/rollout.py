@@ -8,39 +8,13 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.type_aliases import PyTorchObs
 
+from sb3_grpo.observations import Observations, map_observations, take_observations
 from sb3_grpo.validation import require_between
 
-#: A batch of observations: an array, or a dict of arrays for a Dict space. The first axis counts observations.
-Observations = np.ndarray | dict[str, np.ndarray]
 #: Key of ``info`` under which an environment reports several rewards.
 REWARD_COMPONENTS = "reward_components"
 #: Rewards are stored in single precision; larger ones would become infinite.
 MAX_REWARD = float(np.finfo(np.float32).max)
-
-
-def map_observations(function: Callable[..., Any], *batches: Any) -> Any:
-    """
-    Apply a function to the array, or to each array of the dict or tuple, of one or several batches of observations.
-
-    :param function: Function of as many arrays as there are batches
-    :param batches: Batches of the same observation space
-    :return: The result; a dict or a tuple of results if the observations are dicts or tuples
-    """
-    first = batches[0]
-    if isinstance(first, dict):
-        return {key: function(*(batch[key] for batch in batches)) for key in first}
-    if isinstance(first, tuple):  # a VecEnv may have such a space, a policy may not
-        return tuple(function(*parts) for parts in zip(*batches, strict=True))
-    return function(*batches)
-
-
-def take_observations(observations: Any, index: Any) -> Any:
-    """
-    :param observations: Batch of observations: arrays or tensors
-    :param index: Index of the first axis
-    :return: The chosen observations
-    """
-    return map_observations(lambda array: array[index], observations)
 
 
 class GroupRolloutBufferSamples(NamedTuple):

@@ -1,0 +1,63 @@
+"""Observations of every shape: arrays, and dicts or tuples of arrays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+#: A batch of observations: an array, or a dict of arrays for a Dict space. The first axis counts observations.
+Observations = np.ndarray | dict[str, np.ndarray]
+
+
+def map_observations(function: Callable[..., Any], *batches: Any) -> Any:
+    """
+    Apply a function to the array, or to each array of the dict or tuple, of one or several batches of observations.
+
+    :param function: Function of as many arrays as there are batches
+    :param batches: Batches of the same observation space
+    :return: The result; a dict or a tuple of results if the observations are dicts or tuples
+    """
+    first = batches[0]
+    if isinstance(first, dict):
+        return {key: function(*(batch[key] for batch in batches)) for key in first}
+    if isinstance(first, tuple):  # a VecEnv may have such a space, a policy may not
+        return tuple(function(*parts) for parts in zip(*batches, strict=True))
+    return function(*batches)
+
+
+def take_observations(observations: Any, index: Any) -> Any:
+    """
+    :param observations: Batch of observations: arrays or tensors
+    :param index: Index of the first axis
+    :return: The chosen observations
+    """
+    return map_observations(lambda array: array[index], observations)
+
+
+def observation_parts(observations: Any) -> dict[Any, np.ndarray]:
+    """
+    :param observations: A batch of observations, or a single one
+    :return: Its arrays by their key or position; an array alone has the key ``None``
+    """
+    if isinstance(observations, dict):
+        return dict(observations)
+    if isinstance(observations, tuple):
+        return dict(enumerate(observations))
+    return {None: observations}
+
+
+def same_values(left: Any, right: Any) -> bool:
+    """
+    :param left: Observation, or any nesting of dicts, lists and tuples of arrays and numbers
+    :param right: Another one
+    :return: Whether they are equal, and NaN is equal to NaN
+    """
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same_values(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same_values, left, right))
+    if isinstance(left, (dict, list, tuple)) or isinstance(right, (dict, list, tuple)):
+        return False
+    left, right = np.asarray(left), np.asarray(right)
+    # Only floats and complex numbers can be NaN, and `equal_nan` fails for some of the other types.
+    return np.array_equal(left, right, equal_nan=np.issubdtype(left.dtype, np.inexact))
