@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import gymnasium as gym
 import helpers
 import numpy as np
@@ -17,12 +18,12 @@ from helpers import weights
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_grpo import GRPO, distributed
+from sb3_grpo import GRPO
 from sb3_grpo.distributed import RayVecEnv
 
 # Workers cannot import these modules
-distributed.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-distributed.cloudpickle.register_pickle_by_value(helpers)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(helpers)
 
 
 N_STEPS = 64

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import gymnasium as gym
 import helpers
 import numpy as np
@@ -22,14 +23,17 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecNormalize
 
-from sb3_grpo import EnvironmentFault, distributed
-from sb3_grpo.distributed import Infos, RayVecEnv, RolloutWorker
+from sb3_grpo import EnvironmentFault
+from sb3_grpo.distributed import RayVecEnv, vec_env
+from sb3_grpo.distributed.worker import RolloutWorker
+from sb3_grpo.persistence import VERSION
+from sb3_grpo.steps import Infos
 
 # Ray runs once in a process of the tests
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_ends_with_the_module")]
 
 # Workers cannot import this module
-distributed.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PARTS = dict(vector=VECTOR, discrete=spaces.Discrete(4), binary=spaces.MultiBinary(3), multi=spaces.MultiDiscrete([2, 3]))
 
@@ -360,17 +364,17 @@ def test_infos_come_back_as_they_were():
 def test_a_rollout_travels_in_little_more_than_its_own_bytes():
     env = make_vec_env("CartPole-v1", n_envs=8)
     worker = RolloutWorker(0)
-    worker.build([distributed.cloudpickle.dumps(partial(gym.make, "CartPole-v1"))] * 8, distributed.VERSION)
+    worker.build([cloudpickle.dumps(partial(gym.make, "CartPole-v1"))] * 8, VERSION)
     model = make(env, n_steps=128)
     obs, _ = worker.reset(list(range(8)), [{}] * 8)
-    recipe = distributed.cloudpickle.dumps(model._policy_recipe())
+    recipe = cloudpickle.dumps(model._policy_recipe())
     assert len(recipe) < 20_000
     state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
     arguments = (recipe, state), obs, np.arange(8), model.start_queue, True, 128, -1, 0, 0
     collected = worker.collect(*arguments)
     fields = ("obs", "actions", "log_probs", "starts", "rewards", "dones")
     transitions = sum(getattr(collected, name).nbytes for name in fields)
-    assert len(distributed.cloudpickle.dumps(collected)) < 1.2 * transitions
+    assert len(cloudpickle.dumps(collected)) < 1.2 * transitions
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -384,10 +388,10 @@ class TurnsToNaN(gym.Wrapper):
 
 def test_a_worker_blames_the_environment_and_not_the_policy():
     worker = RolloutWorker(1, first_env=2)
-    worker.build([distributed.cloudpickle.dumps(lambda: TurnsToNaN(gym.make("CartPole-v1")))] * 2, distributed.VERSION)
+    worker.build([cloudpickle.dumps(lambda: TurnsToNaN(gym.make("CartPole-v1")))] * 2, VERSION)
     model = make(make_vec_env("CartPole-v1", n_envs=2), n_steps=32)
     obs, _ = worker.reset([0, 1], [{}] * 2)
-    recipe = distributed.cloudpickle.dumps(model._policy_recipe())
+    recipe = cloudpickle.dumps(model._policy_recipe())
     state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
     with pytest.raises(ValueError, match="Environment 2 returned a non-finite observation"):
         worker.collect((recipe, state), obs, np.arange(2), model.start_queue, True, 16, -1, 0, 0)
@@ -406,10 +410,9 @@ def test_an_environment_that_cannot_be_sent_is_named():
 
 
 def test_a_worker_with_another_version_is_refused(monkeypatch: pytest.MonkeyPatch):
-    version = distributed.VERSION
-    monkeypatch.setattr(distributed, "VERSION", "9.9")  # the workers have their own
+    monkeypatch.setattr(vec_env, "VERSION", "9.9")  # the workers have their own
     with pytest.raises(
-        ValueError, match=rf"Node [\d.]+ has sb3-grpo {version}, and the model learns with 9.9: install the same"
+        ValueError, match=rf"Node [\d.]+ has sb3-grpo {VERSION}, and the model learns with 9.9: install the same"
     ):
         RayVecEnv([Walk], n_workers=1)
 

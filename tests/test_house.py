@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "starts": {"observations", "resets", "start_queue"},
     "steps": {"buffers", "observations", "policies", "start_queue", "starts"},
     "distributed": {
-        "buffers",
+        "distributed",
         "observations",
         "persistence",
         "policies",

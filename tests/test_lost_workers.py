@@ -12,6 +12,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import ray
@@ -21,15 +22,17 @@ from ray_helpers import N_STEPS, Observer, Walk, make, monitored, ray_env, train
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import load_results
 
-from sb3_grpo import GRPO, EnvironmentFault, distributed
-from sb3_grpo.distributed import History, RolloutWorker, is_stored_as
+from sb3_grpo import GRPO, EnvironmentFault
+from sb3_grpo.distributed.vec_env import is_stored_as
+from sb3_grpo.distributed.worker import History, RolloutWorker
 from sb3_grpo.observations import same_values
+from sb3_grpo.persistence import VERSION
 
 # Ray runs once in a process of the tests
 pytestmark = [pytest.mark.xdist_group("lost workers"), pytest.mark.usefixtures("ray_ends_with_the_module")]
 
 # Workers cannot import this module
-distributed.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Ledger(BaseCallback):
@@ -224,7 +227,7 @@ def test_a_history_ends_with_the_longest_replay_and_keeps_no_more_than_its_own_a
 
 def test_a_replay_that_ends_early_is_another_episode():
     worker = RolloutWorker(0)
-    worker.build([distributed.cloudpickle.dumps(partial(monitored, Walk))] * 2, distributed.VERSION)
+    worker.build([cloudpickle.dumps(partial(monitored, Walk))] * 2, VERSION)
     actions = [np.zeros((n, 1), np.float32) for n in (3, 1)]
     observations = worker.restore([History(5, {}, actions), History(5, {}, [*actions, np.zeros((100, 1), np.float32)])])
     assert observations[0].shape == (2,) and observations[1] is None

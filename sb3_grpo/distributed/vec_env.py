@@ -1,260 +1,37 @@
-"""
-Environments on many machines, with Ray (https://docs.ray.io).
-
-:class:`RayVecEnv` takes the place of a ``SubprocVecEnv``. Its workers are Ray actors, anywhere in a cluster, and each has some
-of the environments. A call to an actor takes far longer than a step of most environments. So GRPO lets
-the workers act by themselves: once per rollout, a worker gets the weights, takes all its steps, and returns the transitions.
-
-A worker that dies, hangs, or is lost with its node is replaced. The environments of the new worker are brought back by the
-seed of their start and the actions since, and its part of the rollout is collected again with the same random numbers, so that
-training continues as if nothing had happened, bit for bit.
-"""
+"""The vectorised environment, which replaces workers that are lost."""
 
 import contextlib
-import logging
-import os
-import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import gymnasium as gym
 import numpy as np
+import ray
 import torch as th
-from gymnasium import spaces
-from stable_baselines3.common import monitor
-from stable_baselines3.common.monitor import Monitor, ResultsWriter
-from stable_baselines3.common.utils import set_random_seed
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
+from sb3_grpo.distributed.cluster import connect
+from sb3_grpo.distributed.worker import Description, History, RolloutWorker
 from sb3_grpo.observations import map_observations, same_values, take_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.resets import DeferredReset, EnvironmentFault, RolloutLost
+from sb3_grpo.resets import EnvironmentFault, RolloutLost
 from sb3_grpo.start_queue import StartQueue
-from sb3_grpo.starts import SeededVecEnv
-from sb3_grpo.steps import Collected, Infos, take_steps
-from sb3_grpo.validation import check_finite
+from sb3_grpo.steps import Collected
 
-try:
-    import ray
-    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-except ImportError as error:
-    raise ImportError("RayVecEnv needs Ray, which is not installed: run `pip install 'sb3-grpo[ray]'`.") from error
-
-#: How long to wait until the address of a cluster answers.
-CONNECT_TIMEOUT_S = 5.0
 #: How long to wait for a new worker.
 START_TIMEOUT_S = 120.0
-
 #: How long to wait until environments are closed.
 CLOSE_TIMEOUT_S = 5.0
 
 #: Index of a worker, name of one of its methods, arguments, and keyword arguments.
 Request = tuple[int, str, tuple[Any, ...], dict[str, Any]]
-
-
-# --- what travels -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class History:
-    """
-    What brings an environment back to its present state.
-
-    :param seed: Seed of its last reset; ``None`` if it cannot be brought back
-    :param options: Options of that reset
-    :param actions: Actions since, in parts of shape ``(n, *action_shape)``
-    """
-
-    seed: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    actions: list[np.ndarray] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.actions))
-
-    def add(self, actions: np.ndarray, max_replay: int) -> None:
-        """
-        :param actions: Further actions, shape ``(n, *action_shape)``
-        :param max_replay: Number of actions beyond which the environment is not brought back, and no more are kept
-        """
-        if len(self) <= max_replay:
-            self.actions.append(actions.copy())  # a part of an array would keep the whole array
-
-
-# --- the worker -------------------------------------------------------------------------------------------------------
-
-
-class Description(NamedTuple):
-    """
-    A worker that has built its environments.
-
-    :param observation_space: Their observation space
-    :param action_space: Their action space
-    :param pid: Process id
-    :param node: IP address of its machine
-    """
-
-    observation_space: spaces.Space
-    action_space: spaces.Space
-    pid: int
-    node: str
-
-
-class RolloutWorker:
-    """
-    Some of the environments, in a process of their own.
-
-    :param index: Index of the worker
-    :param first_env: Index of its first environment among all
-    """
-
-    venv: DummyVecEnv
-
-    def __init__(self, index: int, first_env: int = 0):
-        self.index = index
-        self.first_env = first_env
-        self.seeded: SeededVecEnv | None = None
-        self.queue: StartQueue | None = None
-        self.policy: ActorPolicy | None = None
-        self.make_policy = b""
-
-    def build(self, env_fns: list[bytes], version: str, n_predecessors: int = 0) -> Description:
-        """
-        :param env_fns: Pickled functions that construct the environments
-        :param version: Version of this package where the model learns
-        :param n_predecessors: Number of workers that were lost with these environments
-        :return: Description of the worker
-        :raises ValueError: If this package has another version here
-        """
-        node = ray.util.get_node_ip_address()
-        if version != VERSION:
-            raise ValueError(f"Node {node} has sb3-grpo {VERSION}, and the model learns with {version}: install the same.")
-        th.set_num_threads(1)
-        if n_predecessors > 0:  # Monitor would begin its file anew, and the episodes so far would be lost
-            suffix = f".{n_predecessors}.{Monitor.EXT}"
-            monitor.ResultsWriter = partial(_results_writer, suffix)  # type: ignore[assignment, misc]
-        self.venv = venv = DummyVecEnv([cloudpickle.loads(env_fn) for env_fn in env_fns])
-        return Description(venv.observation_space, venv.action_space, os.getpid(), node)
-
-    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """:return: What a method of the ``VecEnv`` returns"""
-        return getattr(self.venv, method)(*args, **kwargs)
-
-    def reset(self, seeds: list[int | None], options: list[dict[str, Any]]) -> tuple[VecEnvObs, list[dict[str, Any]]]:
-        """:return: First observations and infos"""
-        self.venv._seeds, self.venv._options = list(seeds), list(options)
-        with self._faults_named():
-            return self.venv.reset(), self.venv.reset_infos
-
-    def step(self, actions: Any) -> tuple[Any, ...]:
-        """:return: What a step of the ``VecEnv`` returns, and the info of each environment's last reset"""
-        return *self.venv.step(actions), self.venv.reset_infos
-
-    def restore(self, histories: list[History]) -> list[Any]:
-        """
-        Bring the environments to where those of another worker were.
-
-        :param histories: History of each; one without a seed is a reset
-        :return: Observation of each; ``None`` if its episode has ended
-        """
-        observations = []
-        with self._faults_named():
-            for env, history in zip(self.venv.envs, histories, strict=True):
-                observation, _ = env.reset(seed=history.seed, **({"options": history.options} if history.options else {}))
-                for action in chain(*history.actions):
-                    observation, _, terminated, truncated, _ = env.step(action)
-                    if terminated or truncated:  # which the lost one has not been
-                        observation = None
-                        break
-                observations.append(observation)
-        return observations
-
-    @contextlib.contextmanager
-    def _faults_named(self) -> Iterator[None]:
-        # Errors become faults that have the index of the environment. No episode may end meanwhile.
-        bare = self.venv.envs
-        self.venv.envs = [DeferredReset(env, env_idx) for env_idx, env in enumerate(bare)]
-        try:
-            yield
-        finally:
-            self.venv.envs = bare
-
-    def collect(
-        self,
-        policy: tuple[bytes, dict[str, np.ndarray]],
-        obs: VecEnvObs,
-        starts: np.ndarray,
-        queue: StartQueue,
-        share_starts: bool,
-        n_steps: int,
-        sde_sample_freq: int,
-        num_timesteps: int,
-        seed: int,
-    ) -> Collected:
-        """
-        :param policy: Pickled function that makes a policy, used if it is another one than last time, and weights
-        :param obs: Present observations
-        :param starts: Index of the start of each trajectory, shape ``(n,)``
-        :param queue: Queue of the run
-        :param share_starts: Whether resets get the seed of their start
-        :param n_steps: Number of steps
-        :param sde_sample_freq: See :func:`~sb3_grpo.steps.take_steps`
-        :param num_timesteps: See :func:`~sb3_grpo.steps.take_steps`
-        :param seed: Seed of the random numbers
-        :return: The transitions
-        """
-        make_policy, weights = policy
-        if self.policy is None or make_policy != self.make_policy:
-            self.policy, self.make_policy = cloudpickle.loads(make_policy)().to("cpu"), make_policy
-        self.policy.load_state_dict({name: th.as_tensor(np.array(array)) for name, array in weights.items()})
-        if self.seeded is None or self.queue is None:
-            self.venv.worker_of_env = [self.index] * self.venv.num_envs  # type: ignore[attr-defined]
-            self.venv.n_workers = queue.n_parts  # type: ignore[attr-defined]
-            self.seeded, self.queue = SeededVecEnv(self.venv), queue
-        vars(self.queue).update(vars(queue))  # in place, because another queue would be another run for `attach`
-        obs = map_observations(np.array, obs)  # what Ray delivers cannot be written to
-        set_random_seed(seed)
-        before = self.seeded.mismatches
-        # The policy acts on observations before the model has seen them
-        self.seeded.attach(
-            self.queue, share_starts, lambda obs, *_: check_finite("observation", obs, num_timesteps, self.first_env)
-        )
-        self.seeded.start_indices = np.array(starts)
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                steps, following = [], []
-                seeded = self.seeded
-                for step in take_steps(
-                    self.policy, seeded, lambda: seeded.start_indices, obs, n_steps, sde_sample_freq, num_timesteps
-                ):
-                    steps.append(step)
-                    following.append(step.new_obs)
-        finally:
-            self.seeded.detach()
-        return Collected(
-            obs=map_observations(lambda *arrays: np.stack(arrays), obs, *following),
-            actions=np.stack([step.actions for step in steps]),
-            log_probs=np.stack([step.log_probs.numpy() for step in steps]),
-            starts=np.stack([*(step.start_indices for step in steps), self.seeded.start_indices]),
-            rewards=np.stack([step.rewards for step in steps]),
-            dones=np.stack([step.dones for step in steps]),
-            infos=[Infos([step.infos for step in steps])],
-            queue=self.queue,
-            mismatches=self.seeded.mismatches - before,
-            warnings=[str(each.message) for each in caught if issubclass(each.category, UserWarning)],
-        )
-
-
-# --- the VecEnv -------------------------------------------------------------------------------------------------------
 
 
 class RayVecEnv(VecEnv):
@@ -645,11 +422,6 @@ def _take_unwanted(reference: Any, deadline: float) -> None:
         ray.get(reference, timeout=max(deadline - time.monotonic(), 0.0))
 
 
-def _results_writer(suffix: str, filename: str = "", **kwargs: Any) -> ResultsWriter:
-    """:return: Writer of a file beside that of the lost worker; ``load_results`` reads both"""
-    return ResultsWriter(filename.removesuffix(f".{Monitor.EXT}") + suffix, **kwargs)
-
-
 def _joined_arrays(*arrays: np.ndarray) -> np.ndarray:
     return np.concatenate(arrays)
 
@@ -662,33 +434,3 @@ def _pickled(env_fn: Callable[[], gym.Env], env_idx: int) -> bytes:
             f"Environment {env_idx} cannot be sent to a worker, because {env_fn!r} cannot be pickled "
             f"({type(error).__name__}: {error}). Construct what it needs inside the function."
         ) from error
-
-
-def connect(address: str | None = None, n_workers: int | None = None) -> None:
-    """
-    Connect to a cluster, or start one on this machine, unless the script has done so.
-
-    :param address: Address of the cluster; ``None`` for one on this machine
-    :param n_workers: Number of workers for which a cluster that is started here has CPUs, however few the machine has
-    :raises ConnectionError: If the address does not answer
-    """
-    if ray.is_initialized():
-        return
-    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
-    if address is None:
-        # All connections stay within this machine. Workers share its cores, as the processes of a SubprocVecEnv do.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        # "local", because Ray would look for other clusters without an address, and fail where it finds one
-        ray.init("local", num_cpus=max(n_workers or 1, os.cpu_count() or 1), _node_ip_address="127.0.0.1", **quiet)
-        return
-    host, _, port = address.rpartition(":")
-    advice = "Start one with `ray start --head`, or leave `address` out for a cluster on this machine alone."
-    if host and "//" not in address:
-        try:
-            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-        except (OSError, ValueError) as error:
-            raise ConnectionError(f"No Ray cluster answers at {address!r} ({error}). {advice}") from error
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConnectionError(f"No Ray cluster answers at {address!r} ({error.__cause__ or error}). {advice}") from error
