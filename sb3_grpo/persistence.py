@@ -141,12 +141,13 @@ def _check_archive(file: Any, name: str, argument: str) -> None:
                         f"{VERSION}, which loads format {FORMAT}. {weights_only}"
                     )
             elif "data" in names:
-                has_critic = "vf_coef" in json.loads(archive.read("data"))
-                made_by = (
-                    "an algorithm with a critic, such as PPO"
-                    if has_critic
-                    else "sb3-grpo in file format 1 or another algorithm"
-                )
-                raise ValueError(f"{name} was saved by {made_by}, so GRPO.load cannot load it. {weights_only}")
+                data = archive.read("data")
+                if "vf_coef" in json.loads(data):
+                    made_by, advice = "an algorithm with a critic, such as PPO", weights_only
+                elif b"sb3_grpo" in data:
+                    made_by, advice = "sb3-grpo in file format 1", weights_only
+                else:
+                    made_by, advice = "another algorithm", "Load it with the class that saved it."
+                raise ValueError(f"{name} was saved by {made_by}, so GRPO.load cannot load it. {advice}")
     except zipfile.BadZipFile:
         return  # SB3's error for other files is clear

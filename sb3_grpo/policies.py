@@ -34,6 +34,12 @@ from sb3_grpo.validation import require_between, require_bool, require_positive
 #: Number of observations that are encoded at a time.
 ENCODING_BATCH = 1024
 
+#: Methods that subclasses of SB3's actor-critic policies override, and what to do in a subclass of ``ActorPolicy``.
+ACTOR_CRITIC_HOOKS = {
+    "_build_mlp_extractor": "make the network a `features_extractor_class`, and pass net_arch=[]",
+    "_get_action_dist_from_latent": "override `_distribution`",
+}
+
 #: Maps observations to actions, shape ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the output of the
 #: features extractor, shape ``(n, features_dim)``, or ``None`` if the policy does not show it.
 Actor = Callable[[PyTorchObs], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
@@ -107,6 +113,12 @@ class ActorPolicy(BasePolicy):
         log_std_lr_factor: float = 1.0,
         lr_follows_std: bool = True,
     ):
+        for hook, instead in ACTOR_CRITIC_HOOKS.items():
+            if hasattr(self, hook):
+                raise TypeError(
+                    f"{type(self).__name__} defines `{hook}`, which belongs to SB3's ActorCriticPolicy and is not called "
+                    f"here: {instead}."
+                )
         if log_std_init is not None:
             require_between("log_std_init", log_std_init, -np.inf)
         require_positive("log_std_lr_factor", log_std_lr_factor)
@@ -281,14 +293,14 @@ class ActorPolicy(BasePolicy):
             raise ValueError(f"reset_noise() is for gSDE, and this policy has use_sde={self.use_sde}: pass use_sde=True.")
         self.action_dist.sample_weights(self.log_std, batch_size=n_envs)
 
-    def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor) -> th.Tensor:
+    def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor | None = None) -> th.Tensor:
         """
         :param obs: Observations, shape ``(n, *obs_shape)``
-        :param features_extractor: Features extractor
+        :param features_extractor: Features extractor; ``None`` for that of the policy
         :return: Its output for the standardised observations, shape ``(n, features_dim)``
         """
         obs = obs if self.normalizer is None else self.normalizer(obs)
-        return super().extract_features(obs, features_extractor)
+        return super().extract_features(obs, self.features_extractor if features_extractor is None else features_extractor)
 
     # --- acting -------------------------------------------------------------------------------------------------------
 

@@ -141,8 +141,9 @@ class SeededVecEnv(VecEnv):
         Whether the environments were stepped or reset without the present queue since the last ``reset()`` with it. The
         observation and the starts that the algorithm knows are then outdated.
         """
-        # Every reset of a base makes a new list of options, also one that does not come through this object.
-        return self._stepped_while_detached or self.venv._options is not self._options_after_reset
+        # Every reset of a base makes a new list of empty options, also one that does not come through this object.
+        was_reset = self.venv._options is not self._options_after_reset and not any(self.venv._options)
+        return self._stepped_while_detached or was_reset
 
     @stepped_while_detached.setter
     def stepped_while_detached(self, value: bool) -> None:
@@ -360,8 +361,11 @@ class SeededVecEnv(VecEnv):
 
     def _env_name(self, env_idx: int) -> str:
         """The id of the environment, or the name of its class."""
-        # Not `get_attr("spec")`, because a spec that cannot be pickled would end the worker.
-        description = str(self.venv.env_method("__str__", indices=[env_idx])[0])
+        try:
+            # Not `get_attr("spec")`, because a spec that cannot be pickled would end the worker.
+            description = str(self.venv.env_method("__str__", indices=[env_idx])[0])
+        except (AttributeError, IndexError, NotImplementedError, TypeError):  # a simulator of many environments at once
+            return type(self.venv).__name__
         # "<Wrapper<Class<id>>>" or "<Wrapper<Class instance>>"
         innermost = re.search(r"<([^<>]+?)(?: instance)?>+$", description)
         return innermost.group(1) if innermost else description

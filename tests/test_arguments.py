@@ -269,6 +269,7 @@ ACCEPTED: list[dict[str, Any]] = [
     dict(use_sde=True, env=AnyEnv(action_space=BOX), policy_kwargs=dict(squash_output=True)),
     dict(policy_kwargs=dict(net_arch=[], activation_fn=th.nn.ReLU, optimizer_class=th.optim.SGD)),
     dict(rollout_buffer_class=None, seed=None, share_starts=np.bool_(False), sde_sample_freq=np.int64(1)),
+    dict(clip_range=lambda _: th.tensor(0.2), learning_rate=lambda _: np.array(1e-3)),
     dict(env=AnyEnv(action_space=spaces.Box(-5e8, 5e8, (2,), np.float64))),
     dict(rollout_buffer_class=KernelRolloutBuffer),
     kernel(forgetting=0, n_folds=1, n_features=1, horizon=None, reward_weights=None),

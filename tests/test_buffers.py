@@ -547,7 +547,8 @@ class RecordingPolicy(MlpPolicy):
 
 
 MANY_NUMBERS = spaces.Box(-1.0, 1.0, (5001,), np.float32)
-CNN: dict[str, Any] = dict(features_extractor_kwargs=dict(features_dim=8))
+CNN_FEATURES = 8
+CNN: dict[str, Any] = dict(features_extractor_kwargs=dict(features_dim=CNN_FEATURES))
 COMBINED: dict[str, Any] = dict(features_extractor_kwargs=dict(cnn_output_dim=8), net_arch=[8])
 
 
@@ -592,6 +593,7 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
     [
         pytest.param(VECTOR, {}, dict(actor_features=True), [(26, True)], id="actor_features"),
         pytest.param(MANY_NUMBERS, {}, {}, [(26, True)], id="more than 5,000 numbers"),
+        pytest.param(spaces.Box(0, 255, (3, 41, 41), np.uint8), {}, {}, [(26, True)], id="more than 5,000 pixels"),
         pytest.param(VECTOR, {}, {}, [], id="observations"),
     ],
 )
@@ -610,6 +612,16 @@ def test_the_actor_encodes_the_rollout_and_the_observations_after_cuts_if_the_bu
         assert isinstance(model.rollout_buffer.observations, np.ndarray)
         rollout = {obs.tobytes() for of_env in model.rollout_buffer.observations for obs in of_env}
         assert rollout <= set(encoded) and {obs.tobytes() for obs in observations_of(model)} <= set(encoded)
+
+
+@pytest.mark.parametrize("space", [IMAGE, spaces.Box(0.0, 1.0, (3, 36, 36), np.float32)], ids=["bytes", "floats"])
+def test_of_images_the_baseline_sees_the_output_of_the_features_extractor(space: spaces.Space):
+    envs = DummyVecEnv([lambda: SpaceEnv(space, length=5)] * 2)
+    normalize_images = space.dtype == np.uint8
+    model = make_model(envs, "kernel", "CnnPolicy", 8, policy_kwargs=dict(**CNN, normalize_images=normalize_images)).learn(16)
+    assert isinstance(model.rollout_buffer, KernelRolloutBuffer)
+    features = model.rollout_buffer.baseline.features(np.zeros((1, CNN_FEATURES)), np.zeros(1))
+    assert features.isfinite().all()
 
 
 @pytest.mark.parametrize("actor_features", [False, True])

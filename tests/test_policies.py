@@ -342,6 +342,18 @@ def test_a_saved_policy_is_loaded_with_its_settings_and_acts_the_same(kwargs: di
 # --- observations ---
 
 
+@pytest.mark.parametrize("hook", ["_build_mlp_extractor", "_get_action_dist_from_latent"])
+def test_a_hook_of_actor_critic_policies_that_nothing_would_call_is_refused(hook: str):
+    policy_class = type("Custom", (ActorPolicy,), {hook: lambda self: None})
+    with pytest.raises(TypeError, match=rf"Custom defines `{hook}`, which belongs to SB3's ActorCriticPolicy"):
+        make_policy(cls=policy_class)
+
+
+def test_the_features_extractor_need_not_be_passed():
+    policy, obs = make_policy(**SMALL), th.rand(4, *VECTOR.shape)
+    th.testing.assert_close(policy.extract_features(obs), policy.extract_features(obs, policy.features_extractor))
+
+
 @pytest.mark.parametrize(
     ("space", "observation", "message"),
     [

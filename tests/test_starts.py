@@ -572,6 +572,23 @@ def test_use_while_detached_is_noted_until_a_reset_with_a_queue():
         assert not env.stepped_while_detached
 
 
+@pytest.mark.parametrize("of_base", [False, True], ids=["training_env", "base"])
+def test_options_for_the_next_reset_end_no_episode(of_base: bool):
+    # The usual callback of a curriculum; episodes are longer than a rollout
+    venv = DummyVecEnv([lambda: Monitor(DriftEnv())] * 2)
+    env = SeededVecEnv(venv)
+    queue = StartQueue(2, seed=1)
+    env.attach(queue)
+    env.reset()
+    env.detach()
+    (venv if of_base else env).set_options({"level": 1})
+    env.attach(queue)
+    assert not env.stepped_while_detached
+    env.detach()
+    venv.reset()  # which takes the options
+    assert env.stepped_while_detached
+
+
 def test_environments_that_stand_still_move_again_even_if_an_interrupt_comes_while_they_stop():
     env = SeededVecEnv(DummyVecEnv([DriftEnv] * 2))
     standing_still = StandingStill(env)
@@ -1121,7 +1138,17 @@ def test_an_error_of_an_environment_in_its_reset_is_not_taken_for_a_vec_env_that
         GRPO("MlpPolicy", Breaks([lambda: gym.make("CartPole-v1")] * 2), n_steps=32, batch_size=64, n_epochs=1).learn(256)
 
 
-@pytest.mark.parametrize("venv_class", [CannotResetOne, AnswersNothing])
+class HasNoMethods(OtherVecEnv):
+    """A simulator of many environments at once, whose starts are random."""
+
+    def reset(self):
+        return self.hidden.reset() + np.arange(self.num_envs, dtype=np.float32)[:, None]
+
+    def env_method(self, method_name, *method_args, indices=None, **method_kwargs):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("venv_class", [CannotResetOne, AnswersNothing, HasNoMethods])
 def test_a_vec_env_that_cannot_reset_one_environment_trains_without_shared_starts_after_one_warning(venv_class):
     message = f"{venv_class.__name__}.env_method cannot reset a single environment"
     with pytest.warns(UserWarning, match=message) as caught:

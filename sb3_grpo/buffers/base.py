@@ -96,8 +96,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         # Updates of the previous rollouts, the latest first.
         self._earlier: list[GroupRolloutBufferSamples] = []
         parts = observation_space.spaces.values() if isinstance(observation_space, spaces.Dict) else [observation_space]
-        #: Whether observations are images, or contain images.
-        self.has_images = any(is_image_space(part) for part in parts)
+        #: Whether observations are images, or contain images: arrays with three axes, of whatever type of numbers.
+        self.has_images = any(isinstance(part, spaces.Box) and len(part.shape) > 2 for part in parts)
         self._allocate()
 
     def _allocate(self) -> None:

@@ -77,8 +77,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     regression of returns on predictions, see :func:`~sb3_grpo.kernel.calibration_slope`. If the fit predicts nothing, a
     constant remains.
 
-    The inputs are the flattened observations, with one-hot encoding of discrete ones. For spaces with images, the output of
-    the policy's features extractor takes their place.
+    The inputs are the flattened observations, with one-hot encoding of discrete ones. For spaces with images, which are arrays
+    with three axes, the output of the policy's features extractor takes their place. If either has more than 5,000 numbers,
+    the inputs are those of ``actor_features``.
 
     :param buffer_size: Number of steps per environment and rollout
     :param observation_space: Observation space
@@ -206,7 +207,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         infos: list[dict[str, Any]],
         features: th.Tensor | None = None,
     ) -> None:
-        if self.has_images and not self.actor_features and features is not None:
+        are_inputs = self.has_images and not self.actor_features
+        if are_inputs and features is not None and features.shape[1] <= MAX_INPUTS:
             shape = (self.n_envs, self.buffer_size, features.shape[1])
             if self._features.shape != shape:
                 self._features = th.zeros(shape, dtype=features.dtype, device=features.device)
@@ -315,7 +317,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         :return: Inputs of the baseline, shape ``(n, d)``
         """
         if self.actor_features or self.has_images:
-            return policy.encode(observations, hidden=self.actor_features)
+            is_too_large = policy.features_extractor.features_dim > MAX_INPUTS  # an `MlpPolicy` passes pixels on
+            return policy.encode(observations, hidden=self.actor_features or is_too_large)
         tensors = map_observations(th.as_tensor, observations)
         encoded = preprocess_obs(tensors, self.observation_space, normalize_images=False)
         parts = list(encoded.values()) if isinstance(encoded, dict) else [encoded]
