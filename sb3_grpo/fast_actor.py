@@ -9,7 +9,7 @@ The numbers are those of the ordinary path up to rounding, and actions are drawn
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch as th
@@ -176,45 +176,24 @@ LEAN_DISTRIBUTIONS: dict[type[Distribution], LeanDistribution] = {
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-class Activation(Protocol):
-    """An activation function whose derivative is a function of its value."""
+class Activation(NamedTuple):
+    """
+    An activation function whose derivative is a function of its value.
 
-    def apply_(self, x: th.Tensor) -> th.Tensor:
-        """
-        :param x: Argument, overwritten
-        :return: Value, same shape
-        """
+    :param apply_: Function of the argument, which it overwrites with the value
+    :param backward: Function of the gradient with respect to the value, and of the value; gives the gradient with respect to
+        the argument
+    """
 
-    def backward(self, gradient: th.Tensor, value: th.Tensor) -> th.Tensor:
-        """
-        :param gradient: Gradient with respect to the value
-        :param value: Value of the function, same shape
-        :return: Gradient with respect to the argument
-        """
-
-
-class Tanh:
-    """``tanh' = 1 - tanh^2``"""
-
-    def apply_(self, x: th.Tensor) -> th.Tensor:
-        return x.tanh_()
-
-    def backward(self, gradient: th.Tensor, value: th.Tensor) -> th.Tensor:
-        return th.addcmul(gradient, gradient * value, value, value=-1.0)
-
-
-class ReLU:
-    """The slope is one above zero, and zero below."""
-
-    def apply_(self, x: th.Tensor) -> th.Tensor:
-        return x.relu_()
-
-    def backward(self, gradient: th.Tensor, value: th.Tensor) -> th.Tensor:
-        return gradient * (value > 0)
+    apply_: Callable[[th.Tensor], th.Tensor]
+    backward: Callable[[th.Tensor, th.Tensor], th.Tensor]
 
 
 #: Keys are exact classes, as in ``LEAN_DISTRIBUTIONS``.
-ACTIVATIONS: dict[type[nn.Module], Activation] = {nn.Tanh: Tanh(), nn.ReLU: ReLU()}
+ACTIVATIONS: dict[type[nn.Module], Activation] = {
+    nn.Tanh: Activation(th.tanh_, lambda gradient, value: th.addcmul(gradient, gradient * value, value, value=-1.0)),
+    nn.ReLU: Activation(th.relu_, lambda gradient, value: gradient * (value > 0)),
+}
 
 
 class Layers(NamedTuple):

@@ -5,12 +5,11 @@ import inspect
 import io
 import pathlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
@@ -574,8 +573,7 @@ class GRPO(OnPolicyAlgorithm):
             seeded_env.count_mismatches(collected.mismatches, collected.warnings)
             return arrived_steps(collected, self.policy, seeded_env)
         obs: Any = self._last_obs
-        settings = n_steps, self.sde_sample_freq, self.num_timesteps
-        return take_steps(self.policy, env, lambda: seeded_env.start_indices, obs, *settings)
+        return take_steps(self.policy, env, seeded_env, obs, n_steps, self.sde_sample_freq, self.num_timesteps)
 
     def _collect_in_workers(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer, n_steps: int) -> Collected:
         """
@@ -583,7 +581,6 @@ class GRPO(OnPolicyAlgorithm):
         """
         seeded_env = find_seeded_vec_env(env)
         obs: Any = self._last_obs
-        self.policy.set_training_mode(False)
         while True:
             try:
                 return seeded_env.venv.collect(  # type: ignore[attr-defined]
@@ -621,22 +618,15 @@ class GRPO(OnPolicyAlgorithm):
             )
         return wrapper is None
 
-    def _check_environments(
-        self,
-        observations: VecEnvObs,
-        rewards: np.ndarray | None,
-        dones: np.ndarray | None,
-        infos: Sequence[dict[str, Any]] | None,
-    ) -> None:
+    def _check_environments(self, observations: VecEnvObs, *step: Any) -> None:
         """
         :param observations: Observations of all environments, after a reset or a step
-        :param rewards: Rewards of the step, shape ``(n_envs,)``; ``None`` after a reset
-        :param dones: Whether the episode ended, shape ``(n_envs,)``; ``None`` after a reset
-        :param infos: Infos of the step; ``None`` after a reset
+        :param step: After a step: rewards, whether the episodes ended, and infos, one for each environment
         :raises ValueError: If a number is NaN or infinite; the message names the environment
         """
         check_finite("observation", observations, self.num_timesteps)
-        if rewards is not None and dones is not None and infos is not None:
+        if step:
+            rewards, dones, infos = step
             check_finite("reward", rewards, self.num_timesteps)
             check_final_observations(dones, infos, self.num_timesteps)
 
@@ -761,7 +751,8 @@ class GRPO(OnPolicyAlgorithm):
     ) -> None:
         """
         Save the model in a zip file, with everything that continuing its run needs: weights, optimizer, kernel baseline, KL
-        reference, start queue and random generators. Transitions that wait for their group are not saved.
+        reference, start queue and random generators. Transitions that wait for their group, and rollouts that would be reused,
+        are not saved.
 
         The file is replaced as a whole: if saving is interrupted, the previous file stays intact.
 
@@ -827,6 +818,8 @@ class GRPO(OnPolicyAlgorithm):
         changed = {**(custom_objects or {}), **kwargs}
         if "n_steps" in changed:
             kwargs["_chooses_n_steps"] = changed["n_steps"] is None
+        if "stats_window_size" in kwargs:  # SB3 keeps it under another name
+            kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         if changed.get("seed") is not None:  # a new run
             model.start_queue = model._new_start_queue(model.seed)
@@ -834,4 +827,4 @@ class GRPO(OnPolicyAlgorithm):
         return model
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "kl_penalty", "_random_state", "_printed_settings"]
+        return [*super()._excluded_save_params(), "kl_penalty", "_random_state", "_printed_settings", "_slow_wrappers"]

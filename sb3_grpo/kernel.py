@@ -12,7 +12,6 @@ threads that the user has set, which numpy's does not.
 """
 
 import copy
-import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -240,9 +239,9 @@ class FitStatistics:
             z = left[member]
             own.append((z.T @ right[member], z.T @ targets[member], member.sum().double()))
         grams, moments, counts = zip(*own, strict=True)
-        self.gram += functools.reduce(th.add, grams)
-        self.moment += functools.reduce(th.add, moments)
-        self.count += functools.reduce(th.add, counts)
+        self.gram += sum(grams)
+        self.moment += sum(moments)
+        self.count += sum(counts)
         if self.metric is not None:
             self.metric += features.T @ features
         others = ((self.gram - gram, self.moment - moment, self.count - count) for gram, moment, count in own)
@@ -387,7 +386,7 @@ class KernelBaseline:
         :return: Weights, shape ``(n_folds, p)``
         :raises ValueError: If ``traces`` and ``differences`` do not fit to ``lstd``
         """
-        if {self.lstd} != {traces is not None, differences is not None}:
+        if (traces is not None, differences is not None) != (self.lstd, self.lstd):
             raise ValueError(f"This baseline has lstd={self.lstd}: pass `traces` and `differences` if and only if it is True.")
         updated = copy.deepcopy(self._statistics)
         updated.decay(self.forgetting)

@@ -54,19 +54,12 @@ class ObservationNormalizer(nn.Module):
         :return: The same, standardised
         """
         if not isinstance(observations, dict):
-            return self._standardised(observations, self.shift, self.scale)
-        return {
-            name: (
-                self._standardised(part, self.shift[self.slices[name]], self.scale[self.slices[name]])
-                if name in self.slices
-                else part
-            )
-            for name, part in observations.items()
-        }
+            return self._standardised(observations, slice(None))
+        return {**observations, **{name: self._standardised(observations[name], own) for name, own in self.slices.items()}}
 
-    @staticmethod
-    def _standardised(part: th.Tensor, shift: th.Tensor, scale: th.Tensor) -> th.Tensor:
-        return ((part.flatten(1) - shift) * scale).clamp_(-MAX_STANDARDISED, MAX_STANDARDISED).view_as(part)
+    def _standardised(self, part: th.Tensor, own: slice) -> th.Tensor:
+        standardised = (part.flatten(1) - self.shift[own]) * self.scale[own]
+        return standardised.clamp_(-MAX_STANDARDISED, MAX_STANDARDISED).view_as(part)
 
     def observe(self, observations: Any) -> bool:
         """

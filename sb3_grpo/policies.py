@@ -29,6 +29,7 @@ from torch import nn
 
 from sb3_grpo.fast_actor import LEAN_DISTRIBUTIONS, FastActor, LeanDistribution, fast_actor, has_hooks, is_unaltered
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
+from sb3_grpo.observations import take_observations
 from sb3_grpo.validation import require_between, require_bool, require_positive
 
 #: Number of observations that are encoded at a time.
@@ -416,12 +417,7 @@ class ActorPolicy(BasePolicy):
         n_observations = len(next(iter(observations.values())) if isinstance(observations, dict) else observations)
         parts = []
         for first in range(0, max(n_observations, 1), ENCODING_BATCH):
-            chosen = slice(first, first + ENCODING_BATCH)
-            batch: Any = (
-                {key: part[chosen] for key, part in observations.items()}
-                if isinstance(observations, dict)
-                else observations[chosen]
-            )
+            batch = take_observations(observations, slice(first, first + ENCODING_BATCH))
             with th.no_grad():
                 obs = obs_as_tensor(batch, self.device)
                 features = self._latent(obs) if hidden else self.extract_features(obs, self.features_extractor)

@@ -100,9 +100,9 @@ class RelativeTerm:
     """
     Subtracts a part of the mean advantage of the other members, see :func:`~sb3_grpo.advantages.relative_advantages`.
 
-    Each group gets the correlation of all *other* groups, of this rollout and of earlier ones, so that the coefficient does
-    not depend on the actions it is applied to. Members need not run at the same time: as long as a group is not complete, its
-    advantages are kept for members that run in later rollouts.
+    Each group gets the correlation of all *other* groups of this rollout and of all groups of earlier ones, so that the
+    coefficient does not depend on the actions it is applied to. Members need not run at the same time: as long as a group is
+    not complete, its advantages are kept for members that run in later rollouts.
 
     :param group_size: Number of trajectories per group
     """
@@ -165,9 +165,12 @@ class RelativeTerm:
             newest_group, newest_member = divmod(int(starts[parts == part].max()), self.group_size)
             if newest_member < self.group_size - 1:  # others may not have begun yet
                 slowest[newest_group] = -1
-        for start in np.setdiff1d(starts, starts[dones]):
-            group = int(start) // self.group_size
-            slowest[group] = min(slowest.get(group, MAX_STEP), int(steps[starts == start].max()))
+        # The last transition of each trajectory
+        members, last = np.unique(starts[::-1], return_index=True)
+        is_running = ~dones[::-1][last]
+        running_groups, reached = members[is_running] // self.group_size, steps[::-1][last][is_running]
+        for group, step in zip(running_groups.tolist(), reached.tolist(), strict=True):
+            slowest[group] = min(slowest.get(group, MAX_STEP), step)
         groups, labels = np.unique(known.groups, return_inverse=True)
         passed = np.array([slowest.get(group, MAX_STEP) for group in groups.tolist()])[labels]
         return (known.steps > passed) & (known.rollouts > self._rollout - MAX_AGE)

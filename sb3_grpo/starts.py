@@ -43,8 +43,8 @@ from sb3_grpo.resets import (
 from sb3_grpo.start_queue import Start, StartQueue
 
 #: A function that checks what the environments return before a wrapper sees it: observations, and after a step also rewards,
-#: dones and infos, which are ``None`` after a reset.
-Check = Callable[[VecEnvObs, np.ndarray | None, np.ndarray | None, Sequence[dict[str, Any]] | None], None]
+#: dones and infos.
+Check = Callable[..., None]
 
 
 def _delegated(name: str) -> Any:
@@ -106,7 +106,7 @@ class SeededVecEnv(VecEnv):
         #: Number of starts whose first observation differed from that of their group's first member.
         self.mismatches = 0
         self._stepped_while_detached = False
-        self._options_after_reset = venv._options
+        self._lists_after_reset = venv._seeds, venv._options
         self._share_starts = False
         self._resets_single_envs = True
         # The part of the queue from which each environment takes its starts
@@ -141,8 +141,9 @@ class SeededVecEnv(VecEnv):
         Whether the environments were stepped or reset without the present queue since the last ``reset()`` with it. The
         observation and the starts that the algorithm knows are then outdated.
         """
-        # Every reset of a base makes a new list of empty options, also one that does not come through this object.
-        was_reset = self.venv._options is not self._options_after_reset and not any(self.venv._options)
+        # Every reset of a base makes new lists of seeds and options, also one that does not come through this object.
+        seeds, options = self._lists_after_reset
+        was_reset = self.venv._seeds is not seeds and self.venv._options is not options
         return self._stepped_while_detached or was_reset
 
     @stepped_while_detached.setter
@@ -205,8 +206,12 @@ class SeededVecEnv(VecEnv):
         # if the base is reset directly. Seeds that a user has set take precedence.
         is_free = all(seed is None for seed in self.venv._seeds) or self.venv._seeds is self._seeds_apart
         if self._streams_coincide and self._last_queue is not None and is_free:
+            seeds, options = self._lists_after_reset
+            is_known = self.venv._seeds is seeds
             self.venv.seed(self._last_queue.seed_apart())
             self._seeds_apart = self.venv._seeds
+            if is_known:
+                self._lists_after_reset = self.venv._seeds, options
 
     def reset(self) -> VecEnvObs:
         """
@@ -227,7 +232,7 @@ class SeededVecEnv(VecEnv):
             for env_idx, start in enumerate(starts):
                 self._verify(start, env_idx, observations)
         if self._check is not None:
-            self._check(observations, None, None, None)
+            self._check(observations)
         return observations
 
     def step_async(self, actions: np.ndarray) -> None:
@@ -286,7 +291,7 @@ class SeededVecEnv(VecEnv):
             if isinstance(self.venv, SubprocVecEnv) and self.venv.waiting:
                 SubprocVecEnv.step_wait(self.venv)  # discards a step that was interrupted
             observations = self.venv.reset()
-        self._options_after_reset = self.venv._options
+        self._lists_after_reset = self.venv._seeds, self.venv._options
         return observations
 
     def _begin_episodes(self, env_indices: list[int], observations: VecEnvObs, queue: StartQueue) -> None:
@@ -374,7 +379,8 @@ class SeededVecEnv(VecEnv):
 class StandingStill:
     """
     While this context is entered, for example during a callback, the environments refuse to be stepped or reset. It can be
-    entered again and again. The base and the single environments refuse as well, because users may have them at hand.
+    entered again and again. The base and the environments of a ``DummyVecEnv`` refuse as well, because users may have them at
+    hand.
 
     :param env: The environments
     :raises RuntimeError: If they are stepped or reset within the context
@@ -383,7 +389,8 @@ class StandingStill:
     def __init__(self, env: SeededVecEnv):
         refused = [(vars(each), name) for each in (env, env.venv) for name in ("step_async", "reset")]
         if isinstance(env.venv, DummyVecEnv):
-            refused += [(getattr(each.unwrapped, "__dict__", {}), "step") for each in env.venv.envs]
+            single = [getattr(each.unwrapped, "__dict__", {}) for each in env.venv.envs]
+            refused += [(attributes, name) for attributes in single for name in ("step", "reset")]
         # With each attribute the value that the object has itself; ``None`` if it has that of its class.
         self._refused = [(attributes, name, attributes.get(name)) for attributes, name in refused]
 

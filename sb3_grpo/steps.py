@@ -125,7 +125,7 @@ class Collected(NamedTuple):
 def take_steps(
     policy: ActorPolicy,
     env: VecEnv,
-    start_indices: Any,
+    seeded_env: SeededVecEnv,
     obs: VecEnvObs,
     n_steps: int,
     sde_sample_freq: int,
@@ -134,7 +134,7 @@ def take_steps(
     """
     :param policy: Policy that acts
     :param env: Environments
-    :param start_indices: Function that returns the index of the start of each trajectory
+    :param seeded_env: The innermost of them, which knows the start of each trajectory
     :param obs: Present observations
     :param n_steps: Number of steps
     :param sde_sample_freq: Number of steps between two noise samples of gSDE; -1 for one sample per rollout
@@ -155,7 +155,7 @@ def take_steps(
         check_policy_output(log_probs, num_timesteps + n * env.num_envs)
         sampled = actions.cpu().numpy()
         clipped = policy.within_bounds(sampled)
-        starts = start_indices()  # the step may begin other trajectories
+        starts = seeded_env.start_indices  # the step may begin other trajectories
         obs, rewards, dones, infos = env.step(clipped)
         yield Step(obs_tensor, sampled, clipped, log_probs, features, starts, obs, rewards, dones, infos)
 

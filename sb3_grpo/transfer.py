@@ -76,7 +76,8 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     if was_standardised and not is_standardised:
         policy.normalizer = None  # type: ignore[assignment]
         policy.normalize_observations = target.normalize_observations = False  # type: ignore[assignment, attr-defined]
-        target.kl_penalty.forget()  # type: ignore[attr-defined]
+        if hasattr(target, "kl_penalty"):
+            target.kl_penalty.forget()
     policy.load_state_dict(actor, strict=False)
     if getattr(policy, "use_sde", False):
         policy.reset_noise()  # type: ignore[operator]

@@ -27,6 +27,7 @@ from sb3_grpo import EnvironmentFault
 from sb3_grpo.distributed import RayVecEnv, vec_env
 from sb3_grpo.distributed.worker import RolloutWorker
 from sb3_grpo.persistence import VERSION
+from sb3_grpo.start_queue import StartQueue
 from sb3_grpo.steps import Infos
 
 # Ray runs once in a process of the tests
@@ -375,6 +376,18 @@ def test_a_rollout_travels_in_little_more_than_its_own_bytes():
     fields = ("obs", "actions", "log_probs", "starts", "rewards", "dones")
     transitions = sum(getattr(collected, name).nbytes for name in fields)
     assert len(cloudpickle.dumps(collected)) < 1.2 * transitions
+
+
+def test_the_starts_of_a_new_run_are_not_compared_with_those_of_the_last():
+    worker = RolloutWorker(0)
+    worker.build([cloudpickle.dumps(partial(gym.make, "CartPole-v1"))] * 2, VERSION)
+    model = make(make_vec_env("CartPole-v1", n_envs=2), n_steps=64)
+    recipe = cloudpickle.dumps(model._policy_recipe())
+    state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
+    for seed in range(3):
+        queue = StartQueue(1000, seed)  # all starts of a run belong to its first group
+        obs, _ = worker.reset([queue.start(0).seed] * 2, [{}] * 2)
+        assert worker.collect((recipe, state), obs, np.arange(2), queue, True, 64, -1, 0, 0).mismatches == 0
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

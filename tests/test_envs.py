@@ -243,6 +243,15 @@ def test_lost_sales_cuts_an_order_that_would_exceed_the_position() -> None:
     assert (env.position, env.under_way) == (12, [2])
 
 
+def test_nothing_is_sent_back_if_more_is_under_way_than_fits() -> None:
+    env = LostSalesEnv(lead_time=21, n_periods=30)
+    env.reset(options={"inputs": {"demand": [0] * 30}})
+    before = env.position
+    assert before > env.max_position
+    observation, *_ = env.step(0)
+    assert env.position == before and min(env.under_way) == 0 and (observation >= 0).all()
+
+
 def test_the_demand_of_lost_sales_wanders_around_its_mean() -> None:
     env = LostSalesEnv()
     demands = []

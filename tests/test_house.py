@@ -76,7 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": set(),
     "validation": set(),
     "wrappers": set(),
-    "policies": {"fast_actor", "normalization", "validation"},
+    "policies": {"fast_actor", "normalization", "observations", "validation"},
     "buffers": {"advantages", "buffers", "kernel", "losses", "observations", "policies", "relative", "validation"},
     "kl_penalty": {"buffers", "losses", "policies", "validation"},
     "update": {"buffers", "fast_actor", "kl_penalty", "losses", "policies"},

@@ -168,6 +168,11 @@ def test_the_kernel_baseline_is_kept_with_its_random_features():
     assert not th.equal(other["weights"], loaded["weights"]) and not th.equal(other["features"], loaded["features"])
 
 
+def test_a_model_can_be_loaded_with_another_window_of_episodes():
+    loaded = reload(make_model(stats_window_size=100).learn(64), env=make_envs(), stats_window_size=3).learn(128)
+    assert loaded.ep_info_buffer is not None and loaded.ep_info_buffer.maxlen == 3
+
+
 @pytest.mark.parametrize("kwargs", [dict(group_size=4), dict(rollout_buffer_class="outcome"), dict(kl_coef=0.1)], ids=str)
 def test_a_model_can_be_loaded_with_another_argument(kwargs: dict[str, Any]):
     loaded, starts = reload(make_model(group_size=2).learn(64), env=make_envs(), **kwargs), Starts()

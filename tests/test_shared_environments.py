@@ -137,8 +137,9 @@ def test_a_group_is_not_complete_while_its_worker_has_begun_no_later_one():
     complete = []
     for _ in range(2):
         starts = np.array([queue.take(0).index, queue.take(1).index])
-        returns.add(np.ones(2), np.ones(2, dtype=bool), starts)
-        complete.append(returns.pop_complete(queue.n_parts))
+        ended = np.ones(2, dtype=bool)
+        returns.add(np.ones(2), ended, starts)
+        complete.append(returns.pop_complete(starts, ended, queue.n_parts))
     assert complete == [[], [[1.0, 1.0], [1.0, 1.0]]]
 
 

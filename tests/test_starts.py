@@ -586,6 +586,7 @@ def test_options_for_the_next_reset_end_no_episode(of_base: bool):
     assert not env.stepped_while_detached
     env.detach()
     venv.reset()  # which takes the options
+    venv.set_options({"level": 2})
     assert env.stepped_while_detached
 
 
@@ -593,7 +594,8 @@ def test_environments_that_stand_still_move_again_even_if_an_interrupt_comes_whi
     env = SeededVecEnv(DummyVecEnv([DriftEnv] * 2))
     standing_still = StandingStill(env)
     standing_still.__enter__()
-    for moves in (env.reset, env.venv.reset, lambda: env.step(np.zeros(2)), lambda: env.venv.envs[1].step(0)):
+    single = env.venv.envs[1]
+    for moves in (env.reset, env.venv.reset, lambda: env.step(np.zeros(2)), lambda: single.step(0), single.reset):
         with pytest.raises(RuntimeError, match="A callback stepped or reset the training environment"):
             moves()
     standing_still.__enter__()

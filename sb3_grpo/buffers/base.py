@@ -216,7 +216,9 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         :param n_reused_rollouts: Number of previous rollouts that are added to the update
         """
         self._rollout += 1
-        self.metrics = self._describe_groups(self._group_returns.pop_complete(self.n_parts))
+        last = self.pos - 1
+        complete = self._group_returns.pop_complete(self.starts[:, last], self.dones[:, last], self.n_parts)
+        self.metrics = self._describe_groups(complete)
         rollout = self._flatten(self.pos)
         self.pos = 0  # transitions of an interrupted rollout are recognised by a position above zero
         transitions, advantages = self._form_update(rollout, last_obs, policy)

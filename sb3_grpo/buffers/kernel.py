@@ -69,9 +69,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     Generalized advantage estimation with a baseline ``b(s, t)`` that is fitted by least squares after each rollout, see
     :mod:`sb3_grpo.kernel`. Short name: ``kernel``.
 
-    Every rollout leads to an update, whether or not episodes end. No trajectory is judged by a baseline that was fitted to it:
-    trajectories are divided into folds, and each fold gets the predictions of a fit to the other folds and to earlier
-    rollouts. If a rollout has a single trajectory, the fit to earlier rollouts is used.
+    Every rollout leads to an update, whether or not episodes end. No part of a rollout is judged by a baseline that was
+    fitted to it: trajectories are divided into folds, and each fold gets the predictions of a fit to the other folds and to
+    earlier rollouts. If a rollout has a single trajectory, the fit to earlier rollouts is used.
 
     Predictions are shrunk towards their mean, ``mean(b) + theta (b - mean(b))``, where ``theta`` is the slope of the
     regression of returns on predictions, see :func:`~sb3_grpo.kernel.calibration_slope`. If the fit predicts nothing, a

@@ -121,7 +121,6 @@ class GroupReturns:
     def __init__(self, n_envs: int, group_size: int):
         self.group_size = group_size
         self._running = np.zeros(n_envs)
-        self._last_step = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
         self._ended: dict[int, list[float]] = {}
 
     def add(self, reward: np.ndarray, done: np.ndarray, start: np.ndarray) -> None:
@@ -131,7 +130,6 @@ class GroupReturns:
         :param start: Index of the start of each trajectory, shape ``(n_envs,)``
         """
         self._running += reward
-        self._last_step = start, done
         for env in np.flatnonzero(done) if done.any() else ():
             self._ended.setdefault(int(start[env]) // self.group_size, []).append(float(self._running[env]))
             self._running[env] = 0.0
@@ -141,12 +139,13 @@ class GroupReturns:
         self._running[:] = 0.0
         self._ended.clear()
 
-    def pop_complete(self, n_parts: int = 1) -> list[list[float]]:
+    def pop_complete(self, start: np.ndarray, done: np.ndarray, n_parts: int = 1) -> list[list[float]]:
         """
+        :param start: Index of the start of each trajectory at the last step, shape ``(n_envs,)``
+        :param done: Whether the trajectory ended with it, shape ``(n_envs,)``
         :param n_parts: Number of parts of the :class:`~sb3_grpo.start_queue.StartQueue`, of which each has a newest group
         :return: Returns of the members of each group that was completed since the last call
         """
-        start, done = self._last_step
         groups = start // self.group_size
         running = set(groups[~done].tolist())
         newest = {int(part): int(groups[groups % n_parts == part].max()) for part in groups % n_parts}

@@ -183,6 +183,8 @@ class RolloutWorker:
             self.venv.worker_of_env = [self.index] * self.venv.num_envs  # type: ignore[attr-defined]
             self.venv.n_workers = queue.n_parts  # type: ignore[attr-defined]
             self.seeded, self.queue = SeededVecEnv(self.venv), queue
+        if queue.seed != self.queue.seed:  # another run
+            self.queue = queue
         vars(self.queue).update(vars(queue))  # in place, because another queue would be another run for `attach`
         obs = map_observations(np.array, obs)  # what Ray delivers cannot be written to
         set_random_seed(seed)
@@ -195,17 +197,11 @@ class RolloutWorker:
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                steps, following = [], []
-                seeded = self.seeded
-                for step in take_steps(
-                    self.policy, seeded, lambda: seeded.start_indices, obs, n_steps, sde_sample_freq, num_timesteps
-                ):
-                    steps.append(step)
-                    following.append(step.new_obs)
+                steps = list(take_steps(self.policy, self.seeded, self.seeded, obs, n_steps, sde_sample_freq, num_timesteps))
         finally:
             self.seeded.detach()
         return Collected(
-            obs=map_observations(lambda *arrays: np.stack(arrays), obs, *following),
+            obs=map_observations(lambda *arrays: np.stack(arrays), obs, *(step.new_obs for step in steps)),
             actions=np.stack([step.actions for step in steps]),
             log_probs=np.stack([step.log_probs.numpy() for step in steps]),
             starts=np.stack([*(step.start_indices for step in steps), self.seeded.start_indices]),

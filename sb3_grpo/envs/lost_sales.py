@@ -99,7 +99,7 @@ class LostSalesEnv(InputDrivenEnv):
         return self.on_hand + sum(self.under_way)
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        order = min(int(action), self.max_position - self.position)
+        order = max(min(int(action), self.max_position - self.position), 0)
         demand = self._demand[self.n_steps_taken]
         sales = min(demand, self.on_hand)
         left = self.on_hand - sales
