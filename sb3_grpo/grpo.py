@@ -6,7 +6,7 @@ import io
 import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -39,7 +39,7 @@ from sb3_grpo.settings import (
 from sb3_grpo.start_queue import StartQueue
 from sb3_grpo.starts import StandingStill, find_seeded_vec_env, insert_seeded_vec_env
 from sb3_grpo.steps import Collected, Step, arrived_steps, take_steps
-from sb3_grpo.update import ClipRange, MinibatchLoss, Objective, check_update, describe_update
+from sb3_grpo.update import ClipRange, Objective, check_update, describe_update
 from sb3_grpo.validation import (
     check_discrete_spaces,
     check_environment,
@@ -672,7 +672,7 @@ class GRPO(OnPolicyAlgorithm):
 
     def _update_policy(self, clip_range: ClipRange) -> dict[str, float]:
         """
-        Make the gradient steps of an update.
+        Take the gradient steps of an update.
 
         :param clip_range: Current clip range
         :return: Metrics
@@ -681,49 +681,18 @@ class GRPO(OnPolicyAlgorithm):
         objective = Objective(
             clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
         )
-        # The gradient of the penalty is left to autograd.
-        fast_actor = self.policy.fast_actor() if self.kl_coef == 0 else None
-        whole_trajectories = self.importance_sampling_level == "trajectory"
-        minibatches: list[MinibatchLoss] = []
-        gradient_norms: list[th.Tensor] = []
-        with th.no_grad() if fast_actor is not None else nullcontext():
-            for epoch in range(self.n_epochs):
-                first_of_epoch = len(minibatches)
-                is_too_far = False
-                for rollout_data in self.rollout_buffer.get(self.batch_size, whole_trajectories):
-                    minibatch = objective.evaluate(self.policy, rollout_data, fast_actor)
-                    minibatches.append(minibatch.detached())
-                    is_too_far = self._exceeds_target_kl(minibatch.log_ratio, epoch)
-                    if is_too_far:
-                        break
-                    gradient_norms.append(objective.set_gradient(self.policy, minibatch, rollout_data.weights, fast_actor))
-                    self.policy.optimizer.step()
-                self._n_updates += 1
-                if is_too_far:
-                    break
-        check_update(self.policy, gradient_norms, self._n_updates)
-        return describe_update(minibatches, first_of_epoch, gradient_norms, clip_range)
+        steps = objective.take_steps(self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl)
+        self._n_updates += len(steps.epochs)
+        if steps.excessive_kl is not None and self.verbose >= 1:
+            print(f"Early stopping at epoch {len(steps.epochs) - 1} due to reaching max kl: {steps.excessive_kl:.2f}")
+        check_update(self.policy, steps.gradient_norms, self._n_updates)
+        return describe_update(steps, clip_range)
 
     def _current_clip_range(self) -> ClipRange:
         low = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
         if self.clip_range_high is None:
             return ClipRange(low, low)
         return ClipRange(low, self.clip_range_high(self._current_progress_remaining))  # type: ignore[operator]
-
-    def _exceeds_target_kl(self, log_ratio: th.Tensor, epoch: int) -> bool:
-        """
-        :param log_ratio: Log-ratios of a minibatch, shape ``(n,)``
-        :param epoch: Index of the epoch
-        :return: Whether the update has to stop
-        """
-        if self.target_kl is None:
-            return False
-        approx_kl = losses.approximate_kl(log_ratio).item()
-        if not approx_kl > 1.5 * self.target_kl:  # NaN is left to the check of the gradient
-            return False
-        if self.verbose >= 1:
-            print(f"Early stopping at epoch {epoch} due to reaching max kl: {approx_kl:.2f}")
-        return True
 
     def _log_update(self, clip_range: ClipRange) -> None:
         """

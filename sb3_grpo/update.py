@@ -1,13 +1,15 @@
 """The gradient steps of an update: the loss of a minibatch, its gradient, and the metrics of all of them."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch as th
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import GroupRolloutBufferSamples
+from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.fast_actor import FastActor, is_unaltered
 from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.policies import ActorPolicy
@@ -53,7 +55,7 @@ class MinibatchLoss(NamedTuple):
 @dataclass(frozen=True)
 class Objective:
     """
-    The objective of an update: clipped surrogate, entropy bonus and KL penalty.
+    The objective of an update: clipped surrogate, entropy bonus and KL penalty. :meth:`take_steps` improves a policy by it.
 
     :param clip_range: Current clip range
     :param importance_sampling_level: ``"step"`` or ``"trajectory"``
@@ -69,6 +71,44 @@ class Objective:
     kl_coef: float
     kl_penalty: KLPenalty
     max_grad_norm: float
+
+    def take_steps(
+        self,
+        policy: ActorPolicy,
+        rollout_buffer: GroupRolloutBuffer,
+        n_epochs: int,
+        batch_size: int,
+        target_kl: float | None = None,
+    ) -> "GradientSteps":
+        """
+        Take a gradient step with each minibatch of several epochs.
+
+        :param policy: Policy
+        :param rollout_buffer: Buffer with the transitions of the update
+        :param n_epochs: Number of epochs
+        :param batch_size: Minibatch size
+        :param target_kl: The update ends at a minibatch whose approximate KL divergence exceeds 1.5 times this value; ``None``
+            for no limit
+        :return: The steps that were taken
+        """
+        # The gradient of the penalty is left to autograd.
+        fast_actor = policy.fast_actor() if self.kl_coef == 0 else None
+        whole_trajectories = self.importance_sampling_level == "trajectory"
+        epochs: list[list[MinibatchLoss]] = []
+        gradient_norms: list[th.Tensor] = []
+        with th.no_grad() if fast_actor is not None else nullcontext():
+            for _ in range(n_epochs):
+                epochs.append([])
+                for rollout_data in rollout_buffer.get(batch_size, whole_trajectories):
+                    minibatch = self.evaluate(policy, rollout_data, fast_actor)
+                    epochs[-1].append(minibatch.detached())
+                    if target_kl is not None:
+                        approx_kl = losses.approximate_kl(minibatch.log_ratio).item()
+                        if approx_kl > 1.5 * target_kl:  # not NaN, which is left to the check of the gradient
+                            return GradientSteps(epochs, gradient_norms, approx_kl)
+                    gradient_norms.append(self.set_gradient(policy, minibatch, rollout_data.weights, fast_actor))
+                    policy.optimizer.step()
+        return GradientSteps(epochs, gradient_norms)
 
     def evaluate(
         self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples, fast_actor: FastActor | None
@@ -135,6 +175,20 @@ class Objective:
         return fast_actor.clip_gradient(self.max_grad_norm)
 
 
+class GradientSteps(NamedTuple):
+    """
+    The gradient steps of an update.
+
+    :param epochs: Losses of the minibatches of each epoch
+    :param gradient_norms: Norms of the gradients before clipping; none if the update stopped at once
+    :param excessive_kl: The approximate KL divergence that ended the update early, if one did
+    """
+
+    epochs: list[list[MinibatchLoss]]
+    gradient_norms: list[th.Tensor]
+    excessive_kl: float | None = None
+
+
 def _joined(minibatches: list[MinibatchLoss]) -> MinibatchLoss:
     """
     :param minibatches: Losses of at least one minibatch
@@ -145,21 +199,14 @@ def _joined(minibatches: list[MinibatchLoss]) -> MinibatchLoss:
     )
 
 
-def describe_update(
-    minibatches: list[MinibatchLoss],
-    first_of_last_epoch: int,
-    gradient_norms: list[th.Tensor],
-    clip_range: ClipRange,
-) -> dict[str, float]:
+def describe_update(steps: GradientSteps, clip_range: ClipRange) -> dict[str, float]:
     """
-    :param minibatches: Losses of all minibatches of the update
-    :param first_of_last_epoch: Index of the first minibatch of the last epoch
-    :param gradient_norms: Norms of the gradients before clipping; none if the update stopped at once
+    :param steps: The gradient steps of an update
     :param clip_range: Current clip range
     :return: Metrics of the update
     """
-    all_epochs = _joined(minibatches)
-    last_epoch = _joined(minibatches[first_of_last_epoch:])
+    all_epochs = _joined(list(chain(*steps.epochs)))
+    last_epoch = _joined(steps.epochs[-1])
     clipped = losses.clip_fractions(all_epochs.ratio, *clip_range)
     metrics = {
         "train/entropy_loss": -all_epochs.entropy.mean(),
@@ -169,10 +216,10 @@ def describe_update(
         "train/clip_fraction_low": clipped.low,
         "train/clip_fraction_high": clipped.high,
         "train/effective_sample_size": losses.effective_sample_size(last_epoch.ratio),
-        "train/loss": minibatches[-1].loss,
+        "train/loss": last_epoch.loss[-1],
     }
-    if gradient_norms:
-        metrics["train/grad_norm"] = th.stack(gradient_norms).mean()
+    if steps.gradient_norms:
+        metrics["train/grad_norm"] = th.stack(steps.gradient_norms).mean()
     if len(all_epochs.kl) > 0:
         metrics["train/kl_loss"] = all_epochs.kl.mean()
     return {name: value.item() for name, value in metrics.items()}

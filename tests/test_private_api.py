@@ -20,7 +20,7 @@ from stable_baselines3.common.buffers import BaseBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from torch import nn
 
@@ -38,11 +38,14 @@ PRIVATE = {
     "_update_info_buffer": "stores the returns of finished episodes",
     "_current_progress_remaining": "falls from 1 to 0 over a run, and enters schedules",
     "_n_updates": "number of epochs so far",
+    "_stats_window_size": "number of episodes that logged means are over",
     "_excluded_save_params": "names of attributes that are not pickled",
     # stable_baselines3.common.policies, buffers
     "_dummy_schedule": "stands for the schedule in a saved policy",
     "_get_constructor_parameters": "arguments with which a saved policy is built again",
     "_predict": "hook of predict()",
+    "_build_mlp_extractor": "hook of actor-critic policies, which users override",
+    "_get_action_dist_from_latent": "another",
     "_build": "name of the method that builds the layers of SB3's policies",
     "_get_samples": "abstract method of buffers",
     # stable_baselines3.common.callbacks.BaseCallback
@@ -106,6 +109,8 @@ PARAMETERS: dict[Any, list[str]] = {
     OnPolicyAlgorithm.collect_rollouts: ["env", "callback", "rollout_buffer", "n_rollout_steps"],
     BaseAlgorithm._update_info_buffer: ["infos", "dones"],
     BaseAlgorithm._excluded_save_params: [],
+    ActorCriticPolicy._build_mlp_extractor: [],
+    ActorCriticPolicy._get_action_dist_from_latent: ["latent_pi"],
     BasePolicy._predict: ["observation", "deterministic"],
     BasePolicy._get_constructor_parameters: [],
     BaseBuffer._get_samples: ["batch_inds", "env"],
@@ -203,6 +208,12 @@ def test_the_info_buffer_gets_the_episodes_of_the_monitor():
     model._setup_learn(8)
     model._update_info_buffer([{"episode": {"r": 2.0, "l": 3}}, {}], np.array([True, False]))
     assert [episode["r"] for episode in model.ep_info_buffer] == [2.0]
+
+
+def test_the_window_of_episodes_stands_under_this_name_and_takes_effect_when_a_run_begins():
+    model = ppo(stats_window_size=7)
+    model._stats_window_size = 3
+    assert model.learn(8).ep_info_buffer.maxlen == 3
 
 
 def test_excluded_attributes_are_not_saved_and_the_number_of_updates_is(tmp_path: Path):
