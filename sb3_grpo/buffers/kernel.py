@@ -317,8 +317,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         :return: Inputs of the baseline, shape ``(n, d)``
         """
         if self.actor_features or self.has_images:
-            is_too_large = policy.features_extractor.features_dim > MAX_INPUTS  # an `MlpPolicy` passes pixels on
-            return policy.encode(observations, hidden=self.actor_features or is_too_large)
+            # An `MlpPolicy` passes pixels on.
+            hidden = self.actor_features or policy.features_extractor.features_dim > MAX_INPUTS
+            return policy.encode(observations, hidden=hidden)
         tensors = map_observations(th.as_tensor, observations)
         encoded = preprocess_obs(tensors, self.observation_space, normalize_images=False)
         parts = list(encoded.values()) if isinstance(encoded, dict) else [encoded]
