@@ -573,7 +573,7 @@ class GRPO(OnPolicyAlgorithm):
             seeded_env.count_mismatches(collected.mismatches, collected.warnings)
             return arrived_steps(collected, self.policy, seeded_env)
         obs: Any = self._last_obs
-        return take_steps(self.policy, env, seeded_env, obs, n_steps, self.sde_sample_freq, self.num_timesteps)
+        return take_steps(self.policy, env, obs, n_steps, self.sde_sample_freq, self.num_timesteps)
 
     def _collect_in_workers(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer, n_steps: int) -> Collected:
         """

@@ -14,7 +14,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from sb3_grpo.observations import map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.start_queue import StartQueue
-from sb3_grpo.starts import SeededVecEnv
+from sb3_grpo.starts import SeededVecEnv, find_seeded_vec_env
 
 
 class Step(NamedTuple):
@@ -125,7 +125,6 @@ class Collected(NamedTuple):
 def take_steps(
     policy: ActorPolicy,
     env: VecEnv,
-    seeded_env: SeededVecEnv,
     obs: VecEnvObs,
     n_steps: int,
     sde_sample_freq: int,
@@ -134,7 +133,6 @@ def take_steps(
     """
     :param policy: Policy that acts
     :param env: Environments
-    :param seeded_env: The innermost of them, which knows the start of each trajectory
     :param obs: Present observations
     :param n_steps: Number of steps
     :param sde_sample_freq: Number of steps between two noise samples of gSDE; -1 for one sample per rollout
@@ -143,7 +141,7 @@ def take_steps(
     :raises ValueError: If the output of the policy is not finite
     """
     policy.set_training_mode(False)
-    act, device = policy.actor(), policy.device
+    act, device, seeded_env = policy.actor(), policy.device, find_seeded_vec_env(env)
     if policy.use_sde:
         policy.reset_noise(env.num_envs)
     for n in range(n_steps):

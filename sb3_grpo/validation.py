@@ -145,8 +145,9 @@ def require_schedule(name: str, value: Any) -> None:
     :raises ValueError: If the number, or the first value of the function, is not finite or is negative
     """
     first = value(1.0) if callable(value) else value
-    with contextlib.suppress(TypeError, ValueError):  # SB3 converts what a schedule returns
-        first = float(first) if callable(value) else first
+    if callable(value):
+        with contextlib.suppress(TypeError, ValueError):  # SB3 converts what a schedule returns
+            first = float(first)
     if not is_finite_number(first) or first < 0:
         gives = f", which gives {first!r} at 1" if callable(value) else ""
         raise ValueError(

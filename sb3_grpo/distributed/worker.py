@@ -197,7 +197,7 @@ class RolloutWorker:
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                steps = list(take_steps(self.policy, self.seeded, self.seeded, obs, n_steps, sde_sample_freq, num_timesteps))
+                steps = list(take_steps(self.policy, self.seeded, obs, n_steps, sde_sample_freq, num_timesteps))
         finally:
             self.seeded.detach()
         return Collected(
