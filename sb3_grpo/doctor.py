@@ -132,7 +132,8 @@ def _recent_returns(model: Any, metrics: dict[str, float]) -> tuple[float, float
     """
     :param model: The model that is trained
     :param metrics: Metrics of its last rollout
-    :return: Mean and standard deviation of the returns of recent episodes; NaN until an episode has ended
+    :return: Mean of the returns of recent episodes and their spread: the standard deviation, or without a Monitor the range
+        within groups. NaN until an episode has ended
     """
     returns = [episode["r"] for episode in model.ep_info_buffer]
     if returns:
@@ -236,7 +237,7 @@ class Doctor(BaseCallback):
             return
         finally:
             set_random_state(state)
-        if not found.shared:
+        if found.verdict != "shared":
             self.reported.append("shared inputs")
             self.report(f"Doctor (shared inputs): {found.message}")
 

@@ -37,7 +37,7 @@ from sb3_grpo.settings import (
     time_limit,
 )
 from sb3_grpo.start_queue import StartQueue
-from sb3_grpo.starts import StandingStill, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.starts import CollectingVecEnv, StandingStill, find_seeded_vec_env, insert_seeded_vec_env
 from sb3_grpo.steps import Collected, Step, arrived_steps, take_steps
 from sb3_grpo.update import ClipRange, Objective, check_update, describe_update
 from sb3_grpo.validation import (
@@ -86,8 +86,9 @@ class GRPO(OnPolicyAlgorithm):
         their own ``scale`` instead
     :param ent_coef: Coefficient of the entropy bonus
     :param max_grad_norm: Maximum norm of the gradient
-    :param group_size: Number of trajectories per group, at least 2. ``None`` for 2; with the ``kernel`` buffer for 8 while the
-        members of a group share more than a third of the variance of their advantages
+    :param group_size: Number of trajectories per group, at least 2. ``None`` for 2; with the ``kernel`` buffer and its
+        relative term, and with shared starts, for 8 while the members of a group share more than a third of the variance of
+        their advantages
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
     :param kl_coef: Coefficient of the penalty KL(pi || reference). It changes during training if ``adaptive_kl_target`` is set
@@ -604,7 +605,7 @@ class GRPO(OnPolicyAlgorithm):
         :param env: The training environment
         :return: Whether its workers can collect whole rollouts, and no wrapper changes what they return
         """
-        if not hasattr(find_seeded_vec_env(env).venv, "collect"):
+        if not isinstance(find_seeded_vec_env(env).venv, CollectingVecEnv):
             return False
         wrapper = data_changing_wrapper(env)
         if wrapper is not None and wrapper not in self._slow_wrappers:
@@ -685,7 +686,7 @@ class GRPO(OnPolicyAlgorithm):
         self._n_updates += len(steps.epochs)
         if steps.excessive_kl is not None and self.verbose >= 1:
             print(f"Early stopping at epoch {len(steps.epochs) - 1} due to reaching max kl: {steps.excessive_kl:.2f}")
-        check_update(self.policy, steps.gradient_norms, self._n_updates)
+        check_update(self.policy, steps.gradient_norms)
         return describe_update(steps, clip_range)
 
     def _current_clip_range(self) -> ClipRange:
@@ -772,7 +773,7 @@ class GRPO(OnPolicyAlgorithm):
         :param device: Device of the policy
         :param custom_objects: Attributes that replace those in the file
         :param print_system_info: Whether to print information about the current and the saving system
-        :param force_reset: Whether learning begins with a reset of the environment
+        :param force_reset: Unused: learning always begins with a reset of the environments
         :param kwargs: Arguments to change
         :return: The model
         :raises ValueError: If the file is of another algorithm or of another file format, or if an argument does not fit

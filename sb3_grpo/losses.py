@@ -13,24 +13,16 @@ from typing import Literal, NamedTuple
 import torch as th
 from stable_baselines3.common.distributions import Distribution
 
+#: Which mean the loss is. ``"step"``: all transitions count alike, as in PPO and in DAPO (https://arxiv.org/abs/2503.14476,
+#: equation 12). ``"trajectory"`` and ``"constant"``: see :func:`trajectory_loss_weights` and :func:`constant_loss_weights`.
 LossAggregation = Literal["step", "trajectory", "constant"]
+#: What has an importance ratio. ``"step"``: each transition. ``"trajectory"``: see :func:`trajectory_log_ratio`.
 ImportanceSamplingLevel = Literal["step", "trajectory"]
 
 #: Log-ratios are clamped to this magnitude before they are exponentiated, so that no ratio overflows.
 MAX_LOG_RATIO = 20.0
 #: Upper limit of the weight of a reused transition.
 MAX_REUSE_WEIGHT = 2.0
-
-
-def step_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor) -> th.Tensor:
-    """
-    The importance ratio of PPO and GRPO: each transition has its own.
-
-    :param log_ratio: ``d_t = log pi(a_t|s_t) - log pi_old(a_t|s_t)``, shape ``(n,)``
-    :param trajectories: Unused
-    :return: ``log_ratio`` unchanged, shape ``(n,)``
-    """
-    return log_ratio
 
 
 def trajectory_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor) -> th.Tensor:
@@ -49,12 +41,6 @@ def trajectory_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor) -> th.Te
     _, labels, counts = th.unique(trajectories, return_inverse=True, return_counts=True)
     sums = th.zeros(len(counts), dtype=fixed.dtype, device=fixed.device).index_add(0, labels, fixed)
     return log_ratio - fixed + (sums / counts)[labels]
-
-
-LOG_RATIOS: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {
-    "step": step_log_ratio,
-    "trajectory": trajectory_log_ratio,
-}
 
 
 class Surrogate(NamedTuple):
@@ -95,13 +81,12 @@ def clipped_surrogate(log_ratio: th.Tensor, advantages: th.Tensor, clip_range: f
     return Surrogate(loss, ratio.detach(), th.where(is_flat, 0.0, loss.detach()))
 
 
-def trajectory_loss_weights(lengths: th.Tensor, horizon: int) -> th.Tensor:
+def trajectory_loss_weights(lengths: th.Tensor) -> th.Tensor:
     """
     Weights ``mean(|o|) / |o_i|``. They turn the mean over transitions into ``1/m sum_i 1/|o_i| sum_t``, in which all
     trajectories count alike: DeepSeekMath (https://arxiv.org/abs/2402.03300), equation 3.
 
     :param lengths: Number of transitions ``|o_i|`` of each trajectory, shape ``(m,)``
-    :param horizon: Unused
     :return: Weight of the transitions of each trajectory, shape ``(m,)``
     """
     return lengths.sum() / len(lengths) / lengths
@@ -118,15 +103,6 @@ def constant_loss_weights(lengths: th.Tensor, horizon: int) -> th.Tensor:
     :return: Weight of the transitions of each trajectory, shape ``(m,)``
     """
     return (lengths.sum() / len(lengths) / horizon).expand(len(lengths))
-
-
-#: Weights by which the mean over transitions becomes another mean; ``None`` for equal weights, as in PPO and in DAPO
-#: (https://arxiv.org/abs/2503.14476, equation 12).
-LOSS_WEIGHTS: dict[str, Callable[[th.Tensor, int], th.Tensor] | None] = {
-    "step": None,
-    "trajectory": trajectory_loss_weights,
-    "constant": constant_loss_weights,
-}
 
 
 def weighted_mean(values: th.Tensor, weights: th.Tensor | None) -> th.Tensor:

@@ -42,7 +42,7 @@ ACTOR_CRITIC_HOOKS = {
 }
 
 #: Maps observations to actions, shape ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the output of the
-#: features extractor, shape ``(n, features_dim)``, or ``None`` if the policy does not show it.
+#: features extractor, shape ``(n, features_dim)``, or ``None`` if the policy does not expose it.
 Actor = Callable[[PyTorchObs], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
 
 
@@ -120,6 +120,8 @@ class ActorPolicy(BasePolicy):
                     f"{type(self).__name__} defines `{hook}`, which belongs to SB3's ActorCriticPolicy and is not called "
                     f"here: {instead}."
                 )
+        if not callable(activation_fn):
+            raise ValueError(f"`activation_fn` must be a class such as `torch.nn.ReLU`, not {activation_fn!r}.")
         if log_std_init is not None:
             require_between("log_std_init", log_std_init, -np.inf)
         require_positive("log_std_lr_factor", log_std_lr_factor)

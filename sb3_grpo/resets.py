@@ -14,6 +14,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
@@ -44,8 +45,6 @@ class EnvironmentFault(RuntimeError):
     def __init__(self, env_idx: int, what: str, hint: str = ""):
         super().__init__(env_idx, what, hint)
         self.env_idx = env_idx
-        #: Exit code of the environment's process, if that has ended
-        self.exit_code: int | None = None
 
     def __str__(self) -> str:
         env_idx, what, hint = self.args
@@ -74,12 +73,14 @@ class DeferredReset(gym.Wrapper):
     """
 
     #: Attributes of this wrapper and of ``gym.Wrapper``. All others belong to the environment.
-    _OWN = ("env", "_env_idx", "_shape", "_final", "_action_space", "_observation_space", "_metadata", "_cached_spec")
+    _OWN = ("env", "_env_idx", "_shapes", "_final", "_action_space", "_observation_space", "_metadata", "_cached_spec")
 
     def __init__(self, env: gym.Env, env_idx: int):
         super().__init__(env)
         self._env_idx = env_idx
-        self._shape = env.observation_space.shape
+        space = env.observation_space
+        parts = space.spaces if isinstance(space, spaces.Dict) else {None: space}
+        self._shapes = {key: part.shape for key, part in parts.items() if part.shape is not None}
         self._final: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -126,9 +127,13 @@ class DeferredReset(gym.Wrapper):
 
     def _check_shape(self, observation: Any) -> None:
         # DummyVecEnv would broadcast it.
-        if self._shape is not None and np.shape(observation) != self._shape:
-            what = f"returned an observation of shape {np.shape(observation)}, but its space has shape {self._shape}"
-            raise EnvironmentFault(self._env_idx, what)
+        parts = observation_parts(observation)
+        for key, shape in self._shapes.items():
+            returned = np.shape(parts.get(key, ()))
+            if returned != shape:
+                name = "an observation" if key is None else f"an observation with {key!r}"
+                what = f"returned {name} of shape {returned}, but its space has shape {shape}"
+                raise EnvironmentFault(self._env_idx, what)
 
 
 def _make_deferred(env_fn: Callable[[], gym.Env], env_idx: int) -> gym.Env:
@@ -197,12 +202,9 @@ class WatchedPipe:
 
     def _fault(self) -> EnvironmentFault:
         self.process.join(DEAD_WORKER_TIMEOUT_S)
-        exit_code = self.process.exitcode
         hint = f"If that error says that `reset` takes no `seed`: {TAKE_A_SEED}" if self._asked == "reset" else ""
-        what = f"is gone: its process has ended with exit code {exit_code}, and its own error is above"
-        fault = EnvironmentFault(self.env_idx, what, hint)
-        fault.exit_code = exit_code
-        return fault
+        what = f"is gone: its process has ended with exit code {self.process.exitcode}, and its own error is above"
+        return EnvironmentFault(self.env_idx, what, hint)
 
 
 def reset_workers(venv: SubprocVecEnv, env_indices: list[int], seeds: Sequence[int | None]) -> list[tuple[Any, dict]]:

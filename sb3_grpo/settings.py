@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import gymnasium as gym
 from stable_baselines3.common.vec_env import VecEnv
@@ -24,7 +24,36 @@ from sb3_grpo.validation import (
     require_schedule,
 )
 
-#: Arguments of policies that GRPO passes, and what they are called there
+NO_CRITIC = "GRPO has no value network, so leave it out"
+
+#: Arguments of other libraries that people pass to GRPO, and what to write instead.
+FOREIGN_ARGUMENTS = {
+    "vf_coef": NO_CRITIC,
+    "clip_range_vf": NO_CRITIC,
+    "share_features_extractor": NO_CRITIC,
+    "beta": "the coefficient of the KL penalty is `kl_coef`",
+    "num_generations": "the number of trajectories per group is `group_size`",
+    "epsilon": "the clip range is `clip_range`",
+    "epsilon_high": "the upper clip range is `clip_range_high`",
+    "num_iterations": "the number of passes over an update is `n_epochs`",
+    "loss_type": "write `loss_aggregation='step'` (DAPO), 'trajectory' (DeepSeekMath) or 'constant' (Dr. GRPO)",
+    "scale_rewards": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
+    "multi_objective_aggregation": "write `rollout_buffer_kwargs=dict(component_aggregation=...)`",
+    "sync_ref_model": "write `kl_reference=k` to renew the reference every k updates, or 'polyak'",
+    "ref_model_sync_steps": "write `kl_reference=k` to renew the reference every k updates",
+    "ref_model_mixup_alpha": "write `kl_reference='polyak'` and `kl_reference_tau`",
+    "max_completion_length": "set the time limit of the environment, `gym.make(..., max_episode_steps=...)`",
+    "temperature": "actions are sampled from the policy as it is; `ent_coef` rewards exploration",
+    "gradient_accumulation_steps": "the number of transitions per gradient step is `batch_size`",
+    "max_steps": "the number of environment steps is `learn(total_timesteps)`",
+    "total_timesteps": "the number of environment steps is `learn(total_timesteps)`",
+    "lr": "the learning rate is `learning_rate`",
+    "lam": "the lambda of the advantages is `gae_lambda`",
+    "n_envs": "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`",
+    "scale": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
+}
+
+#: Policy arguments that GRPO sets, and their names in GRPO
 OF_GRPO = {
     "normalize_observations": "normalize_observations",
     "use_sde": "use_sde",
@@ -43,7 +72,10 @@ def refuse_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]) -> Non
     places = {name: "rollout_buffer_kwargs" for buffer_class in BUFFERS.values() for name in buffer_options(buffer_class)}
     places |= dict.fromkeys(constructor_arguments(ActorPolicy), "policy_kwargs")
     refuse_unknown_arguments(
-        unknown, accepted, hints={name: f"write `{place}=dict({name}=...)`" for name, place in places.items()}
+        unknown,
+        accepted,
+        "GRPO",
+        {name: f"write `{place}=dict({name}=...)`" for name, place in places.items()} | FOREIGN_ARGUMENTS,
     )
 
 
@@ -88,8 +120,10 @@ def check_settings(settings: Mapping[str, Any], chooses_n_steps: bool) -> None:
     for name in ("gamma", "gae_lambda"):
         require_between(name, settings[name], 0.0, 1.0)
     require_between("ent_coef", settings["ent_coef"], -math.inf)
-    require_one_of("importance_sampling_level", settings["importance_sampling_level"], losses.LOG_RATIOS)
-    require_one_of("loss_aggregation", settings["loss_aggregation"], losses.LOSS_WEIGHTS)
+    require_one_of(
+        "importance_sampling_level", settings["importance_sampling_level"], get_args(losses.ImportanceSamplingLevel)
+    )
+    require_one_of("loss_aggregation", settings["loss_aggregation"], get_args(losses.LossAggregation))
     if settings["max_grad_norm"] != math.inf:
         require_positive("max_grad_norm", settings["max_grad_norm"])
     for name in ("target_kl", "adaptive_kl_target"):
@@ -117,7 +151,10 @@ def check_policy_kwargs(policy_class: type, policy_kwargs: Mapping[str, Any], st
     require_mapping("policy_kwargs", policy_kwargs)
     accepted = constructor_arguments(policy_class) - {"observation_space", "action_space"}
     refuse_unknown_arguments(
-        {each: value for each, value in policy_kwargs.items() if each not in accepted}, accepted, policy_class.__name__
+        {each: value for each, value in policy_kwargs.items() if each not in accepted},
+        accepted,
+        policy_class.__name__,
+        {"share_features_extractor": NO_CRITIC},
     )
     for name, of_grpo in OF_GRPO.items():
         if name in policy_kwargs:

@@ -1,5 +1,6 @@
 """A check whether the members of a group, which act differently, still live through the same inputs."""
 
+import random
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from sb3_grpo.observations import same_values
 from sb3_grpo.validation import require_at_least
 
 ADVICE = (
-    "Training works all the same, but comparing the members of a group cannot cancel what such inputs cause. In an "
+    "Training works all the same, but comparing the members of a group cannot cancel their effect. In an "
     "environment of your own, draw the whole stream of inputs in `reset`, from `self.np_random` after "
     "`super().reset(seed=seed)`, and let `step` read from it; or draw the same amount of random numbers in each step, "
     "whatever the action."
@@ -31,11 +32,6 @@ class SharedInputs:
 
     verdict: Literal["shared", "lost", "not seeded"]
     message: str
-
-    @property
-    def shared(self) -> bool:
-        """Whether inputs stay in step, as far as can be seen."""
-        return self.verdict == "shared"
 
 
 class _Step(NamedTuple):
@@ -65,10 +61,12 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
     :param n_members: Number of members, each with random actions of its own
     :param seed: Seed of the resets
     :return: The verdict, and a message that explains it
-    :raises ValueError: If it is no Gymnasium environment, cannot be reset with a seed, or fails in a step
+    :raises ValueError: If it is no Gymnasium environment, cannot be reset with a seed, or fails in a step, or if a number
+        is out of range
     """
     if not isinstance(env, gym.Env):
         raise ValueError(f"`env` is {env!r}: pass a single environment, such as `gymnasium.make('CartPole-v1')`.")
+    require_at_least("n_steps", n_steps, 1)
     require_at_least("n_members", n_members, 2)
     first, again = (_play(env, n_steps, seed, member=0) for _ in range(2))
     step = _first_difference([seen[:2] for seen in first], [seen[:2] for seen in again])
@@ -123,6 +121,8 @@ def _look(env: gym.Env, outcome: Any) -> _Step:
                 generators[f"{depth} {name}"] = value.bit_generator.state
             elif isinstance(value, np.random.RandomState):
                 generators[f"{depth} {name}"] = value.get_state(legacy=False)
+            elif isinstance(value, random.Random):
+                generators[f"{depth} {name}"] = np.array(value.getstate()[1])
     return _Step(deepcopy(outcome), deepcopy(getattr(env.unwrapped, "inputs", None)), generators)
 
 
@@ -135,5 +135,5 @@ def _layers(env: gym.Env) -> Iterator[gym.Env]:
 
 
 def _first_difference(left: list[Any], right: list[Any]) -> int | None:
-    """:return: Index of the first entries that differ, as far as both lists go, None if there are none"""
+    """:return: Index of the first entries that differ, within their common length, None if there are none"""
     return next((i for i, (mine, other) in enumerate(zip(left, right, strict=False)) if not same_values(mine, other)), None)

@@ -18,6 +18,7 @@ has a test for each of them, which fails when SB3 changes it:
 import inspect
 import re
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -52,6 +53,18 @@ def _delegated(name: str) -> Any:
     return property(lambda self: getattr(self.venv, name), lambda self, value: setattr(self.venv, name, value))
 
 
+class CollectingVecEnv(VecEnv):
+    """A ``VecEnv`` whose workers collect whole rollouts, and reset their environments by themselves."""
+
+    n_workers: int
+    #: Index of the worker of each environment
+    worker_of_env: list[int]
+
+    @abstractmethod
+    def collect(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`sb3_grpo.distributed.RayVecEnv.collect`."""
+
+
 class SeededVecEnv(VecEnv):
     """
     The innermost ``VecEnv``, which resets each environment with the seed of the next start of a ``StartQueue``.
@@ -64,6 +77,8 @@ class SeededVecEnv(VecEnv):
     ``EvalCallback`` warns if the two environments have different classes.
 
     :param venv: The base ``VecEnv``
+    :param part: Part of the queue from which its environments take their starts, if the queue has several
+    :param n_parts: Number of parts of the queue. A :class:`CollectingVecEnv` has one for each worker
     :raises ValueError: If ``venv`` is a ``VecEnvWrapper`` or is already seeded, if the ``reset`` of an environment in this
         process takes no seed, or if a ``Monitor`` allows no early resets in a ``SubprocVecEnv``
     """
@@ -88,7 +103,7 @@ class SeededVecEnv(VecEnv):
     env_method: Any = _delegated("env_method")
     env_is_wrapped: Any = _delegated("env_is_wrapped")
 
-    def __init__(self, venv: VecEnv):
+    def __init__(self, venv: VecEnv, part: int = 0, n_parts: int = 1):
         # VecEnv.__init__ is not called, because the attributes that it sets belong to the base.
         if isinstance(venv, (VecEnvWrapper, SeededVecEnv)):
             raise ValueError(f"SeededVecEnv goes around a base VecEnv, got {venv!r}: use `insert_seeded_vec_env(env)`")
@@ -110,8 +125,9 @@ class SeededVecEnv(VecEnv):
         self._share_starts = False
         self._resets_single_envs = True
         # The part of the queue from which each environment takes its starts
-        self._parts: list[int] = getattr(venv, "worker_of_env", [0] * venv.num_envs)
-        self._n_parts: int = getattr(venv, "n_workers", 1)
+        self._parts, self._n_parts = [part] * venv.num_envs, n_parts
+        if isinstance(venv, CollectingVecEnv):
+            self._parts, self._n_parts = venv.worker_of_env, venv.n_workers
         self._check: Check | None = None
         self._last_queue: StartQueue | None = None
         self._streams_coincide = False
@@ -202,8 +218,8 @@ class SeededVecEnv(VecEnv):
         self._check = None
 
     def _seed_apart(self) -> None:
-        # After members of one group, environments have equal random generators, and would draw equal starts from now on, also
-        # if the base is reset directly. Seeds that a user has set take precedence.
+        # Members of one group leave equal random generators behind: without other seeds, later resets would draw equal starts,
+        # also if the base is reset directly. Seeds that a user has set take precedence.
         is_free = all(seed is None for seed in self.venv._seeds) or self.venv._seeds is self._seeds_apart
         if self._streams_coincide and self._last_queue is not None and is_free:
             seeds, options = self._lists_after_reset

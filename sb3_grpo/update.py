@@ -132,11 +132,10 @@ class Objective:
         if entropy is None:
             entropy = -log_prob  # an estimate for distributions without a closed form
         log_ratio = log_prob - rollout_data.old_log_prob
-        surrogate = losses.clipped_surrogate(
-            losses.LOG_RATIOS[self.importance_sampling_level](log_ratio, rollout_data.starts),
-            rollout_data.advantages,
-            *self.clip_range,
-        )
+        of_level = log_ratio
+        if self.importance_sampling_level == "trajectory":
+            of_level = losses.trajectory_log_ratio(log_ratio, rollout_data.starts)
+        surrogate = losses.clipped_surrogate(of_level, rollout_data.advantages, *self.clip_range)
         weights = rollout_data.weights
         policy_gradient_loss = losses.weighted_mean(surrogate.loss, weights)
         loss = policy_gradient_loss
@@ -225,17 +224,16 @@ def describe_update(steps: GradientSteps, clip_range: ClipRange) -> dict[str, fl
     return {name: value.item() for name, value in metrics.items()}
 
 
-def check_update(policy: ActorPolicy, gradient_norms: list[th.Tensor], n_updates: int) -> None:
+def check_update(policy: ActorPolicy, gradient_norms: list[th.Tensor]) -> None:
     """
     :param policy: Policy after an update
     :param gradient_norms: Norms of the gradients of its minibatches
-    :param n_updates: Number of updates so far
     :raises ValueError: If a gradient or a parameter is NaN or infinite
     """
     is_finite = not gradient_norms or math.isfinite(th.stack(gradient_norms).sum().item())
     if is_finite and all(bool(th.isfinite(parameter).all()) for parameter in policy.parameters()):
         return
-    what = f"weights after update {n_updates} are" if is_finite else f"gradient of update {n_updates} is"
+    what = "weights after the update are" if is_finite else "gradient of the update is"
     raise ValueError(
         f"The {what} not finite. The update has been undone, so the model can be saved. Lower `learning_rate`, or limit the "
         "scale of observations and advantages (`normalize_observations`, `normalize_advantage`, `scale`)."

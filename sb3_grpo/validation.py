@@ -11,40 +11,13 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-#: Arguments of other libraries that people pass to GRPO, and what to write instead.
-FOREIGN_ARGUMENTS = {
-    "vf_coef": "GRPO has no value network, so leave it out",
-    "clip_range_vf": "GRPO has no value network, so leave it out",
-    "share_features_extractor": "GRPO has no value network, so leave it out",
-    "beta": "the coefficient of the KL penalty is `kl_coef`",
-    "num_generations": "the number of trajectories per group is `group_size`",
-    "epsilon": "the clip range is `clip_range`",
-    "epsilon_high": "the upper clip range is `clip_range_high`",
-    "num_iterations": "the number of passes over an update is `n_epochs`",
-    "loss_type": "write `loss_aggregation='step'` (DAPO), 'trajectory' (DeepSeekMath) or 'constant' (Dr. GRPO)",
-    "scale_rewards": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
-    "multi_objective_aggregation": "write `rollout_buffer_kwargs=dict(component_aggregation=...)`",
-    "sync_ref_model": "write `kl_reference=k` to renew the reference every k updates, or 'polyak'",
-    "ref_model_sync_steps": "write `kl_reference=k` to renew the reference every k updates",
-    "ref_model_mixup_alpha": "write `kl_reference='polyak'` and `kl_reference_tau`",
-    "max_completion_length": "set the time limit of the environment, `gym.make(..., max_episode_steps=...)`",
-    "temperature": "actions are sampled from the policy as it is; `ent_coef` rewards exploration",
-    "gradient_accumulation_steps": "the number of transitions per gradient step is `batch_size`",
-    "max_steps": "the number of environment steps is `learn(total_timesteps)`",
-    "total_timesteps": "the number of environment steps is `learn(total_timesteps)`",
-    "lr": "the learning rate is `learning_rate`",
-    "lam": "the lambda of the advantages is `gae_lambda`",
-    "n_envs": "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`",
-    "scale": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
-}
-
 #: Bounds of an action that are further apart stand for no bounds, as the largest number of a type does. The initial standard
 #: deviation is a quarter of this range. Actuators in SI units and amounts of money stay below.
 MAX_ACTION_RANGE = 1e9
 
 
 def refuse_unknown_arguments(
-    unknown: Mapping[str, Any], accepted: Iterable[str], taker: str = "GRPO", hints: Mapping[str, str] | None = None
+    unknown: Mapping[str, Any], accepted: Iterable[str], taker: str, hints: Mapping[str, str]
 ) -> None:
     """
     Refuse keyword arguments that a constructor does not take.
@@ -55,7 +28,6 @@ def refuse_unknown_arguments(
     :param hints: What to write instead of some of the arguments
     :raises TypeError: If there is an unknown argument; the message says what to write instead
     """
-    hints = {**(hints or {}), **FOREIGN_ARGUMENTS}
     for name, value in unknown.items():
         closest = difflib.get_close_matches(name, accepted, n=1)
         hint = f"did you mean `{closest[0]}`?" if closest else f"see `help({taker})` for its arguments."

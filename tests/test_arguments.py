@@ -141,6 +141,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(use_sde="yes", env=AnyEnv(action_space=BOX)), "`use_sde` must be True or False, not 'yes'"),
     (policy(normalize_observations=False), "pass it there, as GRPO(..., normalize_observations=False)"),
     (policy(net_arch=[8, 0]), "net_arch=[8, 0] is no list of positive integers"),
+    (policy(activation_fn="relu"), "`activation_fn` must be a class such as `torch.nn.ReLU`, not 'relu'."),
     (policy(net_arch=8), "net_arch=8 is no list of positive integers"),
     (policy(net_arch=dict(shared=[8])), "is no list of positive integers"),
     (policy(log_std_init=np.nan), "`log_std_init` must be a finite number, not nan"),
@@ -179,6 +180,8 @@ def test_a_model_needs_an_environment():
     cases(
         [
             (dict(clip_range_vf=None), "GRPO has no value network, so leave it out."),
+            (dict(policy_kwargs=dict(share_features_extractor=True)), "GRPO has no value network, so leave it out."),
+            (dict(policy_kwargs=dict(scale=1)), "ActorPolicy does not take `scale=1`: see `help(ActorPolicy)`"),
             (dict(beta=0.04), "the coefficient of the KL penalty is `kl_coef`."),
             (dict(num_generations=8), "the number of trajectories per group is `group_size`."),
             (dict(epsilon=0.2), "the clip range is `clip_range`."),

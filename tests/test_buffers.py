@@ -982,6 +982,36 @@ class RewardIsAdvantage(GroupRolloutBuffer):
         return rollout, rollout.rewards
 
 
+def test_a_hook_that_does_not_return_one_finite_number_per_transition_is_named():
+    class OnePerTrajectory(LongerIsBetter):
+        def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+            return np.where(lengths > 5, 1.0, -1.0)
+
+    class TooFew(RewardIsAdvantage):
+        def _form_update(self, rollout: Any, last_obs: Any, policy: Any) -> Any:
+            return rollout, rollout.rewards[:10]
+
+    class Divides(RewardIsAdvantage):
+        def _form_update(self, rollout: Any, last_obs: Any, policy: Any) -> Any:
+            return rollout, np.where(np.arange(len(rollout)) < 3, np.nan, 1.0)
+
+    for buffer_class, message in [
+        (OnePerTrajectory, r"`OnePerTrajectory._group_advantages` returned advantages of shape \(\d+,\) for \d+ transitions"),
+        (TooFew, r"`TooFew._form_update` returned advantages of shape \(10,\) for \d+ transitions"),
+        (Divides, "`Divides._form_update` returned advantages of which 3 are NaN or infinite"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            record(buffer_class)
+
+
+def test_a_group_buffer_cannot_change_the_size_of_groups():
+    class Changing(LongerIsBetter):
+        max_group_size = 8
+
+    with pytest.raises(ValueError, match=r"`Changing\.max_group_size` is 8, and groups that are compared as a whole cannot"):
+        make_model(SpaceEnv(VECTOR), Changing)
+
+
 def test_a_users_own_group_buffer_overrides_one_hook():
     recorder = record(LongerIsBetter)
     assert_whole_groups(recorder, 2)

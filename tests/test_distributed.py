@@ -1,6 +1,7 @@
 """Rollouts on Ray: the same transitions as anywhere."""
 
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -410,10 +411,21 @@ def test_a_worker_blames_the_environment_and_not_the_policy():
         worker.collect((recipe, state), obs, np.arange(2), model.start_queue, True, 16, -1, 0, 0)
 
 
-@pytest.mark.parametrize("n_workers", [0, 5])
-def test_a_number_of_workers_that_does_not_fit_is_refused(n_workers: int):
-    with pytest.raises(ValueError, match=rf"`n_workers` is {n_workers}, and there are 4 environments: pass 1 to 4"):
-        RayVecEnv([Walk] * 4, n_workers=n_workers)
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (dict(n_workers=5), "`n_workers` is 5, and there are 4 environments: pass 1 to 4."),
+        (dict(n_workers=0), "`n_workers` must be an integer of at least 1, not 0."),
+        (dict(n_workers=2.0), "`n_workers` must be an integer of at least 1, not 2.0."),
+        (dict(timeout=0), "`timeout` must be a positive number, not 0."),
+        (dict(max_retries=-1), "`max_retries` must be an integer of at least 0, not -1."),
+        (dict(max_replay=None), "`max_replay` must be an integer of at least 0, not None."),
+        (dict(env_fns=[]), "`env_fns` is empty: pass a function for each environment."),
+    ],
+)
+def test_an_argument_that_is_out_of_range_is_refused(kwargs: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RayVecEnv(**{"env_fns": [Walk] * 4, **kwargs})
 
 
 def test_an_environment_that_cannot_be_sent_is_named():

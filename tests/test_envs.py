@@ -94,7 +94,7 @@ def test_an_episode_has_the_length_that_was_asked_for(env_id: str, length: dict[
 @every_task
 def test_members_that_act_differently_live_through_the_same_inputs(env_id: str) -> None:
     report = check_shared_inputs(gym.make(env_id), n_steps=100)
-    assert report.shared and "`inputs`" in report.message
+    assert report.verdict == "shared" and "`inputs`" in report.message
 
 
 @every_task

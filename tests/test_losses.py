@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import pytest
 import torch as th
@@ -44,16 +44,10 @@ def gradient_of(loss: th.Tensor, parameter: th.Tensor) -> th.Tensor:
 # --- importance ratios ------------------------------------------------------------------------------------------------
 
 
-def test_there_is_a_formula_for_each_literal():
-    assert set(losses.LOG_RATIOS) == set(get_args(losses.ImportanceSamplingLevel))
-    assert set(losses.LOSS_WEIGHTS) == set(get_args(losses.LossAggregation))
-
-
 def test_log_ratios_are_as_worked_out_by_hand():
     log_ratio = th.tensor([1.0, 0.5, 2.0], dtype=th.float64, requires_grad=True)
     trajectories = th.tensor([7, -3, 7])
-    assert losses.LOG_RATIOS["step"](log_ratio, trajectories) is log_ratio
-    of_trajectory = losses.LOG_RATIOS["trajectory"](log_ratio, trajectories)
+    of_trajectory = losses.trajectory_log_ratio(log_ratio, trajectories)
     # (1 + 2) / 2 = 1.5 for the first and the last, 0.5 for the one between
     assert of_trajectory.tolist() == [1.5, 0.5, 1.5]
     # Each entry has slope 1 in its own step and 0 in the others, not 1/2 in both steps of the trajectory
@@ -103,10 +97,10 @@ def test_equal_advantages_within_trajectories_give_gspo_at_the_level_of_trajecto
     lengths, trajectories = draw_trajectories(seed)
     log_ratio = (0.5 * th.randn(len(trajectories), dtype=th.float64)).requires_grad_()
     advantages = th.randn(len(lengths), dtype=th.float64)
-    weights = losses.trajectory_loss_weights(lengths.double(), 0)[trajectories]
+    weights = losses.trajectory_loss_weights(lengths.double())[trajectories]
 
     def loss_of(level: str) -> th.Tensor:
-        ratios = losses.LOG_RATIOS[level](log_ratio, trajectories)
+        ratios = losses.trajectory_log_ratio(log_ratio, trajectories) if level == "trajectory" else log_ratio
         surrogate = losses.clipped_surrogate(ratios, advantages[trajectories], CLIP, clip_range_high)
         return losses.weighted_mean(surrogate.loss, weights)
 
@@ -251,9 +245,8 @@ def test_nan_shows_in_the_slope():
 def test_weights_are_as_worked_out_by_hand():
     # mean length (1 + 2 + 6) / 3 = 3: 3 / 1, 3 / 2, 3 / 6, and 3 / 12 where trajectories may have 12 steps
     lengths = th.tensor([1.0, 2.0, 6.0], dtype=th.float64)
-    assert losses.trajectory_loss_weights(lengths, 12).tolist() == [3.0, 1.5, 0.5]
+    assert losses.trajectory_loss_weights(lengths).tolist() == [3.0, 1.5, 0.5]
     assert losses.constant_loss_weights(lengths, 12).tolist() == [0.25, 0.25, 0.25]
-    assert losses.LOSS_WEIGHTS["step"] is None
 
 
 def test_a_weighted_mean_is_as_worked_out_by_hand_and_not_divided_by_the_sum_of_the_weights():
@@ -264,6 +257,12 @@ def test_a_weighted_mean_is_as_worked_out_by_hand_and_not_divided_by_the_sum_of_
     th.testing.assert_close(gradient_of(weighted, values), th.tensor([1 / 3, 2 / 3, 0.0]))
     assert losses.weighted_mean(th.tensor([1.0, 3.0]), th.tensor([2.0, 2.0])).item() == pytest.approx(4.0)
     assert losses.weighted_mean(values, None).item() == pytest.approx(38.0)
+
+
+def weights_of(aggregation: str, lengths: th.Tensor, horizon: int) -> th.Tensor:
+    if aggregation == "trajectory":
+        return losses.trajectory_loss_weights(lengths)
+    return losses.constant_loss_weights(lengths, horizon)
 
 
 BUDGET = 10
@@ -279,8 +278,7 @@ LOOPS: dict[str, Callable[[list[th.Tensor]], th.Tensor]] = {
 def test_weighted_means_and_their_gradients_equal_a_double_loop(aggregation: str, seed: int):
     lengths, trajectories = draw_trajectories(seed)
     values = th.randn(len(trajectories), dtype=th.float64, requires_grad=True)
-    weigh = losses.LOSS_WEIGHTS[aggregation]
-    weights = None if weigh is None else weigh(lengths.double(), BUDGET)[trajectories]
+    weights = None if aggregation == "step" else weights_of(aggregation, lengths.double(), BUDGET)[trajectories]
     mean = losses.weighted_mean(values, weights)
     expected = LOOPS[aggregation]([values[trajectories == i] for i in range(len(lengths))])
     th.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
@@ -289,11 +287,9 @@ def test_weighted_means_and_their_gradients_equal_a_double_loop(aggregation: str
 
 @pytest.mark.parametrize("aggregation", ["trajectory", "constant"])
 def test_weights_of_trajectories_that_have_used_up_the_same_budget_are_exactly_one(aggregation: str):
-    weigh = losses.LOSS_WEIGHTS[aggregation]
-    assert weigh is not None
     for m in (1, 3, 7, 49):
         for length in range(1, 101):
-            assert (weigh(th.full((m,), float(length), dtype=th.float64), length) == 1.0).all()
+            assert (weights_of(aggregation, th.full((m,), float(length), dtype=th.float64), length) == 1.0).all()
 
 
 # --- diagnostics of ratios --------------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def test_an_update_whose_gradient_is_not_finite_is_undone(kl_coef: float):
     advantages = buffer._update.advantages.clone()
     advantages[5] = float("nan")
     buffer._update = buffer._update._replace(advantages=advantages)
-    with pytest.raises(ValueError, match=r"gradient of update \d+ is not finite|found invalid values"):
+    with pytest.raises(ValueError, match=r"gradient of the update is not finite|found invalid values"):
         model.train()
     assert same(before, weights(model)) and is_finite(model)
     after = model.policy.optimizer.state_dict()["state"]
@@ -284,7 +284,7 @@ def test_an_update_whose_weights_are_not_finite_is_undone():
             next(model.policy.parameters()).fill_(float("inf"))
 
     model.policy.optimizer.step = step
-    with pytest.raises(ValueError, match=r"weights after update \d+ are not finite"):
+    with pytest.raises(ValueError, match=r"weights after the update are not finite"):
         model.learn(64, reset_num_timesteps=False)
     assert same(before, weights(model))
 

@@ -212,7 +212,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         :param last_obs: Observations after the last step, shape ``(n_envs, *obs_shape)`` or a dict of such
         :param policy: The policy that is about to be updated
         :param normalize_advantage: Whether to standardise the advantages over the update, if the buffer :attr:`whitens`
-        :param loss_aggregation: Mean by which transitions enter the loss, see :data:`~sb3_grpo.losses.LOSS_WEIGHTS`
+        :param loss_aggregation: Mean by which transitions enter the loss, see :data:`~sb3_grpo.losses.LossAggregation`
         :param n_reused_rollouts: Number of previous rollouts that are added to the update
         """
         self._rollout += 1
@@ -222,6 +222,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         rollout = self._flatten(self.pos)
         self.pos = 0  # transitions of an interrupted rollout are recognised by a position above zero
         transitions, advantages = self._form_update(rollout, last_obs, policy)
+        self._check_advantages("_form_update", advantages, len(transitions))
         if len(advantages) > 0:
             if self.whitens:  # buffers that compare within groups subtract the mean of the group
                 self.metrics["train/advantage_mean"] = float(np.mean(advantages))
@@ -233,6 +234,24 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         if n_reused_rollouts > 0 and len(advantages) > 0:
             update = self._with_earlier(update, policy, n_reused_rollouts)
         self._update = update._replace(weights=self._loss_weights(update.starts, loss_aggregation))
+
+    def _check_advantages(self, hook: str, advantages: np.ndarray, n_transitions: int) -> None:
+        """
+        :param hook: Name of the method that has returned them
+        :param advantages: Advantages
+        :param n_transitions: Number of transitions
+        :raises ValueError: If there is not one finite number for each transition
+        """
+        returned = f"`{type(self).__name__}.{hook}` returned advantages"
+        if np.shape(advantages) != (n_transitions,):
+            raise ValueError(
+                f"{returned} of shape {np.shape(advantages)} for {n_transitions} transitions: return one number for each, "
+                f"in an array of shape ({n_transitions},)."
+            )
+        if not np.isfinite(advantages).all():
+            raise ValueError(
+                f"{returned} of which {(~np.isfinite(advantages)).sum()} are NaN or infinite: return finite numbers."
+            )
 
     @th.no_grad()
     def policy_changed(self, policy: ActorPolicy) -> None:
@@ -340,11 +359,13 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             transitions in the update. ``"constant"`` divides by the time limit, or by ``n_steps`` if that is unknown
         :return: Weights in the loss, shape ``(n,)``; ``None`` for ones
         """
-        formula = losses.LOSS_WEIGHTS[aggregation]
-        if formula is None or len(starts) == 0:
+        if aggregation == "step" or len(starts) == 0:
             return None
         _, labels, lengths = th.unique(starts.cpu(), return_inverse=True, return_counts=True)
-        weights = formula(lengths.double(), self.horizon or self.buffer_size)
+        if aggregation == "trajectory":
+            weights = losses.trajectory_loss_weights(lengths.double())
+        else:
+            weights = losses.constant_loss_weights(lengths.double(), self.horizon or self.buffer_size)
         return weights[labels].float().to(self.device)
 
     def get(self, batch_size: int | None = None, whole_trajectories: bool = False) -> Iterator[GroupRolloutBufferSamples]:

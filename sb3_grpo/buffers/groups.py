@@ -10,7 +10,7 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_grpo import advantages as A
-from sb3_grpo.buffers.base import GroupRolloutBuffer
+from sb3_grpo.buffers.base import SMALL_GROUP, GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
 from sb3_grpo.observations import Observations
 from sb3_grpo.policies import ActorPolicy
@@ -49,7 +49,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     :param component_aggregation: How several reward components are combined. ``"sum_then_normalize"`` compares their weighted
         sum. ``"normalize_then_sum"`` compares each component separately and adds up the weighted advantages, so that the scale
         of a component does not matter (GDPO, https://arxiv.org/abs/2601.05242, without its normalisation over the batch)
-    :raises ValueError: If an argument is out of range
+    :raises ValueError: If an argument is out of range, or if a subclass sets ``max_group_size``
     """
 
     default_scale: ClassVar[A.Scale] = "group"
@@ -84,6 +84,11 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
             horizon,
             reward_weights,
         )
+        if self.max_group_size > SMALL_GROUP:
+            raise ValueError(
+                f"`{type(self).__name__}.max_group_size` is {self.max_group_size}, and groups that are compared as a whole "
+                "cannot change their size: leave it out, and pass `group_size` to GRPO."
+            )
         if scale is not None:
             require_one_of("scale", scale, ("group", "batch", "none"))
         require_one_of("tied_groups", tied_groups, ("keep", "skip"))
@@ -175,14 +180,18 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         :return: Advantage and group of each transition, both of shape ``(n,)``
         """
         lengths, groups = self._lengths_and_groups(update)
+
+        def compare(rewards: np.ndarray) -> np.ndarray:
+            advantages = self._group_advantages(rewards.astype(np.float64), lengths, groups)
+            self._check_advantages("_group_advantages", advantages, len(update))
+            return advantages
+
         if self.reward_weights and self.component_aggregation == "normalize_then_sum":
-            advantages = sum(
-                weight * self._group_advantages(component.astype(np.float64), lengths, groups)
-                for weight, component in zip(self.reward_weights.values(), update.components.T, strict=True)
-            )
+            weighted = zip(self.reward_weights.values(), update.components.T, strict=True)
+            advantages = np.sum([weight * compare(component) for weight, component in weighted], axis=0)
         else:
-            advantages = self._group_advantages(update.rewards.astype(np.float64), lengths, groups)
-        return np.asarray(advantages), np.repeat(groups, lengths)
+            advantages = compare(update.rewards)
+        return advantages, np.repeat(groups, lengths)
 
     def _lengths_and_groups(self, update: Transitions) -> tuple[np.ndarray, np.ndarray]:
         """

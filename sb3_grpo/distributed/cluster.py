@@ -15,7 +15,7 @@ def connect(address: str | None = None, n_workers: int | None = None) -> None:
     """
     Connect to a cluster, or start one on this machine, unless the script has done so.
 
-    :param address: Address of the cluster; ``None`` for one on this machine
+    :param address: Address of the cluster; ``None`` for one on this machine. Unused if the script is connected already
     :param n_workers: Number of workers for which a cluster that is started here has CPUs, however few the machine has
     :raises ConnectionError: If the address does not answer
     """

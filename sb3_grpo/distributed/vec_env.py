@@ -13,7 +13,6 @@ import numpy as np
 import ray
 import torch as th
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
 from sb3_grpo.distributed.cluster import connect
@@ -23,7 +22,9 @@ from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.resets import EnvironmentFault, RolloutLost
 from sb3_grpo.start_queue import StartQueue
+from sb3_grpo.starts import CollectingVecEnv
 from sb3_grpo.steps import Collected
+from sb3_grpo.validation import require_at_least, require_positive
 
 #: How long to wait for a new worker.
 START_TIMEOUT_S = 120.0
@@ -34,7 +35,7 @@ CLOSE_TIMEOUT_S = 5.0
 Request = tuple[int, str, tuple[Any, ...], dict[str, Any]]
 
 
-class RayVecEnv(VecEnv):
+class RayVecEnv(CollectingVecEnv):
     """
     A ``VecEnv`` whose environments live in workers of a Ray cluster::
 
@@ -48,11 +49,12 @@ class RayVecEnv(VecEnv):
     :param env_fns: Functions that construct the environments
     :param n_workers: Number of workers, each with one thread; neighbouring environments share a worker. ``None`` for one per
         CPU of the cluster, and at most one per environment
-    :param address: Address of the cluster, as ``"10.0.0.1:6379"``, or ``"auto"`` for the cluster of this machine
+    :param address: Address of the cluster, as ``"10.0.0.1:6379"``, or ``"auto"`` for the cluster of this machine. Unused if
+        the script is connected to a cluster already
     :param timeout: Seconds after which a worker that does not answer is replaced
     :param max_retries: How often a worker is replaced within one rollout
     :param max_replay: Longest episode, in steps, that is brought back after a worker was lost
-    :raises ValueError: If there are more workers than environments, or if an environment cannot be pickled
+    :raises ValueError: If an argument is out of range, or if an environment cannot be pickled
     :raises ConnectionError: If the address does not answer
     """
 
@@ -66,8 +68,15 @@ class RayVecEnv(VecEnv):
         max_replay: int = 10_000,
     ):
         n_envs = len(env_fns)
-        if n_workers is not None and not 1 <= n_workers <= n_envs:
-            raise ValueError(f"`n_workers` is {n_workers}, and there are {n_envs} environments: pass 1 to {n_envs}.")
+        if n_envs == 0:
+            raise ValueError("`env_fns` is empty: pass a function for each environment.")
+        if n_workers is not None:
+            require_at_least("n_workers", n_workers, 1)
+            if n_workers > n_envs:
+                raise ValueError(f"`n_workers` is {n_workers}, and there are {n_envs} environments: pass 1 to {n_envs}.")
+        require_positive("timeout", timeout)
+        require_at_least("max_retries", max_retries, 0)
+        require_at_least("max_replay", max_replay, 0)
         pickled = [_pickled(env_fn, env_idx) for env_idx, env_fn in enumerate(env_fns)]
         connect(address, n_workers)
         self.n_workers = n_workers or max(1, min(n_envs, int(ray.cluster_resources().get("CPU", 1))))
@@ -176,7 +185,7 @@ class RayVecEnv(VecEnv):
                         answers.append(self._wait(w, reference, deadline - time.monotonic()))
                     except RayError as error:
                         self._replace(w, error)
-                        # What else it was asked for is lost with it
+                        # Its other requests are lost with it
                         sent = [send(each) if j >= i and each[0] == w else sent[j] for j, each in enumerate(requests)]
         except Exception:
             for reference, deadline in sent[len(answers) + 1 :]:

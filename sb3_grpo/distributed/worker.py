@@ -180,9 +180,7 @@ class RolloutWorker:
             self.policy, self.make_policy = cloudpickle.loads(make_policy)().to("cpu"), make_policy
         self.policy.load_state_dict({name: th.as_tensor(np.array(array)) for name, array in weights.items()})
         if self.seeded is None or self.queue is None:
-            self.venv.worker_of_env = [self.index] * self.venv.num_envs  # type: ignore[attr-defined]
-            self.venv.n_workers = queue.n_parts  # type: ignore[attr-defined]
-            self.seeded, self.queue = SeededVecEnv(self.venv), queue
+            self.seeded, self.queue = SeededVecEnv(self.venv, self.index, queue.n_parts), queue
         if queue.seed != self.queue.seed:  # another run
             self.queue = queue
         vars(self.queue).update(vars(queue))  # in place, because another queue would be another run for `attach`
