@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-N_RESAMPLES = 2000
+#: Enough that the ends of an interval hardly depend on the draws, also of a median where many runs count as infinite
+N_RESAMPLES = 50_000
+#: For each point of a curve
+N_CURVE_RESAMPLES = 2000
 
 #: For each environment the scores of its runs, of one side or of two, each of shape ``(n_runs, ...)``
 Scores = Sequence[tuple[np.ndarray, ...]]
@@ -57,13 +60,14 @@ def format_number(value: float) -> str:
     return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2}f}"
 
 
-def interval_of_means(values: np.ndarray) -> tuple[Any, Any]:
+def interval_of_means(values: np.ndarray, n_resamples: int = N_CURVE_RESAMPLES) -> tuple[Any, Any]:
     """
     :param values: Shape ``(n_seeds, ...)``, at least two seeds
+    :param n_resamples: Number of draws
     :return: Ends of the interval of the mean over seeds, each of shape ``(...)``
     """
     interval = stats.bootstrap(
-        (values,), np.mean, n_resamples=N_RESAMPLES, method="percentile", rng=np.random.default_rng(0)
+        (values,), np.mean, n_resamples=n_resamples, method="percentile", rng=np.random.default_rng(0)
     ).confidence_interval
     return interval.low, interval.high
 
@@ -77,7 +81,7 @@ def mean_over_seeds(values: np.ndarray) -> Estimate:
         return Estimate(float(values.mean()), math.nan, math.nan)
     if np.ptp(values) == 0.0:
         return Estimate(*[float(values[0])] * 3)
-    low, high = interval_of_means(np.sort(values))
+    low, high = interval_of_means(np.sort(values), N_RESAMPLES)
     return Estimate(float(values.mean()), float(low), float(high))
 
 
@@ -110,7 +114,10 @@ def is_positive(values: np.ndarray) -> bool:
 
 
 def over_environments(
-    of_runs: Callable[..., np.ndarray], aggregate: Callable[..., np.ndarray], scores: Scores
+    of_runs: Callable[..., np.ndarray],
+    aggregate: Callable[..., np.ndarray],
+    scores: Scores,
+    n_resamples: int = N_RESAMPLES,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     A statistic over environments and runs. Each environment counts as much as another, whatever the number of its runs: where
@@ -121,6 +128,7 @@ def over_environments(
     :param aggregate: Function of the results of all environments side by side, of shape ``(n_draws, n_all, ...)``, and of
         ``axis``, which is 1
     :param scores: The scores
+    :param n_resamples: Number of draws
     :return: The statistic and the ends of its interval, for which environments are drawn anew, and in each of them the runs of
         every side
     """
@@ -131,14 +139,14 @@ def over_environments(
         return results[:, np.resize(np.arange(results.shape[1]), n_results)]
 
     rng = np.random.default_rng(0)
-    envs = rng.integers(len(scores), size=(N_RESAMPLES, len(scores)))
+    envs = rng.integers(len(scores), size=(n_resamples, len(scores)))
     resampled = np.empty((*envs.shape, n_results, *observed[0].shape[2:]))
     for env, sides in enumerate(scores):
         is_env = envs == env
         drawn = (side[rng.integers(len(side), size=(is_env.sum(), len(side)))] for side in sides)
         resampled[is_env] = repeated(of_runs(*drawn))
     statistic = aggregate(np.concatenate([repeated(each) for each in observed], axis=1), axis=1)[0]
-    statistics = aggregate(resampled.reshape(N_RESAMPLES, -1, *resampled.shape[3:]), axis=1)
+    statistics = aggregate(resampled.reshape(n_resamples, -1, *resampled.shape[3:]), axis=1)
     # The nearest of the values, because there is nothing between a number and infinity
     return statistic, *np.quantile(statistics, [0.025, 0.975], axis=0, method="nearest")
 
@@ -202,7 +210,9 @@ def performance_profile(scores: Sequence[np.ndarray], thresholds: np.ndarray) ->
     :param thresholds: Shape ``(n,)``
     :return: The profile
     """
-    return Curve(*over_environments(lambda own: own[:, :, None] > thresholds, np.mean, [(own,) for own in scores]))
+    return Curve(
+        *over_environments(lambda own: own[:, :, None] > thresholds, np.mean, [(own,) for own in scores], N_CURVE_RESAMPLES)
+    )
 
 
 def interquartile_curve(scores: Sequence[np.ndarray]) -> Curve:
@@ -213,7 +223,7 @@ def interquartile_curve(scores: Sequence[np.ndarray]) -> Curve:
     :param scores: For each environment the curves of its runs, each of shape ``(n_seeds, n)``
     :return: The mean of the middle half at each point
     """
-    return Curve(*over_environments(lambda own: own, interquartile_mean, [(own,) for own in scores]))
+    return Curve(*over_environments(lambda own: own, interquartile_mean, [(own,) for own in scores], N_CURVE_RESAMPLES))
 
 
 def median(sample: np.ndarray) -> Estimate:
@@ -221,6 +231,6 @@ def median(sample: np.ndarray) -> Estimate:
     :param sample: Shape ``(n,)``
     :return: Its median
     """
-    resampled = np.random.default_rng(0).choice(sample, (10_000, len(sample)))
+    resampled = np.random.default_rng(0).choice(sample, (N_RESAMPLES, len(sample)))
     low, high = np.quantile(np.median(resampled, axis=1), [0.025, 0.975])
     return Estimate(float(np.median(sample)), float(low), float(high))

@@ -45,7 +45,7 @@ class Symptom(NamedTuple):
 
     :param name: Name of the pattern
     :param shows: Function that tells whether the pattern shows
-    :param needs: Metric without which nothing can be told
+    :param needs: Metric that the check needs
     :param sentence: Description of the problem and of the settings that usually help
     :param patience: Number of consecutive updates with the symptom before it is reported
     """

@@ -43,7 +43,7 @@ def correlation_sums(advantages: np.ndarray, others: np.ndarray, groups: np.ndar
 
 def sums_of_others(values: np.ndarray) -> np.ndarray:
     """
-    For each row the sum of all other rows, without the cancellation of subtracting it from the total.
+    For each row the sum of all other rows. Subtracting it from the total would lose digits.
 
     :param values: Values, shape ``(n, ...)``
     :return: Sums, shape ``(n, ...)``
@@ -156,7 +156,7 @@ class RelativeTerm:
 
     def _is_awaited(self, known: _Kept, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray, n_parts: int) -> np.ndarray:
         """
-        :return: Whether a member may come to the same step in a later rollout, for all that are known
+        :return: For each known advantage, whether another member may reach its step in a later rollout
         """
         # The slowest running member of each group
         slowest: dict[int, int] = {}

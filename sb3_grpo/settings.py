@@ -1,4 +1,4 @@
-"""GRPO's arguments: checks before anything is made of them, and those that it chooses."""
+"""GRPO's arguments: checks, and the choice of those that were left open."""
 
 import math
 import warnings

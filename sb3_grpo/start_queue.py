@@ -58,7 +58,7 @@ class StartQueue:
 
     @property
     def next_index(self) -> int:
-        """Index from which on all starts are to come, if there is one part; else the largest such index of all parts."""
+        """Index of the next start; with several parts, the largest of theirs."""
         return max(self._index(part, position) for part, position in enumerate(self._positions))
 
     def _index(self, part: int, position: int) -> int:

@@ -91,7 +91,7 @@ class Collected(NamedTuple):
     :param rewards: Rewards, shape ``(n_steps, n)``
     :param dones: Whether the episode ended, shape ``(n_steps, n)``
     :param infos: Infos, for each worker
-    :param queue: Queue after the last step; only the part of the worker is valid
+    :param queue: Queue after the last step; only the positions of this worker are valid
     :param mismatches: Number of starts that did not begin like their group's first member
     :param warnings: What the worker warned of
     """

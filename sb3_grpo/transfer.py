@@ -34,6 +34,9 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     The copy maps the same observations to the same actions. If the source standardises observations and the target does not,
     the statistics become part of the first layer, which does not clip. If only the target does, it no longer does so.
 
+    The learning rate of a GRPO target then falls with the copied ``log_std``, relative to the initial one of the target
+    (``lr_follows_std``).
+
     Not copied are the state of the optimizer and the statistics of a ``VecNormalize``. Only names and shapes of weights are
     compared: make sure that the activation function, ``squash_output``, ``use_expln`` and the kind of action space agree, and
     that the features extractor of a file whose statistics become part of the first layer is not one of your own.
@@ -45,8 +48,8 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     policy = _policy_of(target, "target")
     target_state, source_state = policy.state_dict(), _source_state(source)
     is_standardised, was_standardised = (f"{_NORMALIZER}mean" in state for state in (source_state, target_state))
-    is_folded = is_standardised and not was_standardised
-    if is_folded and _passes_observations_on(source):
+    needs_folding = is_standardised and not was_standardised
+    if needs_folding and _passes_observations_on(source):
         source_state = _folded(source_state)
     elif was_standardised and not is_standardised:
         target_state = {key: value for key, value in target_state.items() if not key.startswith(_NORMALIZER)}
@@ -60,7 +63,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
         theirs = tuple(source_state[max(source_keys[name])].shape) if name in source_keys else "absent"
         if ours != theirs:
             differences.append(f"{name}: {theirs} in the source, {ours} in the target")
-    if is_folded and any(difference.startswith(_NORMALIZER) for difference in differences):
+    if needs_folding and any(difference.startswith(_NORMALIZER) for difference in differences):
         raise ValueError(
             "The source standardises observations, and its statistics cannot become part of the target's first layer, so "
             "nothing was copied. Make the target a GRPO with the same spaces, or train the source with "

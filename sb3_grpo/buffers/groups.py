@@ -28,7 +28,8 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     new ``learn``, or after loading a model), the transitions of unfinished groups are dropped.
 
     The rewards are the environments' own, not those that a ``VecNormalize`` divides by a running scale: that scale changes
-    while the members of a group run, so equal members would get different returns.
+    while the members of a group run, so equal members would get different returns. Around a ``VecEnvWrapper`` that may change
+    rewards, they are what that wrapper returns.
 
     :param buffer_size: Number of steps per environment and rollout
     :param observation_space: Observation space

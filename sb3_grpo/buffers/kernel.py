@@ -20,8 +20,8 @@ from sb3_grpo.validation import require_at_least, require_between, require_bool,
 
 #: The kernel baseline solves a linear system with as many unknowns as it has inputs.
 MAX_INPUTS = 5000
-#: Group size if members of a group have more than ``LARGE_GROUP_ABOVE`` of the variance of their advantages in common. More
-#: members tell better what their inputs did, and leave fewer different starts in a rollout.
+#: Group size if members of a group have more than ``LARGE_GROUP_ABOVE`` of the variance of their advantages in common. Larger
+#: groups estimate what their inputs did more accurately, and leave fewer different starts in a rollout.
 LARGE_GROUP = 8
 LARGE_GROUP_ABOVE = 1 / 3
 #: With a smaller penalty, the normal equations of dependent features are singular in double precision.
@@ -71,7 +71,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     Every rollout leads to an update, whether or not episodes end. No part of a rollout is judged by a baseline that was
     fitted to it: trajectories are divided into folds, and each fold gets the predictions of a fit to the other folds and to
-    earlier rollouts. If a rollout has a single trajectory, the fit to earlier rollouts is used.
+    earlier rollouts. If a rollout has a single trajectory, the fit to earlier rollouts is used. Only ``theta`` below comes
+    from the returns that it is applied to.
 
     Predictions are shrunk towards their mean, ``mean(b) + theta (b - mean(b))``, where ``theta`` is the slope of the
     regression of returns on predictions, see :func:`~sb3_grpo.kernel.calibration_slope`. If the fit predicts nothing, a

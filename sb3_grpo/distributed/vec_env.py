@@ -98,7 +98,7 @@ class RayVecEnv(CollectingVecEnv):
         self._attributes: dict[str, dict[int, Any]] = {}
         # Latest observations; None before the first reset
         self._obs: Any = None
-        # Why the present episodes cannot go on, although their environments can be asked
+        # Set if a new worker could not bring its episodes back; raised when they are to go on
         self._rollout_lost: RolloutLost | None = None
         self._pending: list[Any] = []
         self._has_warned = False
@@ -370,7 +370,7 @@ class RayVecEnv(CollectingVecEnv):
         """
         Let the workers act by themselves. A worker that is lost is replaced, and does its part again.
 
-        :param make_policy: Function that makes a policy like the following
+        :param make_policy: Function that makes a policy with the architecture of ``policy``
         :param policy: Policy that acts
         :param obs: Present observations
         :param starts: Index of the start of each trajectory, shape ``(n_envs,)``

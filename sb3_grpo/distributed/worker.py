@@ -135,7 +135,7 @@ class RolloutWorker:
                 observation, _ = env.reset(seed=history.seed, **({"options": history.options} if history.options else {}))
                 for action in chain(*history.actions):
                     observation, _, terminated, truncated, _ = env.step(action)
-                    if terminated or truncated:  # which the lost one has not been
+                    if terminated or truncated:  # the episode of the lost worker was not over
                         observation = None
                         break
                 observations.append(observation)
@@ -143,7 +143,7 @@ class RolloutWorker:
 
     @contextlib.contextmanager
     def _faults_named(self) -> Iterator[None]:
-        # Errors become faults that have the index of the environment. No episode may end meanwhile.
+        # Errors get the index of the environment. No episode may end within this context.
         bare = self.venv.envs
         self.venv.envs = [DeferredReset(env, env_idx) for env_idx, env in enumerate(bare)]
         try:

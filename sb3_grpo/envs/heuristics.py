@@ -1,6 +1,6 @@
 """
-What practitioners do on the input-driven tasks, as functions of the environment: the references that training has to
-beat.
+Reference policies for the input-driven tasks, as functions of the environment: what practitioners use, and what training has
+to beat.
 
 Where a docstring does not say otherwise, the parameters are the best of a grid over 100 scenarios
 (``python -m benchmarks.references --search``).
