@@ -136,13 +136,7 @@ class RelativeTerm:
 
         others = known.advantages - A.differences_from_others(known.advantages, peers)
         others = np.where(n_members > 1, others, np.nan)[is_now]
-        own_group = np.unique(groups, return_inverse=True)[1]
-        sums = correlation_sums(advantages, others, own_group)
-        # Returns grow and shrink in the course of training; in units of their size, all rollouts count alike.
-        of_others = self._sums + normalised_sums(sums_of_others(sums))
-        correlation = shrunk_correlation(of_others)[own_group]
-        self._sums = FORGETTING * (self._sums + normalised_sums(sums.sum(axis=0)))
-
+        correlation = self._correlation_of_others(advantages, others, groups)
         coefficient = np.zeros(len(peers))
         coefficient[is_now] = A.relative_coefficient(correlation, n_members[is_now] - 1)
         relative = A.relative_advantages(known.advantages, peers, coefficient)[is_now]
@@ -153,6 +147,22 @@ class RelativeTerm:
         awaited = self._is_awaited(known, starts, steps, dones, n_parts)
         self._kept = _Kept(*(each[awaited] for each in known))
         return relative
+
+    def _correlation_of_others(self, advantages: np.ndarray, others: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """
+        Add the groups of this rollout to the sums of earlier ones.
+
+        :param advantages: Advantages of the rollout, shape ``(n,)``
+        :param others: Mean advantage of the other members at the same step, NaN without one, shape ``(n,)``
+        :param groups: Group of each transition, shape ``(n,)``
+        :return: For each transition the correlation within all groups but its own, shape ``(n,)``
+        """
+        own_group = np.unique(groups, return_inverse=True)[1]
+        sums = correlation_sums(advantages, others, own_group)
+        # Returns grow and shrink in the course of training; in units of their size, all rollouts count alike.
+        of_others = self._sums + normalised_sums(sums_of_others(sums))
+        self._sums = FORGETTING * (self._sums + normalised_sums(sums.sum(axis=0)))
+        return shrunk_correlation(of_others)[own_group]
 
     def _is_awaited(self, known: _Kept, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray, n_parts: int) -> np.ndarray:
         """

@@ -225,10 +225,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
     ) -> tuple[Transitions, np.ndarray]:
         time_unit = self._time_unit(rollout.steps)
-        if self._n_features_kept == self.buffer_size:
-            inputs = self._features.flatten(end_dim=1).cpu().double().numpy()
-        else:
-            inputs = self._encode(rollout.observations, policy)
+        inputs = self._inputs(rollout, policy)
         self.baseline.observe(inputs)
         features = self.baseline.features(inputs, rollout.steps / time_unit)
 
@@ -243,24 +240,57 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         weights = fit(features, cut_features, segments, folds)
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
-
-        # The returns are those of the rollout. Beyond a cut, only the prediction itself can stand for them.
-        returns = baseline + segments.advantages(baseline, cut_baseline, 1.0)
-        shrinkage, mean = calibration_slope(baseline, returns), baseline.mean()
-        baseline, cut_baseline = (mean + shrinkage * (each - mean) for each in (baseline, cut_baseline))
+        baseline, cut_baseline = self._shrunk(baseline, cut_baseline, segments)
         advantages = segments.advantages(baseline, cut_baseline, self.gae_lambda)
-
-        returns = baseline + segments.advantages(baseline, cut_baseline, 1.0)
-        self.metrics["train/baseline_shrinkage"] = shrinkage
-        self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns)
         # Without a baseline, the lambda-returns themselves would be the advantages.
         self.metrics["train/baseline_variance_reduction"] = A.explained_variance(baseline, baseline + advantages)
-        if self.relative_term is not None:
-            advantages = self.relative_term.apply(advantages, rollout.starts, rollout.steps, rollout.dones, self.n_parts)
-            self.metrics.update(self.relative_term.metrics)
-            is_large = self.relative_term.correlation > LARGE_GROUP_ABOVE
-            self.preferred_group_size = LARGE_GROUP if is_large else SMALL_GROUP
-        return rollout, advantages
+        return rollout, self._compared(advantages, rollout)
+
+    def _inputs(self, rollout: Transitions, policy: ActorPolicy) -> np.ndarray:
+        """
+        :param rollout: All transitions
+        :param policy: The policy that is about to be updated
+        :return: Inputs of the baseline, shape ``(n, d)``
+        """
+        if self._n_features_kept == self.buffer_size:
+            return self._features.flatten(end_dim=1).cpu().double().numpy()
+        return self._encode(rollout.observations, policy)
+
+    def _shrunk(self, baseline: np.ndarray, cut_baseline: np.ndarray, segments: Segments) -> tuple[np.ndarray, np.ndarray]:
+        """
+        Shrink predictions towards their mean.
+
+        :param baseline: Predictions, shape ``(n,)``
+        :param cut_baseline: Predictions for the observations after the cuts, shape ``(n_cuts,)``
+        :param segments: The rollout
+        :return: Both, shrunk
+        """
+
+        def returns(baseline: np.ndarray, cut_baseline: np.ndarray) -> np.ndarray:
+            # Those of the rollout. Beyond a cut, only the prediction itself can stand for them.
+            return baseline + segments.advantages(baseline, cut_baseline, 1.0)
+
+        shrinkage, mean = calibration_slope(baseline, returns(baseline, cut_baseline)), baseline.mean()
+        baseline, cut_baseline = (mean + shrinkage * (each - mean) for each in (baseline, cut_baseline))
+        self.metrics["train/baseline_shrinkage"] = shrinkage
+        self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns(baseline, cut_baseline))
+        return baseline, cut_baseline
+
+    def _compared(self, advantages: np.ndarray, rollout: Transitions) -> np.ndarray:
+        """
+        Compare the members of groups, and choose the size of the groups to come.
+
+        :param advantages: Advantages of the rollout, shape ``(n,)``
+        :param rollout: The rollout
+        :return: Advantages with the relative term, if there is one
+        """
+        if self.relative_term is None:
+            return advantages
+        advantages = self.relative_term.apply(advantages, rollout.starts, rollout.steps, rollout.dones, self.n_parts)
+        self.metrics.update(self.relative_term.metrics)
+        is_large = self.relative_term.correlation > LARGE_GROUP_ABOVE
+        self.preferred_group_size = LARGE_GROUP if is_large else SMALL_GROUP
+        return advantages
 
     def _fit_regression(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
         """
