@@ -53,16 +53,8 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
         source_state = _folded(source_state)
     elif was_standardised and not is_standardised:
         target_state = {key: value for key, value in target_state.items() if not key.startswith(_NORMALIZER)}
-    # For each weight of the actor: the name or names that it has in the state.
-    target_keys, source_keys = _actor_keys(target_state), _actor_keys(source_state)
-
-    differences = []
-    for name in sorted({*target_keys, *source_keys}):
-        # If features_extractor and pi_features_extractor differ, the actor uses the latter, which sorts last.
-        ours = tuple(target_state[max(target_keys[name])].shape) if name in target_keys else "absent"
-        theirs = tuple(source_state[max(source_keys[name])].shape) if name in source_keys else "absent"
-        if ours != theirs:
-            differences.append(f"{name}: {theirs} in the source, {ours} in the target")
+    ours, theirs = _actor_weights(target_state), _actor_weights(source_state)
+    differences = _differences(ours, theirs)
     if needs_folding and any(difference.startswith(_NORMALIZER) for difference in differences):
         raise ValueError(
             "The source standardises observations, and its statistics cannot become part of the target's first layer, so "
@@ -75,7 +67,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
             "use_sde as the source:\n  " + "\n  ".join(differences)
         )
 
-    actor = {key: source_state[max(source_keys[name])] for name, keys in target_keys.items() for key in keys}
+    actor = {key: theirs[name] for key in target_state if (name := _name_in_actor(key)) is not None}
     if was_standardised and not is_standardised:
         policy.normalizer = None  # type: ignore[assignment]
         policy.normalize_observations = target.normalize_observations = False  # type: ignore[assignment, attr-defined]
@@ -144,21 +136,38 @@ def _folded(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
     return {key: value for key, value in (state | folded).items() if not key.startswith(_NORMALIZER)}
 
 
-def _actor_keys(state: dict[str, th.Tensor]) -> dict[str, list[str]]:
+def _name_in_actor(key: str) -> str | None:
     """
-    Find the actor in the state dict of an actor-only or an actor-critic policy. Unknown names are kept, so an unknown kind of
-    policy is reported as a difference and not copied in part.
+    :param key: Name of a weight in an actor-only or an actor-critic policy. Unknown names are kept, so an unknown kind of
+        policy is reported as a difference and not copied in part
+    :return: Its name in :class:`~sb3_grpo.policies.ActorPolicy`; ``None`` for a weight of the critic
+    """
+    if key.startswith(_CRITIC_PREFIXES):
+        return None
+    for prefix, ours in _ACTOR_PREFIXES.items():
+        if key.startswith(prefix):
+            return ours + key.removeprefix(prefix)
+    return key
 
-    :param state: State dict of a policy
-    :return: Names of the weights in :class:`~sb3_grpo.policies.ActorPolicy`, each with its key or keys in ``state``
+
+def _actor_weights(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
     """
-    keys: dict[str, list[str]] = {}
-    for key in state:
-        if key.startswith(_CRITIC_PREFIXES):
-            continue
-        name = key
-        for prefix, ours in _ACTOR_PREFIXES.items():
-            if key.startswith(prefix):
-                name = ours + key.removeprefix(prefix)
-        keys.setdefault(name, []).append(key)
-    return keys
+    :param state: State dict of a policy
+    :return: Weights of its actor, with their names in :class:`~sb3_grpo.policies.ActorPolicy`
+    """
+    # Sorted, because the actor uses `pi_features_extractor` if it differs from `features_extractor`
+    return {name: state[key] for key in sorted(state) if (name := _name_in_actor(key)) is not None}
+
+
+def _differences(ours: dict[str, th.Tensor], theirs: dict[str, th.Tensor]) -> list[str]:
+    """
+    :param ours: Weights of the target
+    :param theirs: Weights of the source
+    :return: A line for each weight whose shapes differ, or that one of the two does not have
+    """
+    shapes = [{name: tuple(weight.shape) for name, weight in weights.items()} for weights in (ours, theirs)]
+    return [
+        f"{name}: {shapes[1].get(name, 'absent')} in the source, {shapes[0].get(name, 'absent')} in the target"
+        for name in sorted(set().union(*shapes))
+        if shapes[0].get(name) != shapes[1].get(name)
+    ]
