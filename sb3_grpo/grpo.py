@@ -274,21 +274,25 @@ class GRPO(OnPolicyAlgorithm):
             super()._setup_model()
         finally:
             self.rollout_buffer_kwargs, self.policy_kwargs = user_kwargs
+        self.kl_penalty = KLPenalty(self.kl_reference, self.kl_reference_tau, self.kl_estimator, self._make_policy)
+        self._continue_run(saved_queue, last_obs)
+        if self.rollout_buffer.notice and self.verbose >= 1:
+            print(self.rollout_buffer.notice)
+
+    def _continue_run(self, saved_queue: StartQueue | None, last_obs: Any) -> None:
+        """Go on with the run of a saved model, if this is one, with its start queue and its last observations."""
         # SB3 has seeded the model, which made a new queue. A saved model continues with its own.
         if saved_queue is not None and saved_queue.max_group_size == self._max_group_size():
             self.start_queue, self._last_obs = saved_queue, last_obs
             saved_queue.group_size = self.group_size or saved_queue.group_size
         elif self.start_queue is None:
             self.start_queue = self._new_start_queue()
-        self.kl_penalty = KLPenalty(self.kl_reference, self.kl_reference_tau, self.kl_estimator, self._make_policy)
         if self._run_state is not None:
             self._random_state = self._run_state.random
             self.kl_penalty.set_state(self._run_state.kl_penalty)
             if self._run_state.buffer_class == full_name(type(self.rollout_buffer)):  # load() may have been given another
                 self.rollout_buffer.set_state(self._run_state.buffer)
             self._run_state = None
-        if self.rollout_buffer.notice and self.verbose >= 1:
-            print(self.rollout_buffer.notice)
 
     def _max_group_size(self) -> int:
         """
@@ -673,8 +677,6 @@ class GRPO(OnPolicyAlgorithm):
 
     def _update_policy(self, clip_range: ClipRange) -> dict[str, float]:
         """
-        Take the gradient steps of an update.
-
         :param clip_range: Current clip range
         :return: Metrics
         :raises ValueError: If a gradient, or a parameter after the update, is not finite
@@ -696,9 +698,6 @@ class GRPO(OnPolicyAlgorithm):
         return ClipRange(low, self.clip_range_high(self._current_progress_remaining))  # type: ignore[operator]
 
     def _log_update(self, clip_range: ClipRange) -> None:
-        """
-        :param clip_range: Current clip range
-        """
         advantages = {name: value for name, value in self.rollout_buffer.metrics.items() if name.startswith("train/")}
         for name, value in {**advantages, **self.update_metrics}.items():
             self.logger.record(name, value)

@@ -46,7 +46,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
 
-from sb3_grpo import GRPO, Doctor, OutcomeRolloutBuffer, load_actor
+from sb3_grpo import GRPO, Doctor, GroupRolloutBuffer, OutcomeRolloutBuffer, load_actor
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.resets import SeededSubprocVecEnv
 
@@ -879,8 +879,11 @@ def test_a_run_begins_with_a_line_about_its_settings(settings: dict[str, Any], l
     assert capsys.readouterr().out == ""
 
 
-class WantsLargeGroups(OutcomeRolloutBuffer):
+class WantsLargeGroups(GroupRolloutBuffer):
     max_group_size = preferred_group_size = 8
+
+    def _form_update(self, rollout: Any, last_obs: Any, policy: Any) -> Any:
+        return rollout, rollout.rewards
 
 
 @pytest.mark.parametrize(("share_starts", "group_size"), [(True, 8), (False, 2)])
