@@ -110,6 +110,8 @@ def test_the_chance_of_improvement_is_that_of_rliable() -> None:
         pytest.param((1.2, 0.9, 1.4), False, "level", id="neither"),
         pytest.param((0.4, 0.3, 0.5), True, "better", id="fewer seconds"),
         pytest.param((np.inf, 1.2, np.inf), True, "worse", id="never there"),
+        pytest.param((1.2, 1.004, 1.4), False, "level", id="printed as (1.00 to 1.40)"),
+        pytest.param((1.2, 1.006, 1.4), False, "better", id="printed as (1.01 to 1.40)"),
     ],
 )
 def test_a_verdict_needs_an_interval_on_one_side(ratio: tuple[float, ...], less_is_better: bool, expected: str) -> None:
