@@ -202,7 +202,7 @@ def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantag
             f"batch_size={batch_size} does not divide the rollout of n_steps * n_envs = {n_steps} * {n_envs} = {rollout_size} "
             f"transitions: there will be a truncated mini-batch of size {rollout_size % batch_size} in each epoch. Choose "
             "`batch_size` as a divisor of the rollout.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
