@@ -473,7 +473,7 @@ class GRPO(OnPolicyAlgorithm):
         assert self.start_queue is not None
         with self._starts_handed_out(env) as standing_still:
             if find_seeded_vec_env(env).stepped_while_detached or self._last_obs is None:
-                self._begin_episodes(env, rollout_buffer)
+                self._reset_all(env, rollout_buffer)
             if not self._collect(env, callback, rollout_buffer, n_rollout_steps, standing_still):
                 return False
             if self.policy.normalizer is not None and self.policy.normalizer.observe(rollout_buffer.observations):
@@ -502,7 +502,7 @@ class GRPO(OnPolicyAlgorithm):
         callback.on_rollout_end()
         return True
 
-    def _begin_episodes(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer) -> VecEnvObs:
+    def _reset_all(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer) -> VecEnvObs:
         """
         Reset all environments.
 
@@ -602,7 +602,7 @@ class GRPO(OnPolicyAlgorithm):
             except RolloutLost as error:
                 env_idx, what, _ = error.args
                 warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
-                obs = self._begin_episodes(env, rollout_buffer)
+                obs = self._reset_all(env, rollout_buffer)
 
     def _workers_act(self, env: VecEnv) -> bool:
         """
@@ -684,7 +684,7 @@ class GRPO(OnPolicyAlgorithm):
         objective = Objective(
             clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
         )
-        steps = objective.take_steps(self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl)
+        steps = objective.optimize(self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl)
         self._n_updates += len(steps.epochs)
         if steps.excessive_kl is not None and self.verbose >= 1:
             print(f"Early stopping at epoch {len(steps.epochs) - 1} due to reaching max kl: {steps.excessive_kl:.2f}")

@@ -55,7 +55,7 @@ class MinibatchLoss(NamedTuple):
 @dataclass(frozen=True)
 class Objective:
     """
-    The objective of an update: clipped surrogate, entropy bonus and KL penalty. :meth:`take_steps` improves a policy by it.
+    The objective of an update: clipped surrogate, entropy bonus and KL penalty. :meth:`optimize` improves a policy by it.
 
     :param clip_range: Current clip range
     :param importance_sampling_level: ``"step"`` or ``"trajectory"``
@@ -72,7 +72,7 @@ class Objective:
     kl_penalty: KLPenalty
     max_grad_norm: float
 
-    def take_steps(
+    def optimize(
         self,
         policy: ActorPolicy,
         rollout_buffer: GroupRolloutBuffer,
