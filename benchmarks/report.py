@@ -11,7 +11,7 @@ The definitions are those of `benchmarks.tables` and `benchmarks.statistics`.
 import argparse
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks import metrics, seconds
 from benchmarks.figures import N_POINTS, draw_curves, draw_profiles, draw_scores
@@ -78,6 +78,8 @@ CLAIMS = {
     "GRPO without groups": "Against itself without groups, it is",
     "GRPO as DeepSeekMath has it": "Against GRPO as DeepSeekMath has it, it is",
 }
+#: Those that the README shows: the baseline alone exchanged, and both as they come
+IN_README = ("PPO, our settings", "PPO, our settings, rewards normalised", "PPO, defaults")
 GROUPS_CLAIMS = {
     "inputs": "On the input-driven environments, GRPO with groups is",
     "others": "On the other environments, it is",
@@ -115,12 +117,8 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     old = {"inputs": Suite("inputs", results), "ordinary": Suite("ordinary", results)}
     ours = {"GRPO, kernel": [OURS]}
     return {
-        "claim": lambda: listed(
-            [
-                *(claim(proof, OURS, RIVALS[name], opening) for name, opening in CLAIMS.items()),
-                speed_claim(proof, OURS, RIVALS["PPO, our settings"], "With the same settings, a step of GRPO takes"),
-            ]
-        ),
+        "claim": lambda: claims(proof, CLAIMS),
+        "short_claim": lambda: claims(proof, IN_README),
         "progress": lambda: progress(proof),
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
@@ -164,6 +162,16 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
         "throughput": lambda: throughput_table(read_rows(results / "throughput.csv")),
     }
+
+
+def claims(proof: Suite, names: Iterable[str]) -> str:
+    """
+    :param proof: Finished runs
+    :param names: Names in :data:`CLAIMS`
+    :return: Their sentences, and one about speed
+    """
+    speed = speed_claim(proof, OURS, RIVALS["PPO, our settings"], "With the same settings, a step of GRPO takes")
+    return listed([*(claim(proof, OURS, RIVALS[name], CLAIMS[name]) for name in names), speed])
 
 
 def listed(sentences: Sequence[str]) -> str:
