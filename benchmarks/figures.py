@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.curves import WINDOW
 from benchmarks.results import Arms, Suite
-from benchmarks.statistics import Curve, interquartile_curve, interval_of_means, performance_profile
+from benchmarks.statistics import N_CURVE_RESAMPLES, Curve, interquartile_curve, interval_of_means, performance_profile
 
 #: Colours, fonts and sizes of all figures of the documentation
 STYLE = pathlib.Path(__file__).parents[1] / "docs" / "figures.mplstyle"
@@ -55,7 +55,8 @@ def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
                 style = "--" if "defaults" in name else "-"
                 (handles[name],) = axis.plot(steps, returns.mean(axis=0), style, color=f"C{i}")
                 if len(returns) > 1:
-                    axis.fill_between(steps, *interval_of_means(returns), color=f"C{i}", alpha=0.2, lw=0)
+                    ends = interval_of_means(returns, N_CURVE_RESAMPLES)
+                    axis.fill_between(steps, *ends, color=f"C{i}", alpha=0.2, lw=0)
             axis.set_title(short_name(env))
             axis.xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}k" if steps else "0")
             axis.xaxis.set_major_locator(MaxNLocator(3))

@@ -97,7 +97,7 @@ OLD_GROUPS = {
 }
 OLD_TERM = {"GRPO": ["grpo, defaults"], "without the term": ["grpo, no relative term"]}
 #: What a figure can hold
-DRAWN = {"GRPO, kernel": [OURS], **{name: CRITICS[name] for name in CRITICS if name != "TRPO, rl-zoo3"}}
+DRAWN = {"GRPO, kernel": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
 UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}

@@ -14,7 +14,7 @@ from scipy import stats
 
 #: Enough that the ends of an interval hardly depend on the draws, also of a median where many runs count as infinite
 N_RESAMPLES = 50_000
-#: For each point of a curve
+#: The same for each point of a curve, where it would take gigabytes
 N_CURVE_RESAMPLES = 2000
 
 #: For each environment the scores of its runs, of one side or of two, each of shape ``(n_runs, ...)``
@@ -60,7 +60,7 @@ def format_number(value: float) -> str:
     return f"{value:,.{0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2}f}"
 
 
-def interval_of_means(values: np.ndarray, n_resamples: int = N_CURVE_RESAMPLES) -> tuple[Any, Any]:
+def interval_of_means(values: np.ndarray, n_resamples: int = N_RESAMPLES) -> tuple[Any, Any]:
     """
     :param values: Shape ``(n_seeds, ...)``, at least two seeds
     :param n_resamples: Number of draws
@@ -81,7 +81,7 @@ def mean_over_seeds(values: np.ndarray) -> Estimate:
         return Estimate(float(values.mean()), math.nan, math.nan)
     if np.ptp(values) == 0.0:
         return Estimate(*[float(values[0])] * 3)
-    low, high = interval_of_means(np.sort(values), N_RESAMPLES)
+    low, high = interval_of_means(np.sort(values))
     return Estimate(float(values.mean()), float(low), float(high))
 
 

@@ -8,6 +8,8 @@ from gymnasium import spaces
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 from torch import nn
 
+from sb3_grpo.observations import space_parts
+
 #: Standardised observations are clipped to this range, as in SB3's ``VecNormalize``.
 MAX_STANDARDISED = 10.0
 #: An input whose standard deviation is below this fraction of its mean counts as constant: it is centred and not scaled.
@@ -96,10 +98,8 @@ def normalized_parts(observation_space: spaces.Space) -> dict[str | None, spaces
     :return: The vectors of floating point numbers in it, by their name in a ``Dict``, or ``None`` for the whole. Images, other
         arrays with more than two axes, integers and discrete observations are not among them
     """
-    is_dict = isinstance(observation_space, spaces.Dict)
-    parts: dict[str | None, spaces.Space] = dict(observation_space.spaces) if is_dict else {None: observation_space}  # type: ignore[attr-defined]
     return {
         name: space
-        for name, space in parts.items()
+        for name, space in space_parts(observation_space).items()
         if isinstance(space, spaces.Box) and space.dtype.kind == "f" and len(space.shape) <= 2
     }

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 
 #: A batch of observations: an array, or a dict of arrays for a Dict space. The first axis counts observations.
 Observations = np.ndarray | dict[str, np.ndarray]
@@ -44,6 +45,14 @@ def observation_parts(observations: Any) -> dict[Any, np.ndarray]:
     if isinstance(observations, tuple):
         return dict(enumerate(observations))
     return {None: observations}
+
+
+def space_parts(space: spaces.Space) -> dict[Any, spaces.Space]:
+    """
+    :param space: Observation space
+    :return: The spaces of a ``Dict`` by their key; another space has the key ``None``, as in :func:`observation_parts`
+    """
+    return dict(space.spaces) if isinstance(space, spaces.Dict) else {None: space}
 
 
 def same_values(left: Any, right: Any) -> bool:

@@ -43,7 +43,7 @@ def correlation_sums(advantages: np.ndarray, others: np.ndarray, groups: np.ndar
 
 def sums_of_others(values: np.ndarray) -> np.ndarray:
     """
-    For each row the sum of all other rows. Subtracting it from the total would lose digits.
+    For each row the sum of all other rows. Subtracting each row from the total would lose digits.
 
     :param values: Values, shape ``(n, ...)``
     :return: Sums, shape ``(n, ...)``

@@ -14,11 +14,10 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
-from sb3_grpo.observations import observation_parts
+from sb3_grpo.observations import observation_parts, space_parts
 
 #: How long to wait until the operating system reports that a worker has ended.
 DEAD_WORKER_TIMEOUT_S = 5.0
@@ -78,8 +77,7 @@ class DeferredReset(gym.Wrapper):
     def __init__(self, env: gym.Env, env_idx: int):
         super().__init__(env)
         self._env_idx = env_idx
-        space = env.observation_space
-        parts = space.spaces if isinstance(space, spaces.Dict) else {None: space}
+        parts = space_parts(env.observation_space)
         self._shapes = {key: part.shape for key, part in parts.items() if part.shape is not None}
         self._final: Any = None
 

@@ -11,6 +11,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from sb3_grpo.observations import space_parts
+
 #: Bounds of an action that are further apart stand for no bounds, as the largest number of a type does. The initial standard
 #: deviation is a quarter of this range. Actuators in SI units and amounts of money stay below.
 MAX_ACTION_RANGE = 1e9
@@ -194,10 +196,10 @@ def check_discrete_spaces(observation_space: spaces.Space, action_space: spaces.
     :param action_space: Action space
     :raises ValueError: If a Discrete or MultiDiscrete space does not start at zero
     """
-    parts = observation_space.spaces if isinstance(observation_space, spaces.Dict) else {"": observation_space}
+    parts = space_parts(observation_space)
     named = [
         ("action", action_space),
-        *((f"observation {key!r}" if key else "observation", part) for key, part in parts.items()),
+        *((f"observation {key!r}" if key is not None else "observation", part) for key, part in parts.items()),
     ]
     for name, space in named:
         if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)) and np.any(space.start != 0):

@@ -20,7 +20,7 @@ from sb3_grpo.buffers.rollout import (
     checked_reward_weights,
     reward_components,
 )
-from sb3_grpo.observations import Observations, map_observations
+from sb3_grpo.observations import Observations, map_observations, space_parts
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
 from sb3_grpo.validation import require_at_least
 
@@ -95,7 +95,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._update: GroupRolloutBufferSamples | None = None
         # Updates of the previous rollouts, the latest first.
         self._earlier: list[GroupRolloutBufferSamples] = []
-        parts = observation_space.spaces.values() if isinstance(observation_space, spaces.Dict) else [observation_space]
+        parts = space_parts(observation_space).values()
         #: Whether observations are images, or contain images: arrays with three axes, of whatever type of numbers.
         self.has_images = any(isinstance(part, spaces.Box) and len(part.shape) > 2 for part in parts)
         self._allocate()
