@@ -82,7 +82,7 @@ class GRPO(OnPolicyAlgorithm):
         transitions of a trajectory have the geometric mean of their ratios (GSPO); minibatches then hold whole trajectories
     :param loss_aggregation: ``"step"``: the loss is the mean over transitions. ``"trajectory"``: all trajectories count alike
         (DeepSeekMath). ``"constant"``: sums over trajectories are divided by the time limit (Dr. GRPO)
-    :param normalize_advantage: Whether to standardise the advantages of an update. Buffers that compare within groups have
+    :param normalize_advantage: Whether to standardise the advantages of a rollout. Buffers that compare within groups have
         their own ``scale`` instead
     :param ent_coef: Coefficient of the entropy bonus
     :param max_grad_norm: Maximum norm of the gradient
