@@ -9,7 +9,7 @@ copies elsewhere, as in a release, can be checked with `sha256sum --check`.
 """
 
 import hashlib
-import os
+import io
 import pathlib
 import time
 from collections.abc import Sequence
@@ -17,6 +17,8 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
+
+from sb3_grpo.persistence import replace_file
 
 WINDOW = 20  # episodes over which the training return is averaged
 
@@ -145,11 +147,9 @@ class CurveStore:
 
 
 def _write_whole(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
-    """A command that is killed while it writes leaves no file under the final name."""
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("wb") as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-    os.replace(unfinished, path)
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
+    replace_file(path, content.getvalue())
 
 
 def checksums(folder: pathlib.Path) -> str:

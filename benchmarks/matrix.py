@@ -31,7 +31,6 @@ RIVALS: dict[str, type[BaseAlgorithm]] = {"ppo": PPO, "trpo": TRPO}
 #: hash leaves them out there, so that a new option does not make finished runs stale.
 NEUTRAL: dict[str, Any] = dict(
     clip_range_high=None,
-    surrogate="clip",
     importance_sampling_level="step",
     loss_aggregation="step",
     adaptive_kl_target=None,

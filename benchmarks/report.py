@@ -170,7 +170,7 @@ def claims(proof: Suite, names: Iterable[str]) -> str:
     :param names: Names in :data:`CLAIMS`
     :return: Their sentences, and one about speed
     """
-    speed = speed_claim(proof, OURS, RIVALS["PPO, our settings"], "With the same settings, a step of GRPO takes")
+    speed = speed_claim(proof, OURS, RIVALS["PPO, our settings"], "With the same settings, GRPO takes")
     return listed([*(claim(proof, OURS, RIVALS[name], CLAIMS[name]) for name in names), speed])
 
 

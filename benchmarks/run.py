@@ -145,7 +145,8 @@ class VarianceRemoved(BaseCallback):
 
     def _on_rollout_end(self) -> None:
         metrics = getattr(self.locals["rollout_buffer"], "metrics", {})
-        self.shares += [metrics[name] for name in ("train/relative_variance_removed",) if name in metrics]
+        if "train/relative_variance_removed" in metrics:
+            self.shares.append(metrics["train/relative_variance_removed"])
 
     def mean(self) -> str:
         """:return: Mean over the training as it is in the CSV, nothing if there was no relative term"""

@@ -5,7 +5,7 @@ A *ratio* divides what is above the return of random actions by the mean of the 
 finished runs, `arm` is compared, and `rivals` has for each name the arms that stand for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,15 +54,7 @@ def scores_by_arm(suite: Suite, arms: Arms, column: str) -> dict[str, list[np.nd
     :return: For each name the scores of its runs in each environment that it has: 0 is random actions, and 1 the mean of the
         best name there. Each of shape ``(n_seeds,)``. Environments in which nobody is better than random actions are left out
     """
-    scores: dict[str, list[np.ndarray]] = {name: [] for name in arms}
-    for env in suite.timesteps:
-        found = {name: suite.arm_in(each, env) for name, each in arms.items()}
-        above = {name: suite.column(each, env, column) - suite.random_area(env) for name, each in found.items() if each}
-        if any(map(is_positive, above.values())):
-            best = max(values.mean() for values in above.values())
-            for name, values in above.items():
-                scores[name].append(values / best)
-    return {name: each for name, each in scores.items() if each}
+    return _relative_to_the_best(suite, arms, lambda arm, env: suite.column(arm, env, column))
 
 
 def curves_by_arm(suite: Suite, arms: Arms, n_points: int) -> dict[str, list[np.ndarray]]:
@@ -72,20 +64,33 @@ def curves_by_arm(suite: Suite, arms: Arms, n_points: int) -> dict[str, list[np.
         n_points)``, at equal shares of the budget: 0 is random actions, and 1 the mean of the best name at the end.
         Environments in which nobody ends better than random actions are left out
     """
-    curves: dict[str, list[np.ndarray]] = {name: [] for name in arms}
-    for env, timesteps in suite.timesteps.items():
-        steps = np.linspace(0, timesteps, n_points + 1)[1:]
+
+    def smoothed(arm: str, env: str) -> np.ndarray:
+        steps = np.linspace(0, suite.timesteps[env], n_points + 1)[1:]
+        return np.array([curve.smoothed(steps) for curve in suite.curves(arm, env)])
+
+    return _relative_to_the_best(suite, arms, smoothed)
+
+
+def _relative_to_the_best(suite: Suite, arms: Arms, measure: Callable[[str, str], np.ndarray]) -> dict[str, list[np.ndarray]]:
+    """
+    :param measure: Function of an arm and an environment, which returns one value or one curve for each seed
+    :return: For each name the values in each environment that it has, where 0 is random actions, and 1 the mean of the best
+        name, at the end of the curves. Environments in which nobody ends better than random actions are left out
+    """
+
+    def last(values: np.ndarray) -> np.ndarray:
+        return values.reshape(len(values), -1)[:, -1]
+
+    scores: dict[str, list[np.ndarray]] = {name: [] for name in arms}
+    for env in suite.timesteps:
         found = {name: suite.arm_in(each, env) for name, each in arms.items()}
-        above = {
-            name: np.array([curve.smoothed(steps) for curve in suite.curves(arm, env)]) - suite.random_area(env)
-            for name, arm in found.items()
-            if arm
-        }
-        if any(is_positive(values[:, -1]) for values in above.values()):
-            best = max(values[:, -1].mean() for values in above.values())
+        above = {name: measure(arm, env) - suite.random_area(env) for name, arm in found.items() if arm}
+        if any(is_positive(last(values)) for values in above.values()):
+            best = max(last(values).mean() for values in above.values())
             for name, values in above.items():
-                curves[name].append(values / best)
-    return {name: each for name, each in curves.items() if each}
+                scores[name].append(values / best)
+    return {name: each for name, each in scores.items() if each}
 
 
 def environments_table(suite: Suite, arms: Arms, column: str) -> str:
@@ -188,7 +193,7 @@ def speed_claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> st
     :return: The sentence: the seconds per step over those of the rival
     """
     per_step = seconds.ratio_per_step(suite, arm, arms)
-    return NO_ROWS if per_step is None else f"{opening} {per_step} of the time of one of PPO."
+    return NO_ROWS if per_step is None else f"{opening} {per_step} times as long per step as PPO."
 
 
 def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:

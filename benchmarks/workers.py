@@ -28,7 +28,7 @@ from benchmarks.statistics import median
 from benchmarks.tables import markdown_table
 from sb3_grpo import GRPO
 from sb3_grpo.distributed import RayVecEnv
-from sb3_grpo.starts import StandingStill, find_seeded_vec_env
+from sb3_grpo.starts import LockedEnvs, find_seeded_vec_env
 
 ENVIRONMENTS = ("CartPole-v1", "HalfCheetah-v5")
 
@@ -64,11 +64,11 @@ def collector(env: VecEnv, n_steps: int) -> Callable[[], float]:
     model = GRPO("MlpPolicy", env, n_steps=n_steps, batch_size=n_steps, seed=0, device="cpu")
     _, callback = model._setup_learn(1, ConvertCallback(None))
 
-    standing_still = StandingStill(find_seeded_vec_env(model.env))  # type: ignore[arg-type]
+    locked_envs = LockedEnvs(find_seeded_vec_env(model.env))  # type: ignore[arg-type]
 
     def collect() -> float:
         began = time.perf_counter()
-        model._collect(model.env, callback, model.rollout_buffer, n_steps, standing_still)  # type: ignore[arg-type]
+        model._collect(model.env, callback, model.rollout_buffer, n_steps, locked_envs)  # type: ignore[arg-type]
         return n_steps * env.num_envs / (time.perf_counter() - began)
 
     return collect
@@ -129,10 +129,10 @@ def transition_costs(name: str, rounds: int, n_steps: int) -> Costs:
         return rollouts[0]
 
     env.collect = timed_collect  # type: ignore[attr-defined]
-    standing_still = StandingStill(find_seeded_vec_env(model.env))
+    locked_envs = LockedEnvs(find_seeded_vec_env(model.env))
     for _ in range(rounds + 1):
         began = time.perf_counter()
-        model._collect(model.env, callback, model.rollout_buffer, n_steps, standing_still)
+        model._collect(model.env, callback, model.rollout_buffer, n_steps, locked_envs)
         receives.append(time.perf_counter() - began - waits[-1])
         began = time.perf_counter()
         model.rollout_buffer.finish_rollout(model._last_obs, model.policy, True)  # type: ignore[arg-type]

@@ -102,7 +102,8 @@ SYMPTOMS = (
         lambda it: it.metrics["train/explained_variance"] < 0.01 and not it.risen,
         "train/explained_variance",
         "The kernel baseline does not predict returns (train/explained_variance below 0.01). Give it more transitions "
-        "(`n_steps`), a stronger penalty (`rollout_buffer_kwargs=dict(ridge=1e-4)`) or a longer memory (`forgetting=0.9`).",
+        "(`n_steps`) or observations that say more about the rewards to come, and leave `ridge` and `forgetting` at their "
+        "defaults.",
         patience=2 * PATIENCE,
     ),
 )

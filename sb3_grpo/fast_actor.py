@@ -51,11 +51,10 @@ class LeanDistribution(Protocol):
     Arguments are not validated: parameters that are NaN give NaN, which GRPO checks for.
     """
 
-    def sample(self, params: th.Tensor, log_std: th.Tensor | None, deterministic: bool) -> Sample:
+    def sample(self, params: th.Tensor, log_std: th.Tensor | None) -> Sample:
         """
         :param params: Output of the last layer, shape ``(n, n_params)``
         :param log_std: Log standard deviations of the actions, shape ``(action_dim,)``, for families that have them
-        :param deterministic: Whether to take the mode instead of a sample
         :return: Actions and their log-probabilities
         """
 
@@ -90,14 +89,11 @@ class LeanDistribution(Protocol):
 class LeanCategorical:
     """One of several actions; the parameters are logits, shape ``(n, n_actions)``."""
 
-    def sample(self, params: th.Tensor, log_std: th.Tensor | None, deterministic: bool) -> Sample:
+    def sample(self, params: th.Tensor, log_std: th.Tensor | None) -> Sample:
         log_probs = th.log_softmax(params, dim=1)
-        if deterministic:
-            actions = log_probs.argmax(dim=1)
-        else:
-            # An exponential race; torch.multinomial draws a single sample in the same way.
-            probs = log_probs.exp()
-            actions = (probs / th.empty_like(probs).exponential_()).argmax(dim=1)
+        # An exponential race; torch.multinomial draws a single sample in the same way.
+        probs = log_probs.exp()
+        actions = (probs / th.empty_like(probs).exponential_()).argmax(dim=1)
         return Sample(actions, log_probs.gather(1, actions[:, None])[:, 0])
 
     def evaluate(self, params: th.Tensor, log_std: th.Tensor | None, actions: th.Tensor) -> Evaluation:
@@ -132,9 +128,9 @@ class LeanCategorical:
 class LeanGaussian:
     """Independent Gaussians; the parameters are means, shape ``(n, action_dim)``."""
 
-    def sample(self, params: th.Tensor, log_std: th.Tensor | None, deterministic: bool) -> Sample:
+    def sample(self, params: th.Tensor, log_std: th.Tensor | None) -> Sample:
         assert log_std is not None
-        actions = params if deterministic else params + th.randn_like(params) * log_std.exp()
+        actions = params + th.randn_like(params) * log_std.exp()
         return Sample(actions, self._log_prob(params, log_std, actions))
 
     def evaluate(self, params: th.Tensor, log_std: th.Tensor | None, actions: th.Tensor) -> Evaluation:
@@ -270,7 +266,7 @@ class FastActor:
         :param features: Features, shape ``(n, features_dim)``
         :return: Sampled actions and their log-probabilities
         """
-        return self.distribution.sample(self._forward(features)[-1], self.log_std, deterministic=False)
+        return self.distribution.sample(self._forward(features)[-1], self.log_std)
 
     def evaluate(self, features: th.Tensor, actions: th.Tensor) -> Evaluation:
         """

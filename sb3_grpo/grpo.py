@@ -21,7 +21,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import BUFFERS, SMALL_GROUP, GroupRolloutBuffer, resolve_buffer_class
+from sb3_grpo.buffers import BUFFERS, DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import RunState, check_format, full_name, random_state, replace_file, set_random_state, write_format
@@ -37,8 +37,8 @@ from sb3_grpo.settings import (
     time_limit,
 )
 from sb3_grpo.start_queue import StartQueue
-from sb3_grpo.starts import CollectingVecEnv, StandingStill, find_seeded_vec_env, insert_seeded_vec_env
-from sb3_grpo.steps import Collected, Step, arrived_steps, take_steps
+from sb3_grpo.starts import CollectingVecEnv, LockedEnvs, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.steps import Collected, Step, replay_steps, take_steps
 from sb3_grpo.update import ClipRange, Objective, check_update, describe_update
 from sb3_grpo.validation import (
     check_discrete_spaces,
@@ -303,7 +303,7 @@ class GRPO(OnPolicyAlgorithm):
         return self.rollout_buffer_class.max_group_size  # type: ignore[union-attr]
 
     def _new_start_queue(self, seed: int | None = None) -> StartQueue:
-        return StartQueue(self.group_size or SMALL_GROUP, seed, self._max_group_size())
+        return StartQueue(self.group_size or DEFAULT_GROUP_SIZE, seed, self._max_group_size())
 
     def _make_policy(self) -> ActorPolicy:
         """
@@ -374,11 +374,11 @@ class GRPO(OnPolicyAlgorithm):
         if find_seeded_vec_env(self.env).stepped_while_detached:
             self._last_obs = None  # for example after an evaluation on the training environment
         is_reset = reset_num_timesteps or self._last_obs is None
-        with self._starts_handed_out(self.env):
+        with self._queue_attached(self.env):
             result = super()._setup_learn(total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar)
         if is_reset:
             check_finite("observation", self._last_obs, self.num_timesteps)
-            self.rollout_buffer.start_afresh()
+            self.rollout_buffer.forget_trajectories()
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
             self.rollout_buffer.horizon = time_limit(self.env)
         self._warn_without_vec_normalize()
@@ -393,7 +393,7 @@ class GRPO(OnPolicyAlgorithm):
         """
         buffer_names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
         buffer = buffer_names.get(type(self.rollout_buffer), type(self.rollout_buffer).__name__)
-        group_size = self.group_size or SMALL_GROUP
+        group_size = self.group_size or DEFAULT_GROUP_SIZE
         groups = f"{group_size} or {self.rollout_buffer.max_group_size}" if self._chooses_group_size() else str(group_size)
         starts = "shared" if self.share_starts else "independent"
         normalizers = ["VecNormalize"] if self._has_normalized_observations() else []
@@ -420,10 +420,10 @@ class GRPO(OnPolicyAlgorithm):
         self._learned_from_normalized = self._has_normalized_observations()
 
     def _chooses_group_size(self) -> bool:
-        return self.group_size is None and self.share_starts and self.rollout_buffer.max_group_size > SMALL_GROUP
+        return self.group_size is None and self.share_starts and self.rollout_buffer.max_group_size > DEFAULT_GROUP_SIZE
 
     @contextmanager
-    def _starts_handed_out(self, env: VecEnv) -> Iterator[StandingStill]:
+    def _queue_attached(self, env: VecEnv) -> Iterator[LockedEnvs]:
         """
         Hand out starts while the model resets or steps its environments, and only then: evaluations on the same environment
         get starts of their own.
@@ -435,15 +435,15 @@ class GRPO(OnPolicyAlgorithm):
         seeded_env = find_seeded_vec_env(env)
         # Running statistics must not see values that are not finite. Other wrappers may be there to replace them.
         check = self._check_environments if normalizes_directly(env) else None
-        standing_still = StandingStill(seeded_env)
+        locked_envs = LockedEnvs(seeded_env)
         seeded_env.attach(self.start_queue, self.share_starts, check)
         try:
-            yield standing_still
+            yield locked_envs
         except BaseException:
             self._last_obs = None  # the environments may have moved on
             raise
         finally:
-            standing_still.end()
+            locked_envs.end()
             seeded_env.detach()
 
     def collect_rollouts(
@@ -471,10 +471,10 @@ class GRPO(OnPolicyAlgorithm):
                 f"n_steps={n_rollout_steps} to GRPO, or to `GRPO.load`, instead of changing it afterwards."
             )
         assert self.start_queue is not None
-        with self._starts_handed_out(env) as standing_still:
+        with self._queue_attached(env) as locked_envs:
             if find_seeded_vec_env(env).stepped_while_detached or self._last_obs is None:
                 self._reset_all(env, rollout_buffer)
-            if not self._collect(env, callback, rollout_buffer, n_rollout_steps, standing_still):
+            if not self._collect(env, callback, rollout_buffer, n_rollout_steps, locked_envs):
                 return False
             if self.policy.normalizer is not None and self.policy.normalizer.observe(rollout_buffer.observations):
                 rollout_buffer.policy_changed(self.policy)
@@ -491,7 +491,7 @@ class GRPO(OnPolicyAlgorithm):
             if name.startswith("rollout/") and name not in rollout_buffer.unlogged:
                 self.logger.record(name, value)
         if self.group_size is None:
-            preferred = rollout_buffer.preferred_group_size if self._chooses_group_size() else SMALL_GROUP
+            preferred = rollout_buffer.preferred_group_size if self._chooses_group_size() else DEFAULT_GROUP_SIZE
             self.start_queue.group_size = preferred
         if self._chooses_group_size():
             self.logger.record("rollout/group_size", self.start_queue.group_size)
@@ -502,20 +502,18 @@ class GRPO(OnPolicyAlgorithm):
         callback.on_rollout_end()
         return True
 
-    def _reset_all(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer) -> VecEnvObs:
+    def _reset_all(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer) -> None:
         """
         Reset all environments.
 
         :param env: The training environment
         :param rollout_buffer: Buffer, which forgets the trajectories in progress
-        :return: First observations
-        :raises ValueError: If one of them is not finite
+        :raises ValueError: If a first observation is not finite
         """
         obs = env.reset()
         check_finite("observation", obs, self.num_timesteps)
         self._last_obs = obs  # type: ignore[assignment]
-        rollout_buffer.start_afresh()
-        return obs
+        rollout_buffer.forget_trajectories()
 
     def _collect(
         self,
@@ -523,7 +521,7 @@ class GRPO(OnPolicyAlgorithm):
         callback: BaseCallback,
         rollout_buffer: GroupRolloutBuffer,
         n_rollout_steps: int,
-        standing_still: AbstractContextManager[None],
+        locked_envs: AbstractContextManager[None],
     ) -> bool:
         """
         Fill the buffer. Arguments and result are those of :meth:`collect_rollouts`, and the context in which callbacks run;
@@ -534,7 +532,7 @@ class GRPO(OnPolicyAlgorithm):
         rollout_buffer.reset()
         self.policy.set_training_mode(False)
 
-        with standing_still:
+        with locked_envs:
             callback.on_rollout_start()
 
         for step in self._steps(env, rollout_buffer, n_rollout_steps):
@@ -544,7 +542,7 @@ class GRPO(OnPolicyAlgorithm):
             self.num_timesteps += env.num_envs
 
             callback.update_locals(locals())
-            with standing_still:
+            with locked_envs:
                 continue_training = callback.on_step()
 
             self._update_info_buffer(infos, dones)
@@ -576,7 +574,7 @@ class GRPO(OnPolicyAlgorithm):
         if self._workers_act(env):
             collected = self._collect_in_workers(env, rollout_buffer, n_steps)
             seeded_env.count_mismatches(collected.mismatches, collected.warnings)
-            return arrived_steps(collected, self.policy, seeded_env)
+            return replay_steps(collected, self.policy, seeded_env)
         obs: Any = self._last_obs
         return take_steps(self.policy, env, obs, n_steps, self.sde_sample_freq, self.num_timesteps)
 
@@ -585,16 +583,15 @@ class GRPO(OnPolicyAlgorithm):
         :return: A rollout of the workers. If the episodes of a lost worker cannot go on, all environments begin new ones
         """
         seeded_env = find_seeded_vec_env(env)
-        obs: Any = self._last_obs
         while True:
             try:
                 return seeded_env.venv.collect(  # type: ignore[attr-defined]
                     self._policy_recipe(),
                     self.policy,
-                    obs=obs,
+                    obs=self._last_obs,
                     starts=seeded_env.start_indices,
                     queue=self.start_queue,
-                    share_starts=seeded_env.shares_starts,
+                    share_starts=seeded_env.share_starts,
                     n_steps=n_steps,
                     sde_sample_freq=self.sde_sample_freq,
                     num_timesteps=self.num_timesteps,
@@ -602,7 +599,7 @@ class GRPO(OnPolicyAlgorithm):
             except RolloutLost as error:
                 env_idx, what, _ = error.args
                 warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
-                obs = self._reset_all(env, rollout_buffer)
+                self._reset_all(env, rollout_buffer)
 
     def _workers_act(self, env: VecEnv) -> bool:
         """
@@ -615,7 +612,7 @@ class GRPO(OnPolicyAlgorithm):
         if wrapper is not None and wrapper not in self._slow_wrappers:
             self._slow_wrappers.add(wrapper)
             warnings.warn(
-                f"{wrapper} changes what the workers return, so each step is a call to all workers, which takes milliseconds. "
+                f"{wrapper} needs every step of the workers, so each step is a call to all workers, which takes milliseconds. "
                 f"Use {INSIDE_WORKERS.get(wrapper, 'a wrapper of Gymnasium')} inside the environments instead "
                 "(`make_vec_env(..., wrapper_class=...)`).",
                 UserWarning,
@@ -650,7 +647,7 @@ class GRPO(OnPolicyAlgorithm):
     def _update(self) -> None:
         self.policy.set_training_mode(True)
         clip_range = self._current_clip_range()
-        with self._undone_on_error():
+        with self._rolled_back_on_error():
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
             metrics = self._update_policy(clip_range)
@@ -662,7 +659,7 @@ class GRPO(OnPolicyAlgorithm):
         self._log_update(clip_range)
 
     @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
+    def _rolled_back_on_error(self) -> Iterator[None]:
         """Undo an update that fails or is interrupted: the model is that before the update or after it, never in between."""
         before = copy.deepcopy((self.policy.state_dict(), self.policy.optimizer.state_dict()))
         n_updates, kl_coef, kl_state = self._n_updates, self.kl_coef, self.kl_penalty.get_state()

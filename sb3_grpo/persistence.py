@@ -28,13 +28,13 @@ class RunState:
         loaded, is saved once, among the arguments of the model, where ``custom_objects`` can replace it
     :param buffer: State of the rollout buffer
     :param kl_penalty: State of the KL penalty
-    :param random: State of the random generators; ``None`` if the run is not to be continued
+    :param random: State of the random generators
     """
 
     buffer_class: str
     buffer: dict[str, Any]
     kl_penalty: dict[str, Any]
-    random: dict[str, Any] | None
+    random: dict[str, Any]
 
 
 def full_name(of: type) -> str:

@@ -84,6 +84,7 @@ class ActorPolicy(BasePolicy):
     :param lr_follows_std: Whether the learning rate falls with the standard deviation of continuous actions, see
         :meth:`learning_rate_factor`
     :raises ValueError: If an argument is out of range, or does not fit the spaces
+    :raises TypeError: If a subclass defines a hook of SB3's ``ActorCriticPolicy``, which would not be called
     """
 
     default_features_extractor_class: ClassVar[type[BaseFeaturesExtractor]] = FlattenExtractor
@@ -125,7 +126,15 @@ class ActorPolicy(BasePolicy):
         if log_std_init is not None:
             require_between("log_std_init", log_std_init, -np.inf)
         require_positive("log_std_lr_factor", log_std_lr_factor)
-        require_bool("lr_follows_std", lr_follows_std)
+        for name, flag in (
+            ("ortho_init", ortho_init),
+            ("full_std", full_std),
+            ("use_expln", use_expln),
+            ("squash_output", squash_output),
+            ("normalize_images", normalize_images),
+            ("lr_follows_std", lr_follows_std),
+        ):
+            require_bool(name, flag)
         if log_std_lr_factor != 1.0 and not isinstance(action_space, spaces.Box):
             raise ValueError(
                 f"log_std_lr_factor={log_std_lr_factor} is for Box actions, and {action_space} has no standard deviation: "
@@ -315,23 +324,22 @@ class ActorPolicy(BasePolicy):
         :param deterministic: Whether to take the mode of the distribution instead of a sample
         :return: Actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
         """
-        if self._lean_distribution() is None:
+        if deterministic or self._lean_distribution() is None:
             return self._sample(self.get_distribution(obs), deterministic)
-        return self.forward_features(self.extract_features(obs, self.features_extractor), deterministic)
+        return self.forward_features(self.extract_features(obs, self.features_extractor))
 
-    def forward_features(self, features: th.Tensor, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
+    def forward_features(self, features: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
         """
-        Choose actions for the output of the features extractor.
+        Sample actions for the output of the features extractor.
 
         :param features: Features, shape ``(n, features_dim)``
-        :param deterministic: Whether to take the mode of the distribution instead of a sample
         :return: Actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
         """
         latent = self.policy_net(features)
         lean = self._lean_distribution()
         if lean is None:
-            return self._sample(self._distribution(latent), deterministic)
-        actions, log_prob = lean.sample(self.action_net(latent), getattr(self, "log_std", None), deterministic)
+            return self._sample(self._distribution(latent))
+        actions, log_prob = lean.sample(self.action_net(latent), getattr(self, "log_std", None))
         return self._shaped(actions), log_prob
 
     def within_bounds(self, actions: np.ndarray) -> np.ndarray:
@@ -370,7 +378,7 @@ class ActorPolicy(BasePolicy):
         """
         return fast_actor(self, ActorPolicy, self._lean_distribution())
 
-    def _sample(self, distribution: Distribution, deterministic: bool) -> tuple[th.Tensor, th.Tensor]:
+    def _sample(self, distribution: Distribution, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
         actions = distribution.get_actions(deterministic=deterministic)
         return self._shaped(actions), distribution.log_prob(actions)
 

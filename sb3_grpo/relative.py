@@ -1,5 +1,5 @@
 """
-The relative term of the kernel buffer compares the members of a group, as far as they have something in common.
+The relative term of the kernel buffer: it removes a part of the advantages that the members of a group have in common.
 
 Jobs, demand, prices or wind may drive the rewards while no observation shows them. The seed fixes such inputs, so all members
 of a group live through the same ones, and the advantages of the other members at the same step tell what the inputs did. A
@@ -160,9 +160,9 @@ class RelativeTerm:
         own_group = np.unique(groups, return_inverse=True)[1]
         sums = correlation_sums(advantages, others, own_group)
         # Returns grow and shrink in the course of training; in units of their size, all rollouts count alike.
-        of_others = self._sums + normalised_sums(sums_of_others(sums))
+        other_sums = self._sums + normalised_sums(sums_of_others(sums))
         self._sums = FORGETTING * (self._sums + normalised_sums(sums.sum(axis=0)))
-        return shrunk_correlation(of_others)[own_group]
+        return shrunk_correlation(other_sums)[own_group]
 
     def _is_awaited(self, known: _Kept, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray, n_parts: int) -> np.ndarray:
         """
@@ -191,7 +191,7 @@ class RelativeTerm:
         return float(shrunk_correlation(self._sums))
 
     def forget_trajectories(self) -> None:
-        """All environments are about to be reset: groups that are not complete will stay so."""
+        """Forget the members of unfinished groups, because all environments were reset."""
         self._kept = _NOTHING
 
     def get_state(self) -> dict[str, Any]:

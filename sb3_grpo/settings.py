@@ -59,7 +59,7 @@ FOREIGN_ARGUMENTS = {
 }
 
 #: Policy arguments that GRPO sets, and their names in GRPO
-OF_GRPO = {
+SET_BY_GRPO = {
     "normalize_observations": "normalize_observations",
     "use_sde": "use_sde",
     "lr_schedule": "learning_rate",
@@ -161,7 +161,7 @@ def check_policy_kwargs(policy_class: type, policy_kwargs: Mapping[str, Any], st
         policy_class.__name__,
         {"share_features_extractor": NO_CRITIC},
     )
-    for name, of_grpo in OF_GRPO.items():
+    for name, of_grpo in SET_BY_GRPO.items():
         if name in policy_kwargs:
             value = f"{of_grpo}={policy_kwargs[name]!r}"
             raise ValueError(f"`policy_kwargs` has `{name}`, which GRPO sets: pass it there, as GRPO(..., {value}).")

@@ -114,8 +114,8 @@ class StartQueue:
 
     def seed_apart(self) -> int:
         """
-        :return: A seed for resets that are not starts of this queue. It differs from the seeds of all groups, and changes with
-            each start that is taken
+        :return: A seed for resets that are not starts of this queue. It differs from the seeds of all groups, and changes as
+            starts are taken
         """
         return self._derive_seed(self.next_index, 0)
 

@@ -122,7 +122,8 @@ class SeededVecEnv(VecEnv):
         self.mismatches = 0
         self._stepped_while_detached = False
         self._lists_after_reset = venv._seeds, venv._options
-        self._share_starts = False
+        #: Whether resets get the seed of their start
+        self.share_starts = False
         self._resets_single_envs = True
         # The part of the queue from which each environment takes its starts
         self._parts, self._n_parts = [part] * venv.num_envs, n_parts
@@ -187,13 +188,8 @@ class SeededVecEnv(VecEnv):
             elif isinstance(self.venv, SeededSubprocVecEnv):
                 self.venv.defers_resets = True
         self.start_queue = queue
-        self._share_starts = share_starts and self._resets_single_envs
+        self.share_starts = share_starts and self._resets_single_envs
         self._check = check
-
-    @property
-    def shares_starts(self) -> bool:
-        """Whether resets get the seed of their start."""
-        return self._share_starts
 
     def count_mismatches(self, number: int, messages: Sequence[str]) -> None:
         """
@@ -241,10 +237,10 @@ class SeededVecEnv(VecEnv):
             return self._reset_base(None)
         self.start_queue.begin_group()
         starts = [self.start_queue.take(part) for part in self._parts]
-        observations = self._reset_base([start.seed for start in starts] if self._share_starts else None)
+        observations = self._reset_base([start.seed for start in starts] if self.share_starts else None)
         self.start_indices = np.array([start.index for start in starts], dtype=np.int64)
         self._stepped_while_detached = False
-        if self._share_starts:
+        if self.share_starts:
             for env_idx, start in enumerate(starts):
                 self._verify(start, env_idx, observations)
         if self._check is not None:
@@ -316,13 +312,13 @@ class SeededVecEnv(VecEnv):
         start_indices = self.start_indices.copy()
         start_indices[env_indices] = [start.index for start in starts]
         self.start_indices = start_indices
-        if self._share_starts or isinstance(self.venv, (DummyVecEnv, SeededSubprocVecEnv)):
-            seeds = [start.seed if self._share_starts else None for start in starts]
+        if self.share_starts or isinstance(self.venv, (DummyVecEnv, SeededSubprocVecEnv)):
+            seeds = [start.seed if self.share_starts else None for start in starts]
             resets = self._reset_some(env_indices, seeds)
             if resets is None:
                 return
             insert_resets(self.venv, env_indices, resets, observations)
-        if self._share_starts:
+        if self.share_starts:
             self._streams_coincide = True
             for env_idx, start in zip(env_indices, starts, strict=True):
                 self._verify(start, env_idx, observations)
@@ -346,7 +342,7 @@ class SeededVecEnv(VecEnv):
                     raise TypeError(f"it returned {reset!r} instead of an observation and an info")
             return resets
         except (AttributeError, NotImplementedError, TypeError) as error:
-            self._share_starts = self._resets_single_envs = False
+            self.share_starts = self._resets_single_envs = False
             warnings.warn(
                 f"{type(self.venv).__name__}.env_method cannot reset a single environment with a seed "
                 f"({type(error).__name__}: {error}), so the members of a group do not share their starts. Use `DummyVecEnv` "
@@ -392,11 +388,11 @@ class SeededVecEnv(VecEnv):
         return innermost.group(1) if innermost else description
 
 
-class StandingStill:
+class LockedEnvs:
     """
-    While this context is entered, for example during a callback, the environments refuse to be stepped or reset. It can be
-    entered again and again. The base and the environments of a ``DummyVecEnv`` refuse as well, because users may have them at
-    hand.
+    A context, for example of a callback, in which stepping or resetting the environments raises an error. It can be entered
+    repeatedly. The base and the environments of a ``DummyVecEnv`` are locked as well, because users may hold references to
+    them.
 
     :param env: The environments
     :raises RuntimeError: If they are stepped or reset within the context

@@ -171,7 +171,7 @@ def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
         )
 
 
-def arrived_steps(collected: Collected, policy: ActorPolicy, seeded_env: SeededVecEnv) -> Iterator[Step]:
+def replay_steps(collected: Collected, policy: ActorPolicy, seeded_env: SeededVecEnv) -> Iterator[Step]:
     """
     :param collected: A rollout that workers have collected
     :param policy: Policy that acted

@@ -47,11 +47,11 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     """
     policy = _policy_of(target, "target")
     target_state, source_state = policy.state_dict(), _source_state(source)
-    is_standardised, was_standardised = (f"{_NORMALIZER}mean" in state for state in (source_state, target_state))
-    needs_folding = is_standardised and not was_standardised
+    source_standardises, target_standardises = (f"{_NORMALIZER}mean" in state for state in (source_state, target_state))
+    needs_folding = source_standardises and not target_standardises
     if needs_folding and _passes_observations_on(source):
-        source_state = _folded(source_state)
-    elif was_standardised and not is_standardised:
+        source_state = _fold_statistics(source_state)
+    elif target_standardises and not source_standardises:
         target_state = {key: value for key, value in target_state.items() if not key.startswith(_NORMALIZER)}
     ours, theirs = _actor_weights(target_state), _actor_weights(source_state)
     differences = _differences(ours, theirs)
@@ -68,7 +68,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
         )
 
     actor = {key: theirs[name] for key in target_state if (name := _name_in_actor(key)) is not None}
-    if was_standardised and not is_standardised:
+    if target_standardises and not source_standardises:
         policy.normalizer = None  # type: ignore[assignment]
         policy.normalize_observations = target.normalize_observations = False  # type: ignore[assignment, attr-defined]
         if hasattr(target, "kl_penalty"):
@@ -115,7 +115,7 @@ def _passes_observations_on(source: HasPolicy | str | pathlib.Path | io.Buffered
     return extractor is None or type(extractor) in (FlattenExtractor, CombinedExtractor)
 
 
-def _folded(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
+def _fold_statistics(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
     """
     Make the standardisation of observations a part of the first layer: ``W (s (x - m)) + b = (W s) x + (b - W s m)``.
 

@@ -132,10 +132,10 @@ class Objective:
         if entropy is None:
             entropy = -log_prob  # an estimate for distributions without a closed form
         log_ratio = log_prob - rollout_data.old_log_prob
-        of_level = log_ratio
+        level_log_ratio = log_ratio
         if self.importance_sampling_level == "trajectory":
-            of_level = losses.trajectory_log_ratio(log_ratio, rollout_data.starts)
-        surrogate = losses.clipped_surrogate(of_level, rollout_data.advantages, *self.clip_range)
+            level_log_ratio = losses.trajectory_log_ratio(log_ratio, rollout_data.starts)
+        surrogate = losses.clipped_surrogate(level_log_ratio, rollout_data.advantages, *self.clip_range)
         weights = rollout_data.weights
         policy_gradient_loss = losses.weighted_mean(surrogate.loss, weights)
         loss = policy_gradient_loss

@@ -43,6 +43,7 @@ POSITIVE = "must be a positive number, not"
 FROM_0_TO_1 = "must be a finite number from 0 to 1, not"
 
 FLAGS = ("normalize_advantage", "share_starts", "normalize_observations")
+POLICY_FLAGS = ("ortho_init", "full_std", "use_expln", "squash_output", "normalize_images", "lr_follows_std")
 KERNEL_FLAGS = ("time_feature", "actor_features", "relative")
 
 #: Arguments, and a part of the message. Values are integers, numbers, flags, texts and containers where others are expected.
@@ -143,6 +144,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (policy(net_arch=[8, 0]), "net_arch=[8, 0] is no list of positive integers"),
     (policy(activation_fn="relu"), "`activation_fn` must be a class such as `torch.nn.ReLU`, not 'relu'."),
     (policy(net_arch=8), "net_arch=8 is no list of positive integers"),
+    *((policy(**{name: "False"}), f"`{name}` must be True or False, not 'False'") for name in POLICY_FLAGS),
     (policy(net_arch=dict(shared=[8])), "is no list of positive integers"),
     (policy(log_std_init=np.nan), "`log_std_init` must be a finite number, not nan"),
     (policy(log_std_lr_factor=0), f"`log_std_lr_factor` {POSITIVE} 0"),

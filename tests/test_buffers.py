@@ -447,6 +447,27 @@ def test_the_late_members_of_a_dropped_group_never_enter_an_update():
     assert_accounted_for(recorder)
 
 
+def test_a_fast_worker_whose_groups_are_dropped_takes_no_group_of_a_slow_worker_with_it():
+    """Workers take groups of their own, even ones and odd ones, so group numbers say nothing about who started last."""
+    buffer = OutcomeRolloutBuffer(1, VECTOR, DISCRETE, n_envs=2, group_size=2, max_waiting=25)
+    buffer.n_parts = 2
+    policy = MlpPolicy(VECTOR, DISCRETE, lambda _: 0.0)
+    observations, trained_on = np.zeros((2, 3), np.float32), []
+    with pytest.warns(UserWarning, match="transitions wait"):
+        for step in range(50):
+            # The fast worker begins a group in each step, and its second member never runs.
+            # The slow worker's trajectories have five steps, and two of them are a group: 1, 3, 5, 7, 9
+            trajectory, t = divmod(step, 5)
+            starts = np.array([2 * (2 * step), 2 * (2 * (trajectory // 2) + 1) + trajectory % 2])
+            buffer.reset()
+            buffer.add(observations, np.zeros(2), np.ones(2), np.array([True, t == 4]), th.zeros(2), starts, [{}, {}])
+            buffer.finish_rollout(observations, policy)
+            trained_on += [samples.starts.tolist() for samples in buffer.get()]
+    assert [sorted(set(starts)) for starts in trained_on if starts] == [[2, 3], [6, 7], [10, 11], [14, 15], [18, 19]]
+    # At the last but one step, nine of the 25 were the slow worker's
+    assert buffer.dropped == 50 - (25 - 9) - 1
+
+
 @pytest.mark.parametrize(
     ("n_steps", "n_envs", "group_size", "horizon", "bound"),
     [

@@ -122,7 +122,7 @@ def test_a_wrapper_that_changes_data_is_named_once_and_honoured():
         warnings.simplefilter("always")
         model = make(VecNormalize(env), n_steps=8).learn(2 * 8 * 4)
     messages = [str(each.message) for each in caught]
-    assert sum("VecNormalize changes what the workers return" in each for each in messages) == 1
+    assert sum("VecNormalize needs every step of the workers" in each for each in messages) == 1
     assert any("gymnasium.wrappers.NormalizeReward" in each for each in messages)
     assert abs(model.rollout_buffer.observations).max() < 10.1
     assert model.start_queue.n_parts == 2

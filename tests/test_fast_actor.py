@@ -71,7 +71,7 @@ def test_a_categorical_agrees_with_numbers_worked_out_by_hand():
 
 def test_actions_are_as_frequent_as_they_are_probable():
     logits = th.tensor([[0.1, 0.2, 0.7]]).log().expand(40_000, 3)
-    actions, log_prob = LeanCategorical().sample(logits, None, deterministic=False)
+    actions, log_prob = LeanCategorical().sample(logits, None)
     th.testing.assert_close(th.bincount(actions) / len(actions), th.tensor([0.1, 0.2, 0.7]), atol=0.01, rtol=0)
     th.testing.assert_close(log_prob.exp(), th.tensor([0.1, 0.2, 0.7])[actions])
 

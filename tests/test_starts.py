@@ -32,7 +32,7 @@ from stable_baselines3.common.vec_env import (
 from sb3_grpo import GRPO, EnvironmentFault, SeededSubprocVecEnv
 from sb3_grpo.resets import DeferredReset
 from sb3_grpo.start_queue import StartQueue
-from sb3_grpo.starts import SeededVecEnv, StandingStill, find_seeded_vec_env, insert_seeded_vec_env
+from sb3_grpo.starts import LockedEnvs, SeededVecEnv, find_seeded_vec_env, insert_seeded_vec_env
 
 SPACES: dict[str, spaces.Space] = {
     "box": spaces.Box(-1.0, 1.0, (3,), np.float32),
@@ -603,15 +603,15 @@ def test_options_for_the_next_reset_end_no_episode(of_base: bool):
 
 def test_environments_that_stand_still_move_again_even_if_an_interrupt_comes_while_they_stop():
     env = SeededVecEnv(DummyVecEnv([DriftEnv] * 2))
-    standing_still = StandingStill(env)
-    standing_still.__enter__()
+    locked_envs = LockedEnvs(env)
+    locked_envs.__enter__()
     single = env.venv.envs[1]
     for moves in (env.reset, env.venv.reset, lambda: env.step(np.zeros(2)), lambda: single.step(0), single.reset):
         with pytest.raises(RuntimeError, match="A callback stepped or reset the training environment"):
             moves()
-    standing_still.__enter__()
-    standing_still.end()
-    standing_still.end()
+    locked_envs.__enter__()
+    locked_envs.end()
+    locked_envs.end()
     env.reset()
     env.step(np.zeros(2, dtype=int))
     assert env.get_attr("step")[0].__func__ is DriftEnv.step and "step" not in vars(env.venv.envs[0])

@@ -2,7 +2,7 @@
 Group rollout buffers turn the rewards of a rollout into advantages.
 
 A buffer stores the transitions that :class:`~sb3_grpo.grpo.GRPO` collects, computes the advantages once the rollout is
-complete, and hands out minibatches. Each variant overrides one hook:
+complete, and hands out minibatches. A buffer overrides one of two hooks:
 
 - :meth:`GroupRolloutBuffer._form_update` uses all transitions of a rollout (``kernel``);
 - :meth:`CompleteGroupRolloutBuffer._group_advantages` compares whole trajectories of complete groups (the four others).
@@ -11,7 +11,7 @@ complete, and hands out minibatches. Each variant overrides one hook:
 from collections.abc import Mapping
 from typing import Any
 
-from sb3_grpo.buffers.base import SMALL_GROUP, GroupRolloutBuffer
+from sb3_grpo.buffers.base import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
 from sb3_grpo.buffers.groups import (
     CompleteGroupRolloutBuffer,
     OutcomeRolloutBuffer,
@@ -29,7 +29,7 @@ from sb3_grpo.validation import constructor_arguments, require_mapping, require_
 
 __all__ = [
     "BUFFERS",
-    "SMALL_GROUP",
+    "DEFAULT_GROUP_SIZE",
     "CompleteGroupRolloutBuffer",
     "GroupRolloutBuffer",
     "GroupRolloutBufferSamples",

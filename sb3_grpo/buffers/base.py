@@ -24,8 +24,8 @@ from sb3_grpo.observations import Observations, map_observations, space_parts
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
 from sb3_grpo.validation import require_at_least
 
-#: The default group size. Small groups leave the most different starts in a rollout.
-SMALL_GROUP = 2
+#: Small groups give a rollout the most distinct starts.
+DEFAULT_GROUP_SIZE = 2
 
 
 class GroupRolloutBuffer(BaseBuffer, ABC):
@@ -56,10 +56,10 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     #: Number of parts of the start queue, one for each worker that resets environments by itself.
     n_parts: int = 1
     #: The largest group size that the buffer chooses by itself.
-    max_group_size: int = SMALL_GROUP
+    max_group_size: int = DEFAULT_GROUP_SIZE
     #: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is ``None`` and
     #: starts are shared.
-    preferred_group_size: int = SMALL_GROUP
+    preferred_group_size: int = DEFAULT_GROUP_SIZE
     #: Metrics that say nothing about the updates of this buffer. They are not logged.
     unlogged: Collection[str] = ()
     #: A line about a setting that the buffer has chosen by itself. GRPO prints it if ``verbose`` is at least 1.
@@ -134,8 +134,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._update = None
         self._final_observations: list[tuple[int, int, Any]] = []
 
-    def start_afresh(self) -> None:
-        """Forget all trajectories: all environments are about to be reset."""
+    def forget_trajectories(self) -> None:
+        """Forget the unfinished trajectories, because all environments were reset."""
         self._elapsed[:] = 0
         self._group_returns.clear()
         self._earlier = []
@@ -211,7 +211,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
 
         :param last_obs: Observations after the last step, shape ``(n_envs, *obs_shape)`` or a dict of such
         :param policy: The policy that is about to be updated
-        :param normalize_advantage: Whether to standardise the advantages over the update, if the buffer :attr:`whitens`
+        :param normalize_advantage: Whether to standardise the advantages of the rollout, if the buffer :attr:`whitens`
         :param loss_aggregation: Mean by which transitions enter the loss, see :data:`~sb3_grpo.losses.LossAggregation`
         :param n_reused_rollouts: Number of previous rollouts that are added to the update
         """

@@ -10,7 +10,7 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_grpo import advantages as A
-from sb3_grpo.buffers.base import SMALL_GROUP, GroupRolloutBuffer
+from sb3_grpo.buffers.base import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
 from sb3_grpo.observations import Observations
 from sb3_grpo.policies import ActorPolicy
@@ -85,7 +85,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
             horizon,
             reward_weights,
         )
-        if self.max_group_size > SMALL_GROUP:
+        if self.max_group_size > DEFAULT_GROUP_SIZE:
             raise ValueError(
                 f"`{type(self).__name__}.max_group_size` is {self.max_group_size}, and groups that are compared as a whole "
                 "cannot change their size: leave it out, and pass `group_size` to GRPO."
@@ -108,7 +108,8 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         self.dropped = 0
         self._max_waiting = max_waiting
         self._waiting: Transitions | None = None
-        self._first_live_group = 0
+        # Newest group that was dropped, for each part of the start queue. The parts advance at different speeds
+        self._last_dropped: dict[int, int] = {}
         self._has_warned = False
 
     @property
@@ -123,19 +124,24 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
             self._waiting = self._waiting_and(self._flatten(self.pos))
         super().reset()
 
-    def start_afresh(self) -> None:
+    def forget_trajectories(self) -> None:
         self.dropped += self.pos * self.n_envs
         if self._waiting is not None:
             self.dropped += len(self._waiting)
             self._waiting = None
-        self._first_live_group = 0
-        super().start_afresh()
+        self._last_dropped = {}
+        super().forget_trajectories()
 
     def _waiting_and(self, rollout: Transitions) -> Transitions:
-        is_live = rollout.starts // self.group_size >= self._first_live_group
-        self.dropped += len(rollout) - int(is_live.sum())
-        rollout = rollout.take(is_live)
+        rollout = self._without_dropped(rollout)
         return rollout if self._waiting is None else self._waiting.followed_by(rollout)
+
+    def _without_dropped(self, transitions: Transitions) -> Transitions:
+        groups = transitions.starts // self.group_size
+        last_dropped = np.array([self._last_dropped.get(part, -1) for part in range(self.n_parts)])
+        is_live = groups > last_dropped[groups % self.n_parts]
+        self.dropped += len(groups) - int(is_live.sum())
+        return transitions.take(is_live)
 
     def _form_update(
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
@@ -145,7 +151,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         ended, n_ended = np.unique(groups[collected.dones], return_counts=True)
         is_complete = np.isin(groups, ended[n_ended == self.group_size])
 
-        self._waiting = self._bounded(collected.take(~is_complete))
+        self._waiting = self._drop_excess(collected.take(~is_complete))
         age = self._rollout - self._waiting.rollouts
         self.metrics.update(
             {
@@ -202,19 +208,20 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         lengths = update.steps[update.dones] + 1
         return lengths, np.unique(update.starts[update.dones] // self.group_size, return_inverse=True)[1]
 
-    def _bounded(self, waiting: Transitions) -> Transitions:
+    def _drop_excess(self, waiting: Transitions) -> Transitions:
         """
         :param waiting: Transitions of incomplete groups
         :return: At most ``max_waiting`` of them: those of the groups that started last
         """
         if len(waiting) <= self.max_waiting:
             return waiting
-        groups = waiting.starts // self.group_size
-        labels, counts = np.unique(groups, return_counts=True)
-        fits = np.cumsum(counts[::-1])[::-1] <= self.max_waiting
-        self._first_live_group = int(labels[fits][0] if fits.any() else labels[-1] + 1)
-        kept = waiting.take(groups >= self._first_live_group)
-        self.dropped += len(waiting) - len(kept)
+        groups, first, counts = np.unique(waiting.starts // self.group_size, return_index=True, return_counts=True)
+        newest_first = np.lexsort((groups, waiting.rollouts[first]))[::-1]
+        fits = np.cumsum(counts[newest_first]) <= self.max_waiting
+        for group in groups[newest_first[~fits]].tolist():
+            part = group % self.n_parts
+            self._last_dropped[part] = max(group, self._last_dropped.get(part, -1))
+        kept = self._without_dropped(waiting)
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
 
 from sb3_grpo import advantages as A
-from sb3_grpo.buffers.base import SMALL_GROUP, GroupRolloutBuffer
+from sb3_grpo.buffers.base import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
 from sb3_grpo.kernel import KernelBaseline, calibration_slope, eligibility_traces, predict_by_fold
 from sb3_grpo.observations import Observations, map_observations, take_observations
@@ -176,7 +176,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed, lstd=fit == "lstd")
         self.relative_term = RelativeTerm(group_size) if relative else None
         if not relative:
-            self.max_group_size = SMALL_GROUP
+            self.max_group_size = DEFAULT_GROUP_SIZE
         # Updates do not depend on complete groups. Their returns are those of Monitor, unless rewards are weighted.
         self.unlogged = ["rollout/groups_completed", "rollout/group_return_spread"]
         if not self.reward_weights:
@@ -192,8 +192,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         super().reset()
         self._n_features_kept = 0
 
-    def start_afresh(self) -> None:
-        super().start_afresh()
+    def forget_trajectories(self) -> None:
+        super().forget_trajectories()
         if self.relative_term is not None:
             self.relative_term.forget_trajectories()
 
@@ -240,11 +240,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         weights = fit(features, cut_features, segments, folds)
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
-        baseline, cut_baseline = self._shrunk(baseline, cut_baseline, segments)
+        baseline, cut_baseline = self._shrink(baseline, cut_baseline, segments)
         advantages = segments.advantages(baseline, cut_baseline, self.gae_lambda)
         # Without a baseline, the lambda-returns themselves would be the advantages.
         self.metrics["train/baseline_variance_reduction"] = A.explained_variance(baseline, baseline + advantages)
-        return rollout, self._compared(advantages, rollout)
+        return rollout, self._compare_members(advantages, rollout)
 
     def _inputs(self, rollout: Transitions, policy: ActorPolicy) -> np.ndarray:
         """
@@ -256,7 +256,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             return self._features.flatten(end_dim=1).cpu().double().numpy()
         return self._encode(rollout.observations, policy)
 
-    def _shrunk(self, baseline: np.ndarray, cut_baseline: np.ndarray, segments: Segments) -> tuple[np.ndarray, np.ndarray]:
+    def _shrink(self, baseline: np.ndarray, cut_baseline: np.ndarray, segments: Segments) -> tuple[np.ndarray, np.ndarray]:
         """
         Shrink predictions towards their mean.
 
@@ -276,7 +276,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns(baseline, cut_baseline))
         return baseline, cut_baseline
 
-    def _compared(self, advantages: np.ndarray, rollout: Transitions) -> np.ndarray:
+    def _compare_members(self, advantages: np.ndarray, rollout: Transitions) -> np.ndarray:
         """
         Compare the members of groups, and choose the size of the groups to come.
 
@@ -289,7 +289,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         advantages = self.relative_term.apply(advantages, rollout.starts, rollout.steps, rollout.dones, self.n_parts)
         self.metrics.update(self.relative_term.metrics)
         is_large = self.relative_term.correlation > LARGE_GROUP_ABOVE
-        self.preferred_group_size = LARGE_GROUP if is_large else SMALL_GROUP
+        self.preferred_group_size = LARGE_GROUP if is_large else DEFAULT_GROUP_SIZE
         return advantages
 
     def _fit_regression(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:

@@ -135,7 +135,7 @@ class GroupReturns:
             self._running[env] = 0.0
 
     def clear(self) -> None:
-        """Forget everything: all environments are about to be reset."""
+        """Forget everything, because all environments were reset."""
         self._running[:] = 0.0
         self._ended.clear()
 

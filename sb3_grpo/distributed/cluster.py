@@ -11,12 +11,11 @@ import ray
 CONNECT_TIMEOUT_S = 5.0
 
 
-def connect(address: str | None = None, n_workers: int | None = None) -> None:
+def connect(address: str | None = None) -> None:
     """
     Connect to a cluster, or start one on this machine, unless the script has done so.
 
     :param address: Address of the cluster; ``None`` for one on this machine. Unused if the script is connected already
-    :param n_workers: Number of workers for which a cluster that is started here has CPUs, however few the machine has
     :raises ConnectionError: If the address does not answer
     """
     if ray.is_initialized():
@@ -26,7 +25,7 @@ def connect(address: str | None = None, n_workers: int | None = None) -> None:
         # All connections stay within this machine. Workers share its cores, as the processes of a SubprocVecEnv do.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         # "local", because Ray would look for other clusters without an address, and fail where it finds one
-        ray.init("local", num_cpus=max(n_workers or 1, os.cpu_count() or 1), _node_ip_address="127.0.0.1", **quiet)
+        ray.init("local", _node_ip_address="127.0.0.1", **quiet)
         return
     host, _, port = address.rpartition(":")
     advice = "Start one with `ray start --head`, or leave `address` out for a cluster on this machine alone."

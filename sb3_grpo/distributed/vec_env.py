@@ -51,7 +51,7 @@ class RayVecEnv(CollectingVecEnv):
         CPU of the cluster, and at most one per environment
     :param address: Address of the cluster, as ``"10.0.0.1:6379"``, or ``"auto"`` for the cluster of this machine. Unused if
         the script is connected to a cluster already
-    :param timeout: Seconds after which a worker that does not answer is replaced
+    :param timeout: Seconds after which a worker that does not answer is replaced; where each step is a call, it ends the run
     :param max_retries: How often a worker is replaced within one rollout
     :param max_replay: Longest episode, in steps, that is brought back after a worker was lost
     :raises ValueError: If an argument is out of range, or if an environment cannot be pickled
@@ -78,7 +78,7 @@ class RayVecEnv(CollectingVecEnv):
         require_at_least("max_retries", max_retries, 0)
         require_at_least("max_replay", max_replay, 0)
         pickled = [_pickled(env_fn, env_idx) for env_idx, env_fn in enumerate(env_fns)]
-        connect(address, n_workers)
+        connect(address)
         self.n_workers = n_workers or max(1, min(n_envs, int(ray.cluster_resources().get("CPU", 1))))
         self.timeout, self.max_retries, self.max_replay = timeout, max_retries, max_replay
         #: Index of the worker of each environment.
@@ -91,7 +91,7 @@ class RayVecEnv(CollectingVecEnv):
         self._n_started, self._n_lost = [0] * self.n_workers, [0] * self.n_workers
         started = [self._start_worker(w) for w in range(self.n_workers)]
         self._workers = [worker for worker, _ in started]
-        self._described = [self._built(w, building) for w, (_, building) in enumerate(started)]
+        self._described = [self._await_description(w, building) for w, (_, building) in enumerate(started)]
         first = self._described[0]
         self._histories = [History() for _ in range(n_envs)]
         # Values that `set_attr` has set, by name and environment: a new worker needs them
@@ -127,7 +127,7 @@ class RayVecEnv(CollectingVecEnv):
         self._n_started[w] += 1
         return worker, worker.build.remote(self._env_fns[w], VERSION, self._n_started[w] - 1)
 
-    def _built(self, w: int, building: Any) -> Description:
+    def _await_description(self, w: int, building: Any) -> Description:
         """
         :return: Description of a worker
         :raises RuntimeError: If it does not start
@@ -137,8 +137,9 @@ class RayVecEnv(CollectingVecEnv):
         except GetTimeoutError as error:
             n_cpus = ray.cluster_resources().get("CPU", 0)
             raise RuntimeError(
-                f"Worker {w} has not started within {START_TIMEOUT_S:g} s. The cluster has {n_cpus:g} CPUs, and each of the "
-                f"{self.n_workers} workers needs one: pass a smaller `n_workers`, or add machines."
+                f"Worker {w} has not started within {START_TIMEOUT_S:g} s. Either its environments take longer to build, or "
+                f"the cluster is too small: it has {n_cpus:g} CPUs, and on several machines each of the {self.n_workers} "
+                "workers needs one. Then pass a smaller `n_workers`, or add machines."
             ) from error
 
     def _wait(self, w: int, reference: Any, timeout: float) -> Any:
@@ -162,7 +163,7 @@ class RayVecEnv(CollectingVecEnv):
         """
         Ask workers, all at the same time. Those that are lost are replaced and asked again.
 
-        :param requests: Requests
+        :param requests: Requests, at most one for each worker
         :return: The answers
         :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
         :raises RolloutLost: If they are asked to act in episodes that cannot go on
@@ -185,8 +186,7 @@ class RayVecEnv(CollectingVecEnv):
                         answers.append(self._wait(w, reference, deadline - time.monotonic()))
                     except RayError as error:
                         self._replace(w, error)
-                        # Its other requests are lost with it
-                        sent = [send(each) if j >= i and each[0] == w else sent[j] for j, each in enumerate(requests)]
+                        sent[i] = send(requests[i])
         except Exception:
             for reference, deadline in sent[len(answers) + 1 :]:
                 _take_unwanted(reference, deadline)
@@ -216,7 +216,7 @@ class RayVecEnv(CollectingVecEnv):
         ray.kill(self._workers[w])
         self._workers[w], building = self._start_worker(w)
         try:
-            self._described[w] = self._built(w, building)
+            self._described[w] = self._await_description(w, building)
             for name, values in self._attributes.items():
                 for local, env_idx in enumerate(range(own.start, own.stop)):
                     if env_idx in values:
@@ -315,7 +315,7 @@ class RayVecEnv(CollectingVecEnv):
             _take_unwanted(reference, deadline)
             ray.kill(worker)
 
-    def _of_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def _call_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """:return: What a method of the workers' ``VecEnv`` returns for some environments, in their order"""
         wanted = self._numbers(indices)
         workers = sorted({self.worker_of_env[env_idx] for env_idx in wanted})
@@ -335,20 +335,20 @@ class RayVecEnv(CollectingVecEnv):
         return [numbers[env_idx] for env_idx in wanted]  # negative ones count from the end
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        return self._of_envs(indices, "get_attr", attr_name)
+        return self._call_envs(indices, "get_attr", attr_name)
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
         values = self._attributes.setdefault(attr_name, {})
         values.update(dict.fromkeys(self._numbers(indices), value))
-        self._of_envs(indices, "set_attr", attr_name, value)
+        self._call_envs(indices, "set_attr", attr_name, value)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
     ) -> list[Any]:
-        return self._of_envs(indices, "env_method", method_name, *method_args, **method_kwargs)
+        return self._call_envs(indices, "env_method", method_name, *method_args, **method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
-        return self._of_envs(indices, "env_is_wrapped", wrapper_class)
+        return self._call_envs(indices, "env_is_wrapped", wrapper_class)
 
     def get_images(self) -> Sequence[np.ndarray | None]:
         return list(chain(*self._ask_all("run", [("get_images",)] * self.n_workers)))

@@ -5,9 +5,7 @@ from typing import Any
 import optuna
 from rl_zoo3.hyperparams_opt import convert_onpolicy_params
 
-#: Options of the kernel baseline, and of the buffers that judge whole groups.
-KERNEL_OPTIONS = ("n_features", "bandwidth", "ridge", "forgetting", "time_feature", "target_lambda", "fit")
-GROUP_OPTIONS = ("scale", "tied_groups")
+from sb3_grpo.buffers import buffer_options, resolve_buffer_class
 
 
 def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additional_args: dict[str, Any]) -> dict[str, Any]:
@@ -66,6 +64,6 @@ def convert_grpo_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
     # Lambda concerns the kernel baseline. Other buffers ignore the value given here.
     hyperparams = convert_onpolicy_params({"one_minus_gae_lambda": 0.02, **sampled_params})
     del hyperparams["policy_kwargs"]["net_arch"]["vf"]
-    options = [*KERNEL_OPTIONS, *GROUP_OPTIONS, "leave_one_out"]
-    hyperparams["rollout_buffer_kwargs"] = {name: hyperparams.pop(name) for name in options if name in hyperparams}
+    options = buffer_options(resolve_buffer_class(hyperparams["rollout_buffer_class"])) & hyperparams.keys()
+    hyperparams["rollout_buffer_kwargs"] = {name: hyperparams.pop(name) for name in sorted(options)}
     return hyperparams
