@@ -321,8 +321,8 @@ def matched_settings(about: dict[str, Any], normalize_rewards: bool, generation:
     :param about: Entry of the environment in the matrix
     :param normalize_rewards: Whether PPO gets normalised rewards, on which GRPO's default does not depend
     :param generation: Generation of GRPO's defaults
-    :return: Arguments with which PPO has the default settings of GRPO with 8 environments, normalised observations, the
-        initial deviation and the learning rate that follows it included, and nothing but its critic is another
+    :return: Arguments that give PPO the default settings of GRPO with 8 environments, including normalised observations, the
+        initial deviation and the learning rate that follows it. Only its critic differs
     """
     ours = defaults(GRPO)
     same = ("learning_rate", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")

@@ -29,9 +29,9 @@ def plot_learning_curve(curve: TrainingCurve, title: str, path: Path) -> None:
     """
     Draw the return of every episode, and the mean over the last ``WINDOW`` episodes, against the steps taken.
 
-    :param curve: of the training, with at least one episode
-    :param title: title of the figure
-    :param path: where the PNG goes
+    :param curve: Learning curve, with at least one episode
+    :param title: Title of the figure
+    :param path: Path of the PNG file
     """
     # Figure without pyplot: no backend, so no display, is involved.
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -47,7 +47,7 @@ def plot_learning_curve(curve: TrainingCurve, title: str, path: Path) -> None:
 
 def watch_command(env_id: str, model_path: Path) -> str:
     """
-    :param env_id: environment that the model was trained on
+    :param env_id: Environment that the model was trained on
     :param model_path: the saved model
     :return: a shell command that loads the model and shows three episodes in a window
     """
@@ -63,11 +63,11 @@ def animation(model: GRPO, env_id: str, seed: int, path: Path) -> str:
     """
     Record the model beside one that has not been trained.
 
-    :param model: the trained model
-    :param env_id: environment that the model was trained on
-    :param seed: of the model
-    :param path: where the animation goes
-    :return: the path, or why there is no animation
+    :param model: The trained model
+    :param env_id: Environment that the model was trained on
+    :param seed: Seed of the model
+    :param path: Path of the animation
+    :return: The path, or why there is no animation
     """
     untrained = GRPO("MlpPolicy", env_id, seed=seed)
     try:

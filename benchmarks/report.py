@@ -84,7 +84,7 @@ GROUPS_CLAIMS = {
     "inputs": "On the input-driven environments, GRPO with groups is",
     "others": "On the other environments, it is",
 }
-#: What is shown where the seed fixes the inputs, now and before the default settings were chosen anew
+#: Rivals where the seed fixes the inputs, now and before the default settings were chosen anew
 SHARED_INPUTS_RIVALS = {"GRPO without groups": OTHER_GRPO["GRPO without groups"], **CRITICS}
 SHARED_INPUTS = {"GRPO": [OURS], **SHARED_INPUTS_RIVALS}
 OLD_GROUPS = {
@@ -96,7 +96,7 @@ OLD_GROUPS = {
     "heuristic": ["heuristic"],
 }
 OLD_TERM = {"GRPO": ["grpo, defaults"], "without the term": ["grpo, no relative term"]}
-#: What a figure can hold
+#: Lines of the figure
 DRAWN = {"GRPO, kernel": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")

@@ -38,7 +38,7 @@ def rows_file(matrix: dict[str, Any], suite: str, results: pathlib.Path) -> path
 def row_key(row: dict[str, str]) -> tuple[str, str, str]:
     """
     :param row: Row of the CSV
-    :return: What :meth:`benchmarks.matrix.Run.key` is of its run
+    :return: The :meth:`benchmarks.matrix.Run.key` of its run
     """
     return row["env"], row["seed"], row["settings_hash"]
 

@@ -66,7 +66,7 @@ SHORTEST_TURN = 4096
 
 class Setting(NamedTuple):
     """
-    What GRPO, PPO and the bare work have in common.
+    Settings that GRPO, PPO and the bare work have in common.
 
     :param env: Gymnasium environment, or ``"image"`` for SB3's fake one with 84 x 84 pixels
     :param policy: SB3's name of the policy

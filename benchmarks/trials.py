@@ -1,4 +1,4 @@
-"""Parts of candidates for the default settings that are not part of the package: trials, which few will outlive."""
+"""Trials: changes of the default settings that are not part of the package."""
 
 import math
 

@@ -160,7 +160,7 @@ def verdict(ratio: Estimate, less_is_better: bool = False) -> str:
     """
     :param ratio: Ratio with its interval
     :param less_is_better: Whether a ratio below one is good
-    :return: What it says: better or worse if the interval lies on one side of one, and level otherwise. The ends count as they
+    :return: The verdict: better or worse if the interval lies on one side of one, and level otherwise. The ends count as they
         are printed, with two digits, because a third would depend on the draws of the bootstrap
     """
     if round(ratio.low, 2) <= 1.0 <= round(ratio.high, 2):

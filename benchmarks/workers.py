@@ -87,7 +87,7 @@ def ratio(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -
 
 class Costs(NamedTuple):
     """
-    What a transition costs, in bytes and milliseconds.
+    Costs of a transition, in bytes and milliseconds.
 
     :param env: Gymnasium environment
     :param size: Bytes that a worker sends

@@ -14,7 +14,7 @@ class Rescaled(gym.Wrapper):
     :param env: Environment with vectors as observations
     :param reward: Factor of rewards
     :param scale: Factor of observations
-    :param shift: What is added to observations before
+    :param shift: Number that is added to observations before
     """
 
     def __init__(self, env: gym.Env, reward: float = 1.0, scale: float = 1.0, shift: float = 0.0):

@@ -34,8 +34,8 @@ CARTPOLE_LIMIT = 500
 
 class Trajectory(NamedTuple):
     """
-    :param observations: from the first to the last, shape ``(n + 1, 4)``
-    :param rewards: of each step, shape ``(n,)``
+    :param observations: Observations from the first to the last, shape ``(n + 1, 4)``
+    :param rewards: Reward of each step, shape ``(n,)``
     """
 
     observations: np.ndarray
@@ -45,9 +45,9 @@ class Trajectory(NamedTuple):
 def sample_trajectory(env: gym.Env, model: GRPO, seed: int) -> Trajectory:
     """
     :param env: CartPole
-    :param model: whose policy acts
-    :param seed: of the start
-    :return: an episode
+    :param model: Model whose policy acts
+    :param seed: Seed of the start
+    :return: An episode
     """
     observation, _ = env.reset(seed=seed)
     observations, rewards, done = [observation], [], False
@@ -62,8 +62,8 @@ def sample_trajectory(env: gym.Env, model: GRPO, seed: int) -> Trajectory:
 
 def draw_group(groups: list[list[Trajectory]], path: pathlib.Path) -> None:
     """
-    :param groups: trajectories of each
-    :param path: of the picture
+    :param groups: Trajectories of each group
+    :param path: Path of the picture
     """
     figure, axis = plt.subplots()
     for number, (group, colour) in enumerate(zip(groups, ("C0", "C1"), strict=True)):
@@ -80,8 +80,8 @@ def draw_group(groups: list[list[Trajectory]], path: pathlib.Path) -> None:
 
 def draw_credit(group: list[Trajectory], path: pathlib.Path) -> None:
     """
-    :param group: its trajectories
-    :param path: of the picture
+    :param group: Trajectories of the group
+    :param path: Path of the picture
     """
     rewards = np.concatenate([each.rewards for each in group])
     lengths = np.array([len(each.rewards) for each in group])
@@ -108,11 +108,11 @@ def draw_credit(group: list[Trajectory], path: pathlib.Path) -> None:
 
 def draw_baseline(model: GRPO, trajectory: Trajectory, path: pathlib.Path, every: int = 10, n_rollouts: int = 32) -> None:
     """
-    :param model: trained with the kernel buffer
-    :param trajectory: along which the baseline is drawn
-    :param path: of the picture
-    :param every: how many steps lie between the states that rollouts begin in
-    :param n_rollouts: from each state
+    :param model: Model that was trained with the kernel buffer
+    :param trajectory: Trajectory along which the baseline is drawn
+    :param path: Path of the picture
+    :param every: Number of steps between the states in which rollouts begin
+    :param n_rollouts: Number of rollouts from each state
     """
     buffer = model.rollout_buffer
     assert isinstance(buffer, KernelRolloutBuffer)
@@ -134,11 +134,11 @@ def draw_baseline(model: GRPO, trajectory: Trajectory, path: pathlib.Path, every
 
 def returns_from(model: GRPO, observation: np.ndarray, n_rollouts: int) -> np.ndarray:
     """
-    :param model: whose policy acts
-    :param observation: of CartPole, which is its state
-    :param n_rollouts: from there
-    :return: discounted return of each, shape ``(n_rollouts,)``. The time limit does not count: what it cuts off is what the
-        baseline stands for
+    :param model: Model whose policy acts
+    :param observation: Observation of CartPole, which is its state
+    :param n_rollouts: Number of rollouts from this state
+    :return: Discounted return of each, shape ``(n_rollouts,)``. The time limit does not count, because the baseline stands for
+        the rewards that it cuts off
     """
     envs: list[Any] = [gym.make("CartPole-v1").unwrapped for _ in range(n_rollouts)]
     for env in envs:

@@ -23,7 +23,7 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 #: Penalty on the weight of the constant feature. It only keeps the normal equations positive definite if the samples do not
 #: determine the level of the returns, as with ``gamma=1`` and no terminations. The level then cancels out of the advantages.
 LEVEL_RIDGE = 1e-12
-#: Bandwidth for a single input, in the rule for several.
+#: The default bandwidth is this number over the root of the number of inputs that vary.
 BANDWIDTH = 1.1
 
 

@@ -16,7 +16,7 @@ from stable_baselines3.common.distributions import Distribution
 #: Which mean the loss is. ``"step"``: all transitions count alike, as in PPO and in DAPO (https://arxiv.org/abs/2503.14476,
 #: equation 12). ``"trajectory"`` and ``"constant"``: see :func:`trajectory_loss_weights` and :func:`constant_loss_weights`.
 LossAggregation = Literal["step", "trajectory", "constant"]
-#: What has an importance ratio. ``"step"``: each transition. ``"trajectory"``: see :func:`trajectory_log_ratio`.
+#: Level of the importance ratios. ``"step"``: one for each transition. ``"trajectory"``: see :func:`trajectory_log_ratio`.
 ImportanceSamplingLevel = Literal["step", "trajectory"]
 
 #: Log-ratios are clamped to this magnitude before they are exponentiated, so that no ratio overflows.

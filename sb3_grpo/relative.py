@@ -196,7 +196,7 @@ class RelativeTerm:
 
     def get_state(self) -> dict[str, Any]:
         """
-        :return: What is saved with a model, for :meth:`set_state`
+        :return: State that is saved with a model, for :meth:`set_state`
         """
         return {"sums": self._sums}  # a loaded model begins new trajectories
 

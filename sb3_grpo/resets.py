@@ -48,8 +48,8 @@ class EnvironmentFault(RuntimeError):
     def __str__(self) -> str:
         env_idx, what, hint = self.args
         return (
-            f"Environment {env_idx} {what}. This rollout was not used for learning, so the model can be saved, and it can "
-            f"continue after `set_env` with an environment that works. {hint}".rstrip()
+            f"Environment {env_idx} {what}. The rollout was discarded, so the model can be saved, and can continue after "
+            f"`set_env` with an environment that works. {hint}".rstrip()
         )
 
 

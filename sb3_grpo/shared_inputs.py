@@ -13,7 +13,7 @@ from sb3_grpo.observations import same_values
 from sb3_grpo.validation import require_at_least
 
 ADVICE = (
-    "Training works all the same, but comparing the members of a group cannot cancel their effect. In an "
+    "Training still works, but comparing the members of a group cannot cancel their effect. In an "
     "environment of your own, draw the whole stream of inputs in `reset`, from `self.np_random` after "
     "`super().reset(seed=seed)`, and let `step` read from it; or draw the same amount of random numbers in each step, "
     "whatever the action."
@@ -35,7 +35,7 @@ class SharedInputs:
 
 
 class _Step(NamedTuple):
-    """What can be seen after a reset or a step."""
+    """Everything that is compared after a reset or a step."""
 
     outcome: Any
     inputs: Any
@@ -53,7 +53,7 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
     ``inputs`` (an array, or arrays in a dictionary), either all of them or those so far; then these are compared as
     well.
 
-    It cannot see random numbers that are drawn for actions only that were not played, or by a generator that is no
+    It cannot see random numbers that are drawn only for actions that were not played, or by a generator that is no
     attribute of the environment or a wrapper.
 
     :param env: The environment, wrapped or not; it is reset several times

@@ -194,7 +194,7 @@ class SeededVecEnv(VecEnv):
     def count_mismatches(self, number: int, messages: Sequence[str]) -> None:
         """
         :param number: Number of mismatches that workers have found
-        :param messages: What they have warned of, each printed once
+        :param messages: Their warnings, each printed once
         """
         self.mismatches += number
         for message in dict.fromkeys(messages):

@@ -93,7 +93,7 @@ class Collected(NamedTuple):
     :param infos: Infos, for each worker
     :param queue: Queue after the last step; only the positions of this worker are valid
     :param mismatches: Number of starts that did not begin like their group's first member
-    :param warnings: What the worker warned of
+    :param warnings: Warnings of the worker
     """
 
     obs: Any

@@ -13,8 +13,8 @@ from gymnasium import spaces
 
 from sb3_grpo.observations import space_parts
 
-#: Bounds of an action that are further apart stand for no bounds, as the largest number of a type does. The initial standard
-#: deviation is a quarter of this range. Actuators in SI units and amounts of money stay below.
+#: Largest range of an action that counts as bounded, because some environments use the largest float as a bound. The initial
+#: standard deviation is a quarter of the range. Actuators in SI units and amounts of money stay below.
 MAX_ACTION_RANGE = 1e9
 
 

@@ -1073,7 +1073,7 @@ def test_a_fault_arrives_from_another_process_as_it_was_sent():
     fault = EnvironmentFault(3, "is gone", "A hint.")
     copy = pickle.loads(pickle.dumps(fault))
     assert type(copy) is EnvironmentFault and str(copy) == str(fault)
-    assert copy.env_idx == 3 and str(copy).startswith("Environment 3 is gone. This rollout")
+    assert copy.env_idx == 3 and str(copy).startswith("Environment 3 is gone. The rollout")
 
 
 # -- the private parts of SB3 that this relies on ---------------------------------------------------------------------

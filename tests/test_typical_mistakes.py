@@ -114,8 +114,8 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
         "the environment is written for old versions of Gym",
         lambda _: make_model(OldGym(AnyEnv())).learn(16),
         EnvironmentFault,
-        "Environment 0 raised ValueError in `step`: not enough values to unpack (expected 5, got 4). This rollout was not "
-        "used for learning, so the model can be saved, and it can continue after `set_env` with an environment that works. In "
+        "Environment 0 raised ValueError in `step`: not enough values to unpack (expected 5, got 4). The rollout was "
+        "discarded, so the model can be saved, and can continue after `set_env` with an environment that works. In "
         "Gymnasium, `step` returns `observation, reward, terminated, truncated, info`.",
     ),
     (

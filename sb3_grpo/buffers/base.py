@@ -403,7 +403,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
 
     def get_state(self) -> dict[str, Any]:
         """
-        :return: What is saved with a model, for :meth:`set_state`
+        :return: State that is saved with a model, for :meth:`set_state`
         """
         return {}
 

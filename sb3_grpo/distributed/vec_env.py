@@ -145,7 +145,7 @@ class RayVecEnv(CollectingVecEnv):
     def _wait(self, w: int, reference: Any, timeout: float) -> Any:
         """
         :param w: Index of the worker
-        :param reference: What it was asked for
+        :param reference: Reference to its answer
         :param timeout: Seconds to wait
         :return: Its answer
         :raises RayError: If the worker is lost or does not answer
@@ -316,7 +316,7 @@ class RayVecEnv(CollectingVecEnv):
             ray.kill(worker)
 
     def _call_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """:return: What a method of the workers' ``VecEnv`` returns for some environments, in their order"""
+        """:return: Result of a method of the workers' ``VecEnv`` for each of some environments, in their order"""
         wanted = self._numbers(indices)
         workers = sorted({self.worker_of_env[env_idx] for env_idx in wanted})
         of_worker = {w: [env_idx for env_idx in wanted if self.worker_of_env[env_idx] == w] for w in workers}

@@ -33,7 +33,7 @@ from sb3_grpo.validation import check_finite
 @dataclass
 class History:
     """
-    What brings an environment back to its present state.
+    Record that brings an environment back to its present state.
 
     :param seed: Seed of its last reset; ``None`` if it cannot be brought back
     :param options: Options of that reset
@@ -109,7 +109,7 @@ class RolloutWorker:
         return Description(venv.observation_space, venv.action_space, os.getpid(), node)
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """:return: What a method of the ``VecEnv`` returns"""
+        """:return: Result of a method of the ``VecEnv``"""
         return getattr(self.venv, method)(*args, **kwargs)
 
     def reset(self, seeds: list[int | None], options: list[dict[str, Any]]) -> tuple[VecEnvObs, list[dict[str, Any]]]:
@@ -119,7 +119,7 @@ class RolloutWorker:
             return self.venv.reset(), self.venv.reset_infos
 
     def step(self, actions: Any) -> tuple[Any, ...]:
-        """:return: What a step of the ``VecEnv`` returns, and the info of each environment's last reset"""
+        """:return: Result of a step of the ``VecEnv``, and the info of each environment's last reset"""
         return *self.venv.step(actions), self.venv.reset_infos
 
     def restore(self, histories: list[History]) -> list[Any]:
