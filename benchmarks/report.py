@@ -131,6 +131,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "grpo_area": lambda: environments_table(proof, {**ours, **OTHER_GRPO}, "auc"),
         "grpo_evaluation": lambda: environments_table(proof, {**ours, **OTHER_GRPO}, "eval_mean"),
         "at_a_million": lambda: environments_table(million, {**ours, **RIVALS}, "eval_mean"),
+        "million_outcomes": lambda: outcomes_table(million, OURS, RIVALS),
         "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
         "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
         "former_summary": lambda: summary_table(former, OURS, CRITICS),
