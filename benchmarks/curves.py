@@ -109,7 +109,6 @@ class CurveStore:
         :param key: See :meth:`benchmarks.matrix.Run.key`
         :param curve: Learning curve of that run
         """
-        self.loose.mkdir(parents=True, exist_ok=True)
         arrays = dict(steps=np.asarray(curve.steps, np.int32), returns=np.asarray(curve.returns, np.float32))
         _write_whole(self.loose / f"{quote(' '.join(key), safe=' ')}.npz", arrays)  # ids may contain slashes
 

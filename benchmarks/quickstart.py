@@ -48,8 +48,8 @@ def plot_learning_curve(curve: TrainingCurve, title: str, path: Path) -> None:
 def watch_command(env_id: str, model_path: Path) -> str:
     """
     :param env_id: Environment that the model was trained on
-    :param model_path: the saved model
-    :return: a shell command that loads the model and shows three episodes in a window
+    :param model_path: Path of the saved model
+    :return: A shell command that loads the model and shows three episodes in a window
     """
     code = (
         "import gymnasium as gym; from sb3_grpo import GRPO; "

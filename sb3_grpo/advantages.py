@@ -353,7 +353,7 @@ def count_steps_without_peer(lengths: np.ndarray, groups: np.ndarray) -> int:
 def whiten(advantages: np.ndarray) -> np.ndarray:
     """
     Shift and scale the advantages of a rollout to mean zero and standard deviation one. SB3's PPO does this for each
-    minibatch; over the whole update the scale is less noisy, and the same for all minibatches.
+    minibatch; over the whole rollout the scale is less noisy, and the same for all minibatches.
 
     :param advantages: Advantages, shape ``(n,)``
     :return: Standardised advantages, shape ``(n,)``; zeros if all advantages are equal

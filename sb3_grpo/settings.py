@@ -25,6 +25,8 @@ from sb3_grpo.validation import (
 )
 
 NO_CRITIC = "GRPO has no value network, so leave it out"
+MINIBATCH = "the number of transitions per gradient step is `batch_size`"
+DURATION = "the number of environment steps is `learn(total_timesteps)`"
 
 #: Arguments of other libraries that people pass to GRPO, and what to write instead.
 FOREIGN_ARGUMENTS = {
@@ -45,13 +47,13 @@ FOREIGN_ARGUMENTS = {
     "max_completion_length": "set the time limit of the environment, `gym.make(..., max_episode_steps=...)`",
     "temperature": "actions are sampled from the policy as it is; `ent_coef` rewards exploration",
     "generation_batch_size": "the number of transitions per rollout is `n_steps` times the number of environments",
-    "per_device_train_batch_size": "the number of transitions per gradient step is `batch_size`",
-    "gradient_accumulation_steps": "the number of transitions per gradient step is `batch_size`",
+    "per_device_train_batch_size": MINIBATCH,
+    "gradient_accumulation_steps": MINIBATCH,
     "logging_steps": "write `learn(log_interval=...)`, in rollouts",
     "save_steps": "pass a `CheckpointCallback` to `learn(callback=...)`",
-    "max_steps": "the number of environment steps is `learn(total_timesteps)`",
-    "num_train_epochs": "the number of environment steps is `learn(total_timesteps)`",
-    "total_timesteps": "the number of environment steps is `learn(total_timesteps)`",
+    "max_steps": DURATION,
+    "num_train_epochs": DURATION,
+    "total_timesteps": DURATION,
     "lr": "the learning rate is `learning_rate`",
     "lam": "the lambda of the advantages is `gae_lambda`",
     "n_envs": "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`",

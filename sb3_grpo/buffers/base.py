@@ -46,8 +46,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         components
     """
 
-    #: Whether advantages are standardised over the update if ``normalize_advantage`` is set. It is off for
-    #: buffers that compare within groups, because a shift over the whole update would give tied groups an advantage.
+    #: Whether advantages are standardised over the rollout if ``normalize_advantage`` is set. It is off for
+    #: buffers that compare within groups, because a shift of the whole rollout would give tied groups an advantage.
     whitens: ClassVar[bool] = False
     #: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at
     default_rollout_size: ClassVar[int] = 2048

@@ -218,9 +218,8 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         groups, first, counts = np.unique(waiting.starts // self.group_size, return_index=True, return_counts=True)
         newest_first = np.lexsort((groups, waiting.rollouts[first]))[::-1]
         fits = np.cumsum(counts[newest_first]) <= self.max_waiting
-        for group in groups[newest_first[~fits]].tolist():
-            part = group % self.n_parts
-            self._last_dropped[part] = max(group, self._last_dropped.get(part, -1))
+        for group in sorted(groups[newest_first[~fits]].tolist()):
+            self._last_dropped[group % self.n_parts] = group
         kept = self._without_dropped(waiting)
         if not self._has_warned:
             self._has_warned = True
