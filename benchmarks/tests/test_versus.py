@@ -126,8 +126,8 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
         "**better** by seconds, 0.20 (0.20 to 0.20)."
     )
     assert (
-        versus.speed_claim(suite, "grpo", ["ppo"], "A step takes")
-        == "A step takes 0.33 (0.33 to 0.33) times as long per step as PPO."
+        versus.speed_claim(suite, "grpo", ["ppo"], "GRPO takes")
+        == "GRPO takes 0.33 (0.33 to 0.33) times as long per step as PPO."
     )
 
 

@@ -24,7 +24,7 @@ from sb3_grpo.observations import Observations, map_observations, space_parts
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
 from sb3_grpo.validation import require_at_least
 
-#: Small groups give a rollout the most distinct starts.
+#: The smallest groups, because they give a rollout the most distinct starts.
 DEFAULT_GROUP_SIZE = 2
 
 

@@ -51,7 +51,7 @@ class RayVecEnv(CollectingVecEnv):
         CPU of the cluster, and at most one per environment
     :param address: Address of the cluster, as ``"10.0.0.1:6379"``, or ``"auto"`` for the cluster of this machine. Unused if
         the script is connected to a cluster already
-    :param timeout: Seconds after which a worker that does not answer is replaced; where each step is a call, it ends the run
+    :param timeout: Seconds after which a worker that does not answer is replaced. If each step is a call, an error is raised
     :param max_retries: How often a worker is replaced within one rollout
     :param max_replay: Longest episode, in steps, that is brought back after a worker was lost
     :raises ValueError: If an argument is out of range, or if an environment cannot be pickled
@@ -316,7 +316,7 @@ class RayVecEnv(CollectingVecEnv):
             ray.kill(worker)
 
     def _call_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """:return: Result of a method of the workers' ``VecEnv`` for each of some environments, in their order"""
+        """:return: Results of a method of the workers' ``VecEnv``, one for each of the requested environments"""
         wanted = self._numbers(indices)
         workers = sorted({self.worker_of_env[env_idx] for env_idx in wanted})
         of_worker = {w: [env_idx for env_idx in wanted if self.worker_of_env[env_idx] == w] for w in workers}
