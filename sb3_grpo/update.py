@@ -134,7 +134,7 @@ class Objective:
         log_ratio = log_prob - rollout_data.old_log_prob
         level_log_ratio = log_ratio
         if self.importance_sampling_level == "trajectory":
-            level_log_ratio = losses.trajectory_log_ratio(log_ratio, rollout_data.starts)
+            level_log_ratio = losses.trajectory_log_ratio(log_ratio, rollout_data.trajectories)
         surrogate = losses.clipped_surrogate(level_log_ratio, rollout_data.advantages, *self.clip_range)
         weights = rollout_data.weights
         policy_gradient_loss = losses.weighted_mean(surrogate.loss, weights)
