@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"persistence", "shared_inputs"},
     "envs": {"envs", "validation"},
     "fast_actor": set(),
+    "gymnasium_vector": set(),
     "kernel": set(),
     "losses": set(),
     "normalization": {"observations"},
