@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch as th
 from gymnasium import spaces
+from gymnasium.vector import VectorEnv
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
@@ -22,6 +23,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_grpo import losses
 from sb3_grpo.buffers import BUFFERS, DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.collection import collect
+from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import RunState, check_format, full_name, random_state, set_random_state, write_model
@@ -236,6 +238,8 @@ class GRPO(OnPolicyAlgorithm):
 
     @staticmethod
     def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+        if isinstance(env, VectorEnv):
+            env = wrap_vector_env(env)
         check_environment(env)
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 

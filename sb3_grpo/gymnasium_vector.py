@@ -13,7 +13,7 @@ has three modes, see https://farama.org/Vector-Autoreset-Mode:
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -60,15 +60,14 @@ class GymnasiumVecEnv(VecEnv):
         self.vector_env = vector_env
         self._base: Any = vector_env.unwrapped
         self._mode = _autoreset_mode(vector_env)
-        #: Returns the seeds for the next episodes of these environments, and is called once before they are reset within a
-        #: step. It is never called if ``unseeded_because`` gives a reason.
-        self.seeds_for: Callable[[list[int]], Sequence[int | None]] | None = None
+        #: Whether ``step_wait`` resets environments that are done. If not, the caller does, with :meth:`reset_envs`.
+        self.autoreset = True
         self._has_single_envs = isinstance(self._base, (SyncVectorEnv, AsyncVectorEnv))
         stateful = _stateful_wrapper(vector_env)
         self._resets_some = self._mode == DISABLED or (self._has_single_envs and stateful is None)
         # Whether the end of an episode is reported one step late, with the reset
         self._one_step_late = self._mode == NEXT_STEP and not self._resets_some
-        #: Why a reset within a step takes no seed. ``None`` if it does
+        #: Why single environments cannot be reset with a seed; ``None`` if they can.
         self.unseeded_because: str | None = None
         if not self._has_single_envs:
             self.unseeded_because = f"{type(self._base).__name__} takes one seed for all its environments"
@@ -162,9 +161,8 @@ class GymnasiumVecEnv(VecEnv):
                 infos[env_idx]["terminal_observation"] = _row(observations, env_idx)
         if self._one_step_late:
             dones = self._report_late(rewards, dones, infos)
-        elif self._resets_some and self._mode != SAME_STEP and ended:
-            seeds = [None] * len(ended) if self.seeds_for is None or self.unseeded_because else self.seeds_for(ended)
-            for env_idx, observation in zip(ended, self.reset_envs(ended, seeds)[0], strict=True):
+        elif self._resets_some and self._mode != SAME_STEP and self.autoreset and ended:
+            for env_idx, observation in zip(ended, self.reset_envs(ended, [None] * len(ended))[0], strict=True):
                 _set_row(observations, env_idx, observation)
         return observations, rewards, dones, infos
 

@@ -204,27 +204,21 @@ def test_a_full_reset_forgets_an_end_that_was_not_reported_yet() -> None:
 def test_each_episode_has_one_reset_with_the_seed_that_the_caller_gives(
     kind: Callable[..., VectorEnv], arguments: dict[str, Any], mode: AutoresetMode
 ) -> None:
-    asked: list[int] = []
-
-    def seeds_for(env_indices: list[int]) -> list[int]:
-        asked.extend(env_indices)
-        return [100 + env_idx for env_idx in env_indices]
-
     with closing(GymnasiumVecEnv(kind(env_fns(), autoreset_mode=mode, **arguments))) as env:
         assert env.unseeded_because is None
-        env.seeds_for = seeds_for
+        env.autoreset = False
         env.seed(0)
         env.reset()
         n_episodes = np.ones(N_ENVS, int)
-        observations: Any
         for _ in range(30):
-            observations, _, dones, _ = env.step(np.ones(N_ENVS, int))
+            _, _, dones, infos = env.step(np.ones(N_ENVS, int))
             n_episodes += dones
-            for env_idx in np.flatnonzero(dones):
-                start, _ = Talkative().reset(seed=100 + int(env_idx))
-                np.testing.assert_array_equal(observations[env_idx], start)
+            done = np.flatnonzero(dones).tolist()
+            assert all("terminal_observation" in infos[env_idx] for env_idx in done)
+            observations = env.reset_envs(done, [100 + env_idx for env_idx in done])[0] if done else []
+            for env_idx, observation in zip(done, observations, strict=True):
+                np.testing.assert_array_equal(observation, Talkative().reset(seed=100 + env_idx)[0])
         assert env.get_attr("n_resets") == n_episodes.tolist()
-        assert np.bincount(asked).tolist() == (n_episodes - 1).tolist()
         assert env.get_attr("seed") == [100, 101, 102]
 
 
@@ -265,11 +259,8 @@ def test_reset_envs_without_seeds_continues_the_random_generators() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*one step more")
-def test_an_environment_whose_resets_take_no_seed_says_why_and_asks_for_none(
-    vector_env: Callable[[], VectorEnv], reason: str
-) -> None:
+def test_an_environment_whose_resets_take_no_seed_says_why(vector_env: Callable[[], VectorEnv], reason: str) -> None:
     env: Any = GymnasiumVecEnv(vector_env())
-    env.seeds_for = lambda env_indices: pytest.fail(f"asked for seeds of {env_indices}")
     assert reason in env.unseeded_because
     env.reset()
     assert sum(env.step(np.ones(env.num_envs, int))[2].any() for _ in range(30)) > 0
