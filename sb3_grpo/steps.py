@@ -11,6 +11,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
+from sb3_grpo.fast_actor import actor
 from sb3_grpo.observations import map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.start_queue import StartQueue
@@ -141,7 +142,7 @@ def take_steps(
     :raises ValueError: If the output of the policy is not finite
     """
     policy.set_training_mode(False)
-    act, device, seeded_env = policy.actor(), policy.device, find_seeded_vec_env(env)
+    act, device, seeded_env = actor(policy), policy.device, find_seeded_vec_env(env)
     if policy.use_sde:
         policy.reset_noise(env.num_envs)
     for n in range(n_steps):
