@@ -88,9 +88,8 @@ class GRPO(OnPolicyAlgorithm):
     :param adaptive_kl_target: Desired divergence from the reference after an update: ``kl_coef`` is doubled or halved after
         each update to reach it. ``None`` for a constant ``kl_coef``
     :param kl_reference: Reference policy. ``"old"``: the policy before the update (the estimators ``k1`` to ``k3`` use the
-        policy that sampled the transition). ``"initial"``: the policy at the first update. ``"polyak"``: a moving average of
-        the weights. An integer: the policy of at most that many updates ago
-    :param kl_reference_tau: Step size of the moving average of ``"polyak"``
+        policy that sampled the transition). ``"initial"``: the policy at the first update. An integer: the policy of at most
+        that many updates ago
     :param kl_estimator: ``"exact"``: the closed form. ``"k1"``, ``"k2"``, ``"k3"``: estimates from the actions, see
         :mod:`sb3_grpo.losses`
     :param use_sde: Whether to explore with state-dependent noise (gSDE, https://arxiv.org/abs/2005.05719)
@@ -146,7 +145,6 @@ class GRPO(OnPolicyAlgorithm):
         kl_coef: float = 0.0,
         adaptive_kl_target: float | None = None,
         kl_reference: KLReference = "initial",
-        kl_reference_tau: float = 0.05,
         kl_estimator: KLEstimator = "exact",
         use_sde: bool = False,
         sde_sample_freq: int = -1,
@@ -207,7 +205,6 @@ class GRPO(OnPolicyAlgorithm):
         self.kl_coef = kl_coef
         self.adaptive_kl_target = adaptive_kl_target
         self.kl_reference = kl_reference
-        self.kl_reference_tau = kl_reference_tau
         self.kl_estimator = kl_estimator
         self.target_kl = target_kl
         self.normalize_observations = normalize_observations
@@ -271,7 +268,7 @@ class GRPO(OnPolicyAlgorithm):
             super()._setup_model()
         finally:
             self.rollout_buffer_kwargs, self.policy_kwargs = user_kwargs
-        self.kl_penalty = KLPenalty(self.kl_reference, self.kl_reference_tau, self.kl_estimator, self._make_policy)
+        self.kl_penalty = KLPenalty(self.kl_reference, self.kl_estimator)
         self._continue_run(saved_ledger, last_obs)
         self._settings = self._current_settings()
         if self.rollout_buffer.remark() and self.verbose >= 1:
@@ -287,7 +284,7 @@ class GRPO(OnPolicyAlgorithm):
             self.ledger = self._new_ledger()
         if self._run_state is not None:
             self._random_state = self._run_state.random
-            self.kl_penalty.set_state(self._run_state.kl_penalty)
+            self.kl_penalty.set_state(self._run_state.kl_penalty, self.policy)
             if self._run_state.buffer_class == full_name(type(self.rollout_buffer)):  # load() may have been given another
                 self.rollout_buffer.set_state(self._run_state.buffer)
             self._run_state = None
@@ -329,12 +326,6 @@ class GRPO(OnPolicyAlgorithm):
         if "group_size" in changed and self.ledger is not None:
             self.ledger.group_size = self.rollout_buffer.group_size = self.group_size or DEFAULT_GROUP_SIZE
         self._settings = self._current_settings()
-
-    def _make_policy(self) -> ActorPolicy:
-        """
-        :return: A policy like the one that is trained, with other weights
-        """
-        return self._policy_recipe()().to(self.device)
 
     def _policy_recipe(self) -> Callable[[], ActorPolicy]:
         """
@@ -585,7 +576,7 @@ class GRPO(OnPolicyAlgorithm):
             self.policy.load_state_dict(before[0])
             self.policy.optimizer.load_state_dict(before[1])
             self._n_updates, self.kl_coef = n_updates, kl_coef
-            self.kl_penalty.set_state(kl_state)
+            self.kl_penalty.set_state(kl_state, self.policy)
             raise
 
     def _update_policy(self, clip_range: ClipRange) -> dict[str, float]:
