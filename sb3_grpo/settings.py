@@ -9,7 +9,7 @@ import gymnasium as gym
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import BUFFERS, buffer_options, check_buffer_arguments
+from sb3_grpo.buffers import BUFFERS, GroupRolloutBuffer, buffer_options, check_buffer_arguments
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import (
@@ -189,17 +189,42 @@ BUILT_ONCE = {
 }
 
 
-def refuse_changes(changed: Iterable[str], settings: Mapping[str, Any]) -> None:
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     """
-    :param changed: Names of arguments that were assigned after the model was built
-    :param settings: Their values, by name
+    :param before: Arguments of GRPO by name, as they are in use
+    :param now: The same, as they are now
+    :return: Names of those that were assigned since
     :raises ValueError: If one of them has no effect any more
     """
-    for name in sorted(BUILT_ONCE.intersection(changed)):
+    assigned = {name for name in now if name not in before or now[name] is not before[name]}
+    changed = {name for name in assigned if name not in before or now[name] != before[name]} - {"env", "policy"}
+    for name in sorted(BUILT_ONCE & changed):
         raise ValueError(
-            f"`{name}` was changed to {settings[name]!r} after the model was built, which has no effect: pass it to GRPO, or "
-            f"to `GRPO.load(path, env=env, {name}=...)`, instead."
+            f"`{name}` was changed to {now[name]!r} after the model was built, which has no effect: pass it to GRPO, or to "
+            f"`GRPO.load(path, env=env, {name}=...)`, instead."
         )
+    return changed
+
+
+def describe_settings(
+    buffer: GroupRolloutBuffer, group_size: int, shares_starts: bool, rollout_size: int, normalizes: Mapping[str, bool]
+) -> str:
+    """
+    :param buffer: The rollout buffer
+    :param group_size: Number of trajectories per group
+    :param shares_starts: Whether the members of a group share their start
+    :param rollout_size: Number of transitions per rollout
+    :param normalizes: For each normaliser of observations whether it is in use
+    :return: A sentence about the settings that depend on each other or on the environment
+    """
+    names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
+    normalizers = [name for name, is_used in normalizes.items() if is_used]
+    observations = f"normalised by {' and by '.join(normalizers)}" if normalizers else "not normalised"
+    return (
+        f"Using the {names.get(type(buffer), type(buffer).__name__)} buffer, groups of {group_size} "
+        f"({'shared' if shares_starts else 'independent'} starts), rollouts of {rollout_size} transitions, observations "
+        f"{observations}"
+    )
 
 
 def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> int:

@@ -1,6 +1,9 @@
 """The gradient steps of an update, and the metrics of all of them. The loss itself is in :mod:`sb3_grpo.losses`."""
 
+import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -185,6 +188,25 @@ def describe_update(steps: GradientSteps, clip_range: ClipRange) -> dict[str, fl
     if len(all_epochs.kl) > 0:
         metrics["train/kl_loss"] = all_epochs.kl.mean()
     return {name: value.item() for name, value in metrics.items()}
+
+
+@contextmanager
+def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator[None]:
+    """
+    Undo an update that fails or is interrupted: the model is that before the update or after it, never in between.
+
+    :param policy: Policy that is updated
+    :param kl_penalty: The KL penalty, whose reference may be renewed
+    """
+    before = copy.deepcopy((policy.state_dict(), policy.optimizer.state_dict()))
+    kl_state = kl_penalty.get_state()
+    try:
+        yield
+    except BaseException:
+        policy.load_state_dict(before[0])
+        policy.optimizer.load_state_dict(before[1])
+        kl_penalty.set_state(kl_state, policy)
+        raise
 
 
 def check_update(policy: ActorPolicy, gradient_norms: list[th.Tensor]) -> None:
