@@ -9,6 +9,8 @@ from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor
 from torch import nn
 
+from sb3_grpo.policies import COMPILED, plain_name
+
 _CRITIC_PREFIXES = ("value_net.", "mlp_extractor.value_net.", "vf_features_extractor.")
 _ACTOR_PREFIXES = {"mlp_extractor.policy_net.": "policy_net.", "pi_features_extractor.": "features_extractor."}
 
@@ -85,12 +87,16 @@ def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) ->
     :raises ValueError: If a file holds no policy
     """
     if not isinstance(source, (str, pathlib.Path, io.BufferedIOBase)):
-        return _policy_of(source, "source").state_dict()
-    # The weights alone, because the rest of the archive is pickled.
-    _, params, _ = load_from_zip_file(source, load_data=False, device="cpu")
-    if "policy" not in params:
-        raise ValueError(f"source={source!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C.")
-    return params["policy"]  # type: ignore[return-value]
+        state = _policy_of(source, "source").state_dict()
+    else:
+        # The weights alone, because the rest of the archive is pickled.
+        _, params, _ = load_from_zip_file(source, load_data=False, device="cpu")
+        if "policy" not in params:
+            raise ValueError(
+                f"source={source!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C."
+            )
+        state = params["policy"]  # type: ignore[assignment]
+    return {plain_name(key): value for key, value in state.items()}
 
 
 def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
@@ -103,7 +109,7 @@ def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
     policy = getattr(model, "policy", None)
     if not isinstance(policy, nn.Module):
         raise ValueError(f"{argument}={model!r} has no policy network: pass a GRPO, PPO or A2C model.")
-    return policy
+    return getattr(policy, COMPILED, policy)
 
 
 def _passes_observations_on(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> bool:
@@ -142,6 +148,7 @@ def _name_in_actor(key: str) -> str | None:
         policy is reported as a difference and not copied in part
     :return: Its name in :class:`~sb3_grpo.policies.ActorPolicy`; ``None`` for a weight of the critic
     """
+    key = plain_name(key)
     if key.startswith(_CRITIC_PREFIXES):
         return None
     for prefix, ours in _ACTOR_PREFIXES.items():

@@ -75,7 +75,7 @@ class Objective:
                 epochs.append([])
                 for rollout_data in rollout_buffer.get(batch_size, whole_trajectories):
                     minibatch = self.evaluate(policy, rollout_data, fast)
-                    epochs[-1].append(minibatch.detached())
+                    epochs[-1].append(MinibatchLoss(*(field.detach() for field in minibatch)))
                     if target_kl is not None:
                         approx_kl = losses.approximate_kl(minibatch.log_ratio).item()
                         if approx_kl > 1.5 * target_kl:  # not NaN, which is left to the check of the gradient
@@ -172,14 +172,14 @@ def describe_update(steps: GradientSteps, clip_range: ClipRange) -> dict[str, fl
     """
     all_epochs = _joined(list(chain(*steps.epochs)))
     last_epoch = _joined(steps.epochs[-1])
-    clipped = losses.clip_fractions(all_epochs.ratio, *clip_range)
+    clipped_low, clipped_high = losses.clip_fractions(all_epochs.ratio, *clip_range)
     metrics = {
         "train/entropy_loss": -all_epochs.entropy.mean(),
         "train/policy_gradient_loss": all_epochs.policy_gradient_loss.mean(),
         "train/approx_kl": losses.approximate_kl(last_epoch.log_ratio),
-        "train/clip_fraction": clipped.low + clipped.high,
-        "train/clip_fraction_low": clipped.low,
-        "train/clip_fraction_high": clipped.high,
+        "train/clip_fraction": clipped_low + clipped_high,
+        "train/clip_fraction_low": clipped_low,
+        "train/clip_fraction_high": clipped_high,
         "train/effective_sample_size": losses.effective_sample_size(last_epoch.ratio),
         "train/loss": last_epoch.loss[-1],
     }

@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "steps",
         "validation",
     },
-    "transfer": set(),
+    "transfer": {"policies"},
     "validation": {"observations"},
     "wrappers": set(),
     "policies": {"normalization", "observations", "validation"},
