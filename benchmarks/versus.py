@@ -40,7 +40,7 @@ def paired_scores(suite: Suite, arm: str, arms: Sequence[str], column: str) -> d
     scores = {}
     for env in suite.timesteps:
         rival = suite.arm_in(arms, env)
-        if rival is None or not (seeds := suite.common_seeds((arm, rival), [env])):
+        if rival is None or not (seeds := suite.common_seeds((arm, rival), env)):
             continue
         ours, theirs = (suite.values(each, env, seeds, column) - suite.random_area(env) for each in (arm, rival))
         if is_positive(ours) or is_positive(theirs):
