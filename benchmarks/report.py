@@ -103,6 +103,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     return {
         "claim": lambda: claims(proof, CLAIMS),
         "short_claim": lambda: claims(proof, IN_README),
+        "untouched_claim": lambda: claims(groups["untouched"], IN_README),
         "progress": lambda: progress(proof),
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),

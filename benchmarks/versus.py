@@ -233,7 +233,7 @@ def outcomes_table(suite: Suite, arm: str, rivals: Arms) -> str:
             behind = [f"{env} {each}" for env, each in differences.items() if each.high < 0]
             if differences:
                 n_level = len(differences) - n_ahead - len(behind)
-                lines.append([name, measure, n_ahead, n_level, len(behind), "<br>".join(behind)])
+                lines.append([name, measure, f"{n_ahead}, {n_level}, {len(behind)}", "<br>".join(behind)])
     if has_rows and not lines:
         return TOO_FEW_SEEDS
-    return markdown_table(["against", "by", "ahead", "level", "behind", "behind in"], lines)
+    return markdown_table(["against", "by", "ahead, level, behind", "behind in"], lines)

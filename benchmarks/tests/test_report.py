@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def test_the_figure_of_curves_shows_each_arm_that_an_environment_has_and_repeats
         draw_curves(suite, {"ours": ["grpo"], "PPO, defaults": ["ppo"], "absent": ["ppo-default"]}, tmp_path / f"{name}.svg")
     drawn = (tmp_path / "one.svg").read_text()
     assert drawn == (tmp_path / "two.svg").read_text()
-    lines = [line for line in drawn.splitlines() if "fill: none" in line and "stroke-width: 1.6" in line]
+    lines = [path for path in re.findall("<path[^>]*>", drawn) if "fill: none" in path and "stroke-width: 1.6" in path]
     ours, theirs = ([line for line in lines if colour in line] for colour in ("#2b83d6", "#d9730d"))
     assert len(ours) == 3 and len(theirs) == 2  # in two panels and in one, and in the legend
     assert ["dasharray" in line for line in ours + theirs] == [False] * 3 + [True] * 2
