@@ -235,7 +235,6 @@ def logged_keys() -> set[str]:
             kl_coef=0.1,
             adaptive_kl_target=0.1,
             clip_range_high=0.3,
-            n_reused_rollouts=1,
             rollout_buffer_class=buffer,
         )
         for env in ("CartPole-v1", "Pendulum-v1"):
