@@ -41,7 +41,6 @@ from sb3_grpo.starts import CollectingVecEnv, LockedEnvs, find_seeded_vec_env, i
 from sb3_grpo.steps import Collected, Step, replay_steps, take_steps
 from sb3_grpo.update import ClipRange, Objective, check_update, describe_update
 from sb3_grpo.validation import (
-    check_discrete_spaces,
     check_environment,
     check_final_observations,
     check_finite,
@@ -253,7 +252,6 @@ class GRPO(OnPolicyAlgorithm):
         self.policy_kwargs = self.policy_kwargs or {}
         check_settings(vars(self), self._chooses_n_steps)
         check_policy_kwargs(self.policy_class, self.policy_kwargs, self._standardises())
-        check_discrete_spaces(self.observation_space, self.action_space)
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
