@@ -37,7 +37,7 @@ from sb3_grpo.settings import (
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
 from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error
-from sb3_grpo.validation import check_discrete_spaces, check_environment, check_registered
+from sb3_grpo.validation import check_environment, check_registered
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
@@ -233,7 +233,6 @@ class GRPO(PersistentAlgorithm):
         self.policy_kwargs = self.policy_kwargs or {}
         check_settings(vars(self), self._chooses_n_steps)
         check_policy_kwargs(self.policy_class, self.policy_kwargs, self._standardises())
-        check_discrete_spaces(self.observation_space, self.action_space)
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]

@@ -28,7 +28,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
-from sb3_grpo.observations import take_observations
+from sb3_grpo.observations import take_observations, with_axes
 from sb3_grpo.validation import require_between, require_bool, require_positive
 
 #: Number of observations that are encoded at a time.
@@ -313,6 +313,7 @@ class ActorPolicy(BasePolicy):
         :param features_extractor: Features extractor; ``None`` for that of the policy
         :return: Its output for the standardised observations, shape ``(n, features_dim)``
         """
+        obs = with_axes(obs, self.observation_space)
         obs = obs if self.normalizer is None else self.normalizer(obs)
         return super().extract_features(obs, self.features_extractor if features_extractor is None else features_extractor)
 
