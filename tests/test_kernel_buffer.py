@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from sb3_grpo.advantages import generalized_advantages
 from sb3_grpo.buffers import KernelRolloutBuffer
+from sb3_grpo.kernel import MAX_INPUTS, hashed_inputs
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MlpPolicy, MultiInputActorPolicy
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -368,6 +369,31 @@ def test_for_images_the_inputs_are_the_actors_features(space: spaces.Space, keep
     # A network rounds differently for one observation and for many, which a fit with a smaller ridge amplifies
     rollouts = run(space, policy=policy, n_rollouts=3, ridge=0.1, keep_features=keep_features)
     assert_as_from_scratch(rollouts, Rules(ridge=0.1), encode=lambda observation: extracted(policy, observation))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [spaces.Box(-1.0, 1.0, (30_000,)), spaces.Dict(a=spaces.Box(-1.0, 1.0, (600,)), b=spaces.Discrete(30_000))],
+    ids=["Box", "Dict"],
+)
+def test_the_size_of_the_fit_is_bounded_however_many_numbers_an_observation_has(space: spaces.Space):
+    last = run(space, n_rollouts=2)[-1]
+    assert last.state["frequencies"].shape == (MAX_INPUTS + 1, 12)
+    assert len(last.state["statistics"].moment) <= 1 + MAX_INPUTS + 1 + 12
+    assert np.isfinite(last.advantages).all() and last.advantages.std() > 0.0
+
+
+@pytest.mark.parametrize("keep_features", [False, True])
+def test_pixels_that_an_mlp_passes_on_are_hashed(keep_features: bool):
+    space = spaces.Box(0, 255, (3, 40, 40), np.uint8)
+    policy = MlpPolicy(space, DISCRETE, lambda _: 1e-3)
+    rollouts = run(space, policy=policy, n_rollouts=2, ridge=0.1, keep_features=keep_features)
+    assert rollouts[-1].state["frequencies"].shape == (MAX_INPUTS + 1, 12)
+
+    def encode(observation: Any) -> np.ndarray:
+        return hashed_inputs(th.as_tensor(extracted(policy, observation))[None])[0].numpy()
+
+    assert_as_from_scratch(rollouts, Rules(ridge=0.1), encode=encode)
 
 
 # --- problems whose answer is known -----------------------------------------------------------------------------------
