@@ -285,7 +285,8 @@ class FitStatistics:
 
 class KernelBaseline:
     """
-    Running standardisation of the inputs, random Fourier features, and a linear fit that forgets earlier rollouts.
+    Running standardisation of the inputs that do not arrive standardised, random Fourier features, and a linear fit that
+    forgets earlier rollouts.
 
     Inputs that have never varied are left out of the fit. MiniGrid's flat observations have thousands of them.
 
@@ -327,11 +328,13 @@ class KernelBaseline:
         self._phases = th.empty(0, dtype=th.float64)
         self._statistics = FitStatistics(0, lstd)
 
-    def observe(self, inputs: np.ndarray) -> None:
+    def observe(self, inputs: np.ndarray, standardised: np.ndarray | bool = False) -> None:
         """
         Update the running mean and variance of the inputs, and which of them vary.
 
         :param inputs: Inputs, shape ``(n, d)``
+        :param standardised: Which inputs arrive standardised, so that no statistics of them are kept, shape ``(d,)``;
+            ``False`` for none
         """
         if self._input_statistics is None:
             self._draw_features(inputs.shape[1], int((inputs != inputs[0]).any(axis=0).sum()))
@@ -342,6 +345,7 @@ class KernelBaseline:
         else:
             updated = self._input_statistics.copy()
         updated.update(inputs)
+        updated.mean[standardised], updated.var[standardised] = 0.0, 1.0
         varies, statistics = self._varies | (inputs != self._first_input).any(axis=0), self._statistics
         if varies.sum() > self._varies.sum():
             # Standardised inputs that had not varied were zero, and so are their rows and columns of the statistics.

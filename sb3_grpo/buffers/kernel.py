@@ -1,5 +1,6 @@
 """The buffer of the kernel baseline."""
 
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -7,13 +8,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.preprocessing import preprocess_obs
+from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
+from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_grpo import advantages as A
 from sb3_grpo.buffers.base import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
-from sb3_grpo.kernel import KernelBaseline, calibration_slope, eligibility_traces, hashed_inputs, predict_by_fold
-from sb3_grpo.observations import Observations, map_observations, take_observations
+from sb3_grpo.kernel import MAX_INPUTS, KernelBaseline, calibration_slope, eligibility_traces, hashed_inputs, predict_by_fold
+from sb3_grpo.observations import Observations, map_observations, space_parts, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
 from sb3_grpo.validation import require_at_least, require_between, require_bool, require_one_of, require_positive
@@ -79,6 +81,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     The inputs are the flattened observations, with one-hot encoding of discrete ones. For spaces with images, which are arrays
     with three axes, the output of the policy's features extractor takes their place. If there are more than
     :data:`~sb3_grpo.kernel.MAX_INPUTS` of them, they are hashed, see :func:`~sb3_grpo.kernel.hashed_inputs`.
+
+    Inputs are standardised with the statistics of the policy's
+    :class:`~sb3_grpo.normalization.ObservationNormalizer`, including those of the rollout. The baseline keeps statistics of
+    its own only of inputs that the policy does not standardise, and of hashed ones.
 
     :param buffer_size: Number of steps per environment and rollout
     :param observation_space: Observation space
@@ -218,7 +224,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     ) -> tuple[Transitions, np.ndarray]:
         time_unit = self._time_unit(rollout.steps)
         inputs = self._inputs(rollout, policy)
-        self.baseline.observe(inputs)
+        self.baseline.observe(inputs, self._standardised_by(policy))
         features = self.baseline.features(inputs, rollout.steps / time_unit)
 
         cuts, cut_obs = self._cut_observations(last_obs)
@@ -342,11 +348,27 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         if self.actor_features or self.has_images:
             encoded = th.from_numpy(policy.encode(observations, hidden=self.actor_features))
         else:
-            tensors = map_observations(th.as_tensor, observations)
+            tensors = obs_as_tensor(observations, policy.device)
+            if policy.normalizer is not None:
+                # The policy keeps to the statistics that it acted with, and a fit need not.
+                normalizer = copy.deepcopy(policy.normalizer)
+                normalizer.renew()
+                tensors = normalizer(tensors)
             by_part = preprocess_obs(tensors, self.observation_space, normalize_images=False)
-            parts = by_part.values() if isinstance(by_part, dict) else [by_part]
-            encoded = th.cat([part.flatten(start_dim=1) for part in parts], dim=1)
+            parts = [by_part[name] for name in space_parts(self.observation_space)] if isinstance(by_part, dict) else [by_part]
+            encoded = th.cat([part.flatten(start_dim=1).cpu() for part in parts], dim=1)
         return hashed_inputs(encoded).double().numpy()
+
+    def _standardised_by(self, policy: ActorPolicy) -> np.ndarray | bool:
+        """
+        :param policy: The policy that is about to be updated
+        :return: Which inputs its normaliser has standardised, shape ``(d,)``; ``False`` for none
+        """
+        if policy.normalizer is None or self.actor_features or self.has_images:
+            return False
+        names, parts = zip(*space_parts(self.observation_space).items(), strict=True)
+        covered = np.repeat([name in policy.normalizer.slices for name in names], [get_flattened_obs_dim(p) for p in parts])
+        return covered if len(covered) <= MAX_INPUTS else False
 
     def get_state(self) -> dict[str, Any]:
         return {
