@@ -257,8 +257,6 @@ class GRPO(PersistentAlgorithm):
         self.kl_penalty = KLPenalty(self.kl_reference, self.kl_estimator)
         self._continue_run(saved_ledger, last_obs)
         self._settings = self._current_settings()
-        if self.rollout_buffer.remark() and self.verbose >= 1:
-            print(self.rollout_buffer.remark())
 
     @property
     def start_queue(self) -> Ledger | None:

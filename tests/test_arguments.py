@@ -407,10 +407,6 @@ def test_a_value_on_the_boundary_is_accepted_and_the_model_acts(kwargs: dict[str
 
 
 @pytest.mark.parametrize("name", ["kernel", "outcome"])
-def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer(
-    name: str, capsys: pytest.CaptureFixture[str]
-):
+def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer(name: str):
     env = make_envs(observation_space=spaces.Box(-1, 1, (72, 72)))
-    make_model(env, rollout_buffer_class=name, verbose=1).learn(64)
-    notice = "Observations have 5184 numbers, and the kernel baseline can be fitted to 5000 at most"
-    assert (notice in capsys.readouterr().out) == (name == "kernel")
+    assert make_model(env, rollout_buffer_class=name).learn(64).num_timesteps == 64
