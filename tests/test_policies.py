@@ -396,8 +396,8 @@ class Encoder(BaseFeaturesExtractor):
 class Sized(ActorPolicy):
     """Needs an argument of its own."""
 
-    def __init__(self, *args: Any, width: int, **kwargs: Any):
-        super().__init__(*args, net_arch=[width], **kwargs)
+    def __init__(self, observation_space: Any, action_space: Any, lr_schedule: Any, width: int, **kwargs: Any):
+        super().__init__(observation_space, action_space, lr_schedule, [width], **kwargs)
 
 
 def with_encoder() -> dict[str, Any]:
