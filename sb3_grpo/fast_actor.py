@@ -356,10 +356,7 @@ def is_unaltered(policy: ActorPolicy, methods: Sequence[str]) -> bool:
     :param methods: Names of methods of ``ActorPolicy``
     :return: Whether no subclass, no attribute of the policy and no wrapper of ``torch.compile`` replaces one of them
     """
-    is_policy = isinstance(policy, ActorPolicy)
-    return is_policy and all(
-        getattr(getattr(policy, name), "__func__", None) is getattr(ActorPolicy, name) for name in methods
-    )
+    return all(getattr(getattr(policy, name), "__func__", None) is getattr(ActorPolicy, name) for name in methods)
 
 
 def fast_actor(policy: ActorPolicy) -> FastActor | None:
