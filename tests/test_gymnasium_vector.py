@@ -62,10 +62,27 @@ class Talkative(AnyEnv):
         info: dict[str, Any] = {"steps_left": self.steps_left, "parts": {"half": reward / 2, "name": "x"}, "_private": True}
         if self.steps_left % 2 == 0:
             info.update(even=True, position=np.full(2, self.steps_left), words=["a"])
-        return observation, reward, terminated, truncated, info
+        is_both = terminated and bool(self.np_random.integers(2))
+        return observation, reward, terminated, truncated or is_both, info
 
     def double(self, value: int) -> int:
         return 2 * value
+
+
+class Native(VectorEnv):
+    """A vector environment of a class of its own, which takes a mask and one seed for all environments."""
+
+    def __init__(self) -> None:
+        self.envs = SyncVectorEnv(env_fns(), autoreset_mode=DISABLED)
+        self.num_envs, self.metadata = N_ENVS, {"autoreset_mode": DISABLED}
+        self.single_observation_space, self.single_action_space = VECTOR, spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        assert seed is None or type(seed) is int
+        return self.envs.reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        return self.envs.step(actions)
 
 
 def env_fns(observation_space: spaces.Space = VECTOR, wrapper: Callable = lambda env: env) -> list[Callable[[], gym.Env]]:
@@ -95,6 +112,7 @@ def history(env: VecEnv, n_steps: int = 30, actions: Any = None, seed: int = 5) 
 
 def assert_same(found: Any, expected: Any) -> None:
     np.testing.assert_equal(found, expected)
+    assert type(found[1][3][0]["steps_left"]) is int
     arrays = [array for step in found[1:] for array in step[:3] if isinstance(array, np.ndarray)]
     assert [array.dtype for array in arrays] == [
         array.dtype for step in expected[1:] for array in step[:3] if isinstance(array, np.ndarray)
@@ -120,6 +138,14 @@ def test_transitions_infos_and_resets_are_those_of_a_dummy_vec_env(
     assert sum(dones.sum() for _, _, dones, _, _ in expected[1:]) > 5
     with closing(GymnasiumVecEnv(kind(env_fns(), autoreset_mode=mode, **arguments))) as env:
         assert_same(history(env), expected)
+
+
+def test_a_native_vector_environment_without_autoreset_is_reset_with_a_mask_and_no_seeds() -> None:
+    env: Any = GymnasiumVecEnv(Native())
+    env.seeds_for = lambda env_indices: pytest.fail(f"asked for seeds of {env_indices}")
+    assert_same(history(env), history(DummyVecEnv(env_fns())))
+    with pytest.raises(NotImplementedError, match=r"cannot reset the environments \[1\] with \[7\]"):
+        env.reset_envs([1], [7])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -313,6 +339,7 @@ def test_attributes_are_read_and_set_for_single_environments(vec_env: GymnasiumV
     vec_env.set_attr("label", "all")
     assert vec_env.get_attr("label", [0, 2]) == ["all", "all"]
     assert vec_env.env_method("double", 4) == [8, 8, 8]
+    assert vec_env.get_attr("double")[0](4) == 8  # not called
 
 
 def test_a_missing_attribute_is_reported_and_ends_no_worker(vec_env: GymnasiumVecEnv) -> None:
