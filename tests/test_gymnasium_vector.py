@@ -13,7 +13,6 @@ from gymnasium.wrappers.vector import (
     ClipReward,
     DictInfoToList,
     NormalizeObservation,
-    NormalizeReward,
     RecordEpisodeStatistics,
 )
 from helpers import HWC, VECTOR, AnyEnv
@@ -83,6 +82,13 @@ class Native(VectorEnv):
 
     def step(self, actions: Any) -> Any:
         return self.envs.step(actions)
+
+
+class OwnReset(gym.vector.VectorWrapper):
+    """A wrapper that may keep a state for each environment."""
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        return super().reset(seed=seed, options=options)
 
 
 def env_fns(observation_space: spaces.Space = VECTOR, wrapper: Callable = lambda env: env) -> list[Callable[[], gym.Env]]:
@@ -166,7 +172,7 @@ def test_wrappers_of_vector_environments_transform_what_the_environments_return(
         assert [info["steps_left"] for info in found[3]] == [info["steps_left"] for info in expected[3]]
 
 
-@pytest.mark.parametrize("wrapper", [RecordEpisodeStatistics, NormalizeReward])
+@pytest.mark.parametrize("wrapper", [RecordEpisodeStatistics, OwnReset])
 def test_with_resets_in_the_next_step_an_episode_ends_one_step_later_and_is_otherwise_the_same(
     wrapper: Callable[[VectorEnv], VectorEnv],
 ) -> None:
