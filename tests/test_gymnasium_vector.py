@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.wrappers.vector import (
-    ClipReward,
-    DictInfoToList,
-    NormalizeObservation,
-    RecordEpisodeStatistics,
-)
+from gymnasium.wrappers.vector import ClipReward, DictInfoToList, NormalizeObservation, RecordEpisodeStatistics
 from helpers import HWC, VECTOR, AnyEnv
 from stable_baselines3 import PPO
 from stable_baselines3.common.monitor import Monitor
@@ -96,7 +91,7 @@ def env_fns(observation_space: spaces.Space = VECTOR, wrapper: Callable = lambda
 
 
 def sync(mode: AutoresetMode = NEXT_STEP, observation_space: spaces.Space = VECTOR) -> GymnasiumVecEnv:
-    return GymnasiumVecEnv(SyncVectorEnv(env_fns(observation_space), autoreset_mode=mode))
+    return GymnasiumVecEnv(SyncVectorEnv(env_fns(observation_space), autoreset_mode=mode, copy=False))
 
 
 def native(n_envs: int = 2) -> Any:
@@ -160,6 +155,20 @@ def test_every_observation_space_has_the_observations_of_a_dummy_vec_env(
     observation_space: spaces.Space, mode: AutoresetMode
 ) -> None:
     assert_same(history(sync(mode, observation_space)), history(DummyVecEnv(env_fns(observation_space))))
+
+
+def test_infos_do_not_change_with_the_arrays_of_the_vector_environment() -> None:
+    class Clock(gym.vector.VectorWrapper):
+        times = np.zeros((N_ENVS, 1))
+
+        def step(self, actions: Any) -> Any:
+            self.times += 1
+            return *super().step(actions)[:-1], {"time": self.times}
+
+    env = GymnasiumVecEnv(Clock(SyncVectorEnv(env_fns())))
+    env.reset()
+    infos = [env.step(np.ones(N_ENVS, int))[3] for _ in range(3)]
+    assert [info[2]["time"].item() for info in infos] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("mode", MODES)
