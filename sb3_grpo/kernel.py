@@ -25,6 +25,30 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 LEVEL_RIDGE = 1e-12
 #: The default bandwidth is this number over the root of the number of inputs that vary.
 BANDWIDTH = 1.1
+#: A fit has at most this many inputs. More are hashed, see :func:`hashed_inputs`.
+MAX_INPUTS = 512
+
+
+def hashed_inputs(inputs: th.Tensor) -> th.Tensor:
+    """
+    Feature hashing (Weinberger et al. 2009, https://arxiv.org/abs/0902.2206): input ``i`` is added to sum ``i mod MAX_INPUTS``
+    with a fixed random sign.
+
+    Squared distances keep their expectation over the signs. An input whose sum has no other input that varies keeps all its
+    information, so little is lost where most inputs are constant.
+
+    :param inputs: Inputs, shape ``(n, d)``
+    :return: Sums, shape ``(n, MAX_INPUTS)``; the inputs themselves if they are not more than that
+    """
+    n_inputs = inputs.shape[1]
+    if n_inputs <= MAX_INPUTS:
+        return inputs
+    # The stream of this generator is the same in all versions of numpy.
+    signs = th.as_tensor(2.0 * np.random.RandomState(0).randint(2, size=n_inputs) - 1.0).to(inputs)
+    sums = inputs.new_zeros(len(inputs), MAX_INPUTS)
+    for part, part_signs in zip(inputs.split(MAX_INPUTS, dim=1), signs.split(MAX_INPUTS), strict=True):
+        sums[:, : part.shape[1]].addcmul_(part, part_signs)
+    return sums
 
 
 def fourier_features(
@@ -261,7 +285,8 @@ class FitStatistics:
 
 class KernelBaseline:
     """
-    Running standardisation of the inputs, random Fourier features, and a linear fit that forgets earlier rollouts.
+    Running standardisation of the inputs that do not arrive standardised, random Fourier features, and a linear fit that
+    forgets earlier rollouts.
 
     Inputs that have never varied are left out of the fit. MiniGrid's flat observations have thousands of them.
 
@@ -303,11 +328,13 @@ class KernelBaseline:
         self._phases = th.empty(0, dtype=th.float64)
         self._statistics = FitStatistics(0, lstd)
 
-    def observe(self, inputs: np.ndarray) -> None:
+    def observe(self, inputs: np.ndarray, standardised: np.ndarray | bool = False) -> None:
         """
         Update the running mean and variance of the inputs, and which of them vary.
 
         :param inputs: Inputs, shape ``(n, d)``
+        :param standardised: Which inputs arrive standardised, so that no statistics of them are kept, shape ``(d,)``;
+            ``False`` for none
         """
         if self._input_statistics is None:
             self._draw_features(inputs.shape[1], int((inputs != inputs[0]).any(axis=0).sum()))
@@ -318,6 +345,7 @@ class KernelBaseline:
         else:
             updated = self._input_statistics.copy()
         updated.update(inputs)
+        updated.mean[standardised], updated.var[standardised] = 0.0, 1.0
         varies, statistics = self._varies | (inputs != self._first_input).any(axis=0), self._statistics
         if varies.sum() > self._varies.sum():
             # Standardised inputs that had not varied were zero, and so are their rows and columns of the statistics.

@@ -613,8 +613,7 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
     ("space", "policy_kwargs", "buffer_kwargs", "expected"),
     [
         pytest.param(VECTOR, {}, dict(actor_features=True), [(26, True)], id="actor_features"),
-        pytest.param(MANY_NUMBERS, {}, {}, [(26, True)], id="more than 5,000 numbers"),
-        pytest.param(spaces.Box(0, 255, (3, 41, 41), np.uint8), {}, {}, [(26, True)], id="more than 5,000 pixels"),
+        pytest.param(MANY_NUMBERS, {}, {}, [], id="more than 5,000 numbers"),
         pytest.param(VECTOR, {}, {}, [], id="observations"),
     ],
 )
@@ -653,22 +652,6 @@ def test_images_of_episodes_that_all_terminate_with_the_rollout_are_learned_from
     model = make_model(envs, "kernel", "CnnPolicy", 8, **kwargs).learn(32)
     assert whole_update(model).advantages.isfinite().all() and model.rollout_buffer.n_samples == 16
     assert all(parameter.isfinite().all() for parameter in model.policy.parameters())
-
-
-@pytest.mark.parametrize("space", [MANY_NUMBERS, spaces.Dict(a=spaces.Box(-1, 1, (5000,)), b=DISCRETE)], ids=["Box", "Dict"])
-def test_more_than_5000_numbers_make_the_default_buffer_fall_back_to_the_actors_features(
-    space: spaces.Space, capsys: pytest.CaptureFixture
-):
-    policy = "MultiInputPolicy" if isinstance(space, spaces.Dict) else "MlpPolicy"
-    for verbose in (0, 1):
-        model = make_model(DummyVecEnv([lambda: SpaceEnv(space)]), None, policy, verbose=verbose).learn(8)
-        assert model.rollout_buffer.actor_features  # type: ignore[attr-defined]
-        printed = capsys.readouterr().out
-        assert ("actor_features=True" in printed) == (verbose == 1)
-        assert model.rollout_buffer.n_samples == 8
-    # 5,000 are not more than 5,000
-    few = KernelRolloutBuffer(8, spaces.Box(-1, 1, (5000,)), DISCRETE)
-    assert not few.actor_features and few.notice == ""
 
 
 @pytest.mark.parametrize("time_limit", [5, None])

@@ -158,11 +158,14 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         """
         return DEFAULT_GROUP_SIZE
 
-    def remark(self) -> str:
+    def obstacle(self) -> str:
         """
-        :return: A sentence about a setting that the buffer has chosen by itself, which GRPO prints; empty without one
+        :return: Why the last rollout gave nothing to learn from, if it did not, and what to change
         """
-        return ""
+        return (
+            "All rewards that were compared are equal, so all advantages are zero. Check the reward of the environment. If "
+            "rewards are rare, explore more (`ent_coef`), use larger groups (`group_size`), or train longer."
+        )
 
     def _scaled(self, advantages: np.ndarray, normalize_advantage: bool) -> np.ndarray:
         """

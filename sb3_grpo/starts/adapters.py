@@ -46,7 +46,8 @@ class VecEnvAdapter:
     Its environments can be reset with seeds if it has a method ``reset_envs(env_indices, seeds)``, which resets these
     environments and no others, and returns the list of their observations and the list of their infos. It is then called
     after the ``VecEnv``'s own reset, unless the ``VecEnv`` has an attribute ``autoreset``: while that is False, ``step_wait``
-    must leave environments that are done as they are.
+    must leave environments that are done as they are. An attribute ``unseeded_because`` with a reason says that seeds cannot
+    be taken after all.
 
     :param venv: The base ``VecEnv``
     """
@@ -57,7 +58,7 @@ class VecEnvAdapter:
     @property
     def takes_seeds(self) -> bool:
         """Whether single environments can be reset with a seed."""
-        return callable(getattr(self.venv, "reset_envs", None))
+        return callable(getattr(self.venv, "reset_envs", None)) and getattr(self.venv, "unseeded_because", None) is None
 
     @property
     def lanes(self) -> list[int]:

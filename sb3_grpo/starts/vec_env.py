@@ -66,10 +66,12 @@ class SeededVecEnv:
         self._seeds_apart: Any = None
         self._warned: set[str] = set()
         if share_starts and not self.share_starts:
+            remedy = "To share starts, define `reset_envs(env_indices, seeds)` in the class, which resets these environments "
+            remedy += "and no others, and returns their observations and their infos."
+            reason = getattr(self.venv, "unseeded_because", None)
             self.warn(
                 f"`{type(self.venv).__name__}` cannot reset single environments with a seed, so the members of a group do not "
-                "share their start. Training works without that. To share starts, define `reset_envs(env_indices, seeds)` in "
-                "the class, which resets these environments and no others, and returns their observations and their infos."
+                f"share their start. Training works without that. {remedy if reason is None else f'The reason: {reason}.'}"
             )
 
     def __getattr__(self, name: str) -> Any:
