@@ -485,6 +485,7 @@ class GRPO(PersistentAlgorithm):
 
     def train(self) -> None:
         """Update the policy with the transitions in the rollout buffer. Without any, the weights stay as they are."""
+        self._take_up_changes()  # which a callback may have made at the end of the rollout
         self.policy.set_learning_rate(self.lr_schedule(self._current_progress_remaining))
         self.logger.record("train/learning_rate", self.policy.optimizer.param_groups[0]["lr"])
         self.update_metrics = {}
