@@ -16,6 +16,7 @@ from sb3_grpo.buffers import KernelRolloutBuffer
 from sb3_grpo.kernel import MAX_INPUTS, hashed_inputs
 from sb3_grpo.observations import take_observations
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MlpPolicy, MultiInputActorPolicy
+from sb3_grpo.starts import Position
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
 IMAGE = spaces.Box(0, 255, (3, 36, 36), np.uint8)
@@ -44,8 +45,10 @@ def collect(
     :return: Advantages, shape ``(n_envs, n_steps)``
     """
     terminated, truncated = (np.broadcast_to(each, rewards.shape) for each in (terminated, truncated))
-    buffer.reset()
     zeros = np.zeros(buffer.n_envs, dtype=np.int64)
+    begin = buffer.dones[:, -1] | (buffer._rollout == 0)
+    position = Position(zeros, zeros, np.where(begin, 0, buffer.steps[:, -1] + 1))
+    buffer.reset()
     for t in range(buffer.buffer_size):
         # Log-probabilities number the transitions, so that the shuffled update can be sorted
         numbers = th.arange(buffer.n_envs) * buffer.buffer_size + t
@@ -54,10 +57,10 @@ def collect(
             for env, is_truncated in enumerate(truncated[t])
         ]
         features = th.as_tensor(policy.encode(observations[t])) if keep_features else None
-        buffer.add(
-            observations[t], zeros[:, None], rewards[t], terminated[t] | truncated[t], numbers.float(), zeros, infos, features
-        )
-    buffer.finish_rollout(observations[-1], policy)
+        done = terminated[t] | truncated[t]
+        buffer.add(observations[t], zeros[:, None], rewards[t], done, numbers.float(), position, infos, features)
+        position = position._replace(steps=np.where(done, 0, position.steps + 1))
+    buffer.finish_rollout(observations[-1], policy, open_groups={})
     (update,) = buffer.get()
     return update.advantages[update.old_log_prob.argsort()].numpy().reshape(buffer.n_envs, -1)
 
