@@ -9,6 +9,8 @@ import torch as th
 
 from sb3_grpo.advantages import explained_variance
 from sb3_grpo.kernel import (
+    BLOCK_COLUMNS,
+    BLOCK_STEPS,
     LEVEL_RIDGE,
     MAX_INPUTS,
     FitStatistics,
@@ -17,6 +19,7 @@ from sb3_grpo.kernel import (
     eligibility_traces,
     fourier_features,
     hashed_inputs,
+    lower_gram,
     lstd_weights,
     metric_factor,
     predict_by_fold,
@@ -118,6 +121,24 @@ def test_traces_are_as_worked_out_by_hand_and_end_with_the_trajectory():
     traces = eligibility_traces(features, continues, decay=0.5)
     th.testing.assert_close(traces[..., 0], tensor([[1.0, 2.5, 5.25, 8.0], [1.0, 0.5, 0.25, 0.125]]))
     assert features[0, 1] == 2.0
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("n_steps", [1, BLOCK_STEPS, BLOCK_STEPS + 1, 3 * BLOCK_STEPS + 5])
+def test_traces_over_any_number_of_steps_equal_a_loop(n_steps: int, decay: float):
+    rng = np.random.default_rng(0)
+    features, continues = rng.normal(size=(3, n_steps, 2)), 1.0 * (rng.random((3, n_steps)) < [[0.5], [0.95], [1.0]])
+    expected = features.copy()
+    for t in range(1, n_steps):
+        expected[:, t] += decay * continues[:, t - 1, None] * expected[:, t - 1]
+    traces = eligibility_traces(th.from_numpy(features), th.from_numpy(continues), decay)
+    np.testing.assert_allclose(traces.numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("n_features", [1, BLOCK_COLUMNS, 2 * BLOCK_COLUMNS + 3])
+def test_the_lower_triangle_of_a_gram_matrix_is_that_of_the_whole_product(n_features: int):
+    features = tensor(np.random.default_rng(0).normal(size=(20, n_features)))
+    th.testing.assert_close(lower_gram(features).tril(), (features.T @ features).tril())
 
 
 def test_lstd_weights_are_as_worked_out_by_hand():
@@ -252,7 +273,7 @@ def fitted(inputs: np.ndarray, times: np.ndarray, targets: np.ndarray, **kwargs:
 
 
 def predict(baseline: KernelBaseline, inputs: np.ndarray, times: np.ndarray) -> np.ndarray:
-    return (baseline.features(inputs, times) @ baseline.weights).numpy()
+    return (baseline.features(inputs, times).double() @ baseline.weights).numpy()
 
 
 def draw_regression(n: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -272,15 +272,18 @@ def shrunk(segments: list[Segment], predictions: list[np.ndarray], rules: Rules)
 
 def assert_as_from_scratch(rollouts: list[Rollout], rules: Rules, **kwargs: Any) -> None:
     for rollout, expected in zip(rollouts, from_scratch(rollouts, rules, **kwargs), strict=True):
-        np.testing.assert_allclose(rollout.advantages, expected.advantages, rtol=1e-4, atol=1e-5)
-        assert rollout.metrics["train/baseline_shrinkage"] == pytest.approx(expected.shrinkage, abs=1e-5)
-        assert rollout.metrics["train/explained_variance"] == pytest.approx(expected.explained_variance, abs=1e-5)
-        assert rollout.metrics["train/baseline_variance_reduction"] == pytest.approx(expected.variance_reduction, abs=1e-5)
+        # Features have single precision, and the fit amplifies its rounding where features are dependent
+        np.testing.assert_allclose(rollout.advantages, expected.advantages, atol=5e-3 * expected.advantages.std())
+        assert rollout.metrics["train/baseline_shrinkage"] == pytest.approx(expected.shrinkage, abs=1e-3)
+        assert rollout.metrics["train/explained_variance"] == pytest.approx(expected.explained_variance, abs=1e-3)
+        assert rollout.metrics["train/baseline_variance_reduction"] == pytest.approx(expected.variance_reduction, abs=1e-3)
 
 
 def assert_advantages_differ(rollouts: list[Rollout], others: Any) -> None:
     pairs = zip(rollouts, others, strict=True)
-    assert max(np.abs(rollout.advantages - other.advantages).max() for rollout, other in pairs) > 1e-3
+    assert (
+        max(np.abs(rollout.advantages - other.advantages).max() / rollout.advantages.std() for rollout, other in pairs) > 0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -551,7 +554,7 @@ def test_lstd_does_not_lag_behind_a_value_that_jumps_as_a_regression_does(
     for reward in (1.0, 1.0, 10.0):
         collect(buffer, states, np.full((200, 2), reward))
     features = buffer.baseline.features(states[-1], np.full(2, 0.5))
-    assert least <= abs((features @ buffer.baseline.weights).mean().item() - 100.0) < most
+    assert least <= abs((features.double() @ buffer.baseline.weights).mean().item() - 100.0) < most
 
 
 # --- the state of the fit ---------------------------------------------------------------------------------------------

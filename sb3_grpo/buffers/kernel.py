@@ -306,7 +306,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         those of :meth:`_fit_lstd`.
         """
         earlier = self.baseline.weights
-        prior, cut_prior = ((each @ earlier).numpy() for each in (features, cut_features))
+        prior, cut_prior = ((each.double() @ earlier).numpy() for each in (features, cut_features))
         targets = prior + segments.advantages(prior, cut_prior, self.target_lambda)
         return self.baseline.fit(features, th.as_tensor(targets), folds)
 
@@ -321,7 +321,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         :param folds: Fold of each transition, shape ``(n,)``
         :return: Weights, shape ``(n_folds, p)``
         """
-        goes_on = th.as_tensor(segments.continues)
+        goes_on = th.as_tensor(segments.continues, dtype=features.dtype)
         following = features.roll(-1, dims=0).mul_(goes_on[:, None])
         following[segments.cuts] = cut_features
         by_env = features.view(self.n_envs, self.buffer_size, -1)
