@@ -19,6 +19,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from sb3_grpo import GRPO, KernelRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.settings import BUILT_IN, check_unchanged, chosen_n_steps, min_steps_notice, time_limit
+from sb3_grpo.validation import check_finite
 
 
 def one_env(**kwargs: Any) -> dict[str, Any]:
@@ -410,3 +412,68 @@ def test_a_value_on_the_boundary_is_accepted_and_the_model_acts(kwargs: dict[str
 def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer(name: str):
     env = make_envs(observation_space=spaces.Box(-1, 1, (72, 72)))
     assert make_model(env, rollout_buffer_class=name).learn(64).num_timesteps == 64
+
+
+# --- What is chosen, and what stays -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rollout_size", "n_envs", "batch_size", "n_steps"),
+    [
+        pytest.param(1024, 8, 64, 128, id="of the size"),
+        pytest.param(1024, 64, 64, 16, id="many environments"),
+        pytest.param(1024, 256, 64, 8, id="longer than 4 steps"),
+        pytest.param(1024, 1024, 64, 8, id="longer than one step"),
+        pytest.param(1024, 100, 64, 10, id="a multiple would be longer"),
+    ],
+)
+def test_a_chosen_rollout_has_its_size_or_eight_steps_which_is_said(
+    rollout_size: int, n_envs: int, batch_size: int, n_steps: int
+):
+    assert chosen_n_steps(rollout_size, n_envs, batch_size) == n_steps
+    notice = min_steps_notice(n_steps, n_envs, rollout_size)
+    expected = f"a rollout has {8 * n_envs} transitions instead of about 1024" if n_envs >= 256 else ""
+    assert expected in notice and bool(notice) == bool(expected)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_setting_that_is_built_in_cannot_change_and_the_message_says_what_to_do(name: str):
+    check_unchanged({name: 8}, {name: 8, "gamma": 0.5})
+    instead = rf"(save the model.*{name}=|make a new model|call `set_random_seed`)"
+    with pytest.raises(ValueError, match=rf"`{name}` was set to 9 in a model that was built with 8.*: {instead}"):
+        check_unchanged({name: 8}, {name: 9})
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_settings_that_are_built_in_are_attributes_of_a_model(name: str):
+    assert hasattr(make_model(), name)
+
+
+class Stub(DummyVecEnv):
+    """Answers as simulators do that do not know their environments one by one."""
+
+    answer: Any = None
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> Any:
+        if attr_name != "_max_episode_steps":
+            return super().get_attr(attr_name, indices)
+        if isinstance(self.answer, type):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "limit"),
+    [(None, None), ([], None), ([None], None), ([7], 7), (NotImplementedError, None), (RuntimeError, None)],
+)
+def test_a_time_limit_that_is_not_known_is_none(answer: Any, limit: int | None):
+    env = Stub([AnyEnv])
+    env.answer = answer
+    assert time_limit(env) == limit
+
+
+def test_a_number_that_is_not_finite_is_named_with_the_environment_and_the_step_of_its_episode():
+    rewards = np.array([1.0, 2.0, np.nan, np.inf])
+    message = "Environment 6 returned a non-finite reward in step 13 of its episode, after 96 timesteps: nan"
+    with pytest.raises(ValueError, match=message):
+        check_finite("reward", rewards, 96, first_env=4, episode_steps=[11, 12, 13, 14])
