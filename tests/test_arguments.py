@@ -179,27 +179,49 @@ def test_a_model_needs_an_environment():
 
 # --- Unknown arguments ------------------------------------------------------------------------------------------------
 
+#: Names from PPO, TRL, CleanRL, RLlib and Tianshou, and typing errors, by what is meant.
+CRITICS = "vf_coef clip_range_vf vf_loss_coeff vf_clip_param clip_vloss value_clip critic_lr"
+ELSEWHERE = {
+    "kl_coef": "beta kl_beta",
+    "clip_range": "epsilon clip_coef clip_param eps_clip",
+    "clip_range_high": "epsilon_high",
+    "n_epochs": "num_iterations update_epochs",
+    "learning_rate": "lr policy_lr lr_schedule",
+    "gae_lambda": "lam lambda_",
+    "group_size": "num_generations",
+    "loss_aggregation": "loss_type",
+    "ent_coef": "entropy_coeff",
+    "adaptive_kl_target": "kl_target",
+    "n_steps": "num_steps",
+}
+TYPOS = {
+    "n_steps": "n_step nsteps",
+    "n_epochs": "n_epoch epochs n_epcohs",
+    "batch_size": "batchsize batch",
+    "learning_rate": "learning_rat",
+    "clip_range": "cliprange clip_rnge",
+    "ent_coef": "ent_coeff entcoef",
+    "kl_coef": "kl_coeff",
+    "max_grad_norm": "max_grad",
+    "normalize_observations": "normalize_obs",
+    "normalize_advantage": "normalise_advantage normalize_advantages",
+    "use_sde": "use_gsde",
+    "group_size": "group",
+    "env": "envs",
+}
+NO_HINT = (
+    "temperature max_completion_length scale_rewards num_minibatches train_batch_size gae norm_adv anneal_lr discount tau "
+    "repeat_per_collect dual_clip reward_scale target_kl_div use_rms_prop xyzzy"
+)
+
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     cases(
         [
-            *(
-                (dict([(name, 1)]), NO_CRITIC)
-                for name in ("vf_coef", "clip_range_vf", "vf_loss_coeff", "clip_vloss", "critic_lr")
-            ),
+            *((dict([(name, 1)]), NO_CRITIC) for name in CRITICS.split()),
             (policy(share_features_extractor=True), NO_CRITIC),
-            *((dict([(name, 1)]), "here it is `kl_coef`.") for name in ("beta", "kl_beta")),
-            *((dict([(name, 1)]), "here it is `clip_range`.") for name in ("epsilon", "clip_coef", "clip_param", "eps_clip")),
-            *((dict([(name, 1)]), "here it is `n_epochs`.") for name in ("num_iterations", "update_epochs")),
-            *((dict([(name, 1)]), "here it is `learning_rate`.") for name in ("lr", "policy_lr", "lr_schedule")),
-            *((dict([(name, 1)]), "here it is `gae_lambda`.") for name in ("lam", "lambda_")),
-            (dict(num_generations=8), "here it is `group_size`."),
-            (dict(epsilon_high=0.28), "here it is `clip_range_high`."),
-            (dict(loss_type="dapo"), "here it is `loss_aggregation`."),
-            (dict(entropy_coeff=0.1), "here it is `ent_coef`."),
-            (dict(kl_target=0.01), "here it is `adaptive_kl_target`."),
-            (dict(num_steps=128), "here it is `n_steps`."),
+            *((dict([(name, 1)]), f"here it is `{ours}`.") for ours, names in ELSEWHERE.items() for name in names.split()),
             *(
                 (dict([(name, 4)]), "such as `make_vec_env('CartPole-v1', n_envs=4)`.")
                 for name in ("n_env", "n_envs", "num_envs")
@@ -211,44 +233,11 @@ def test_a_model_needs_an_environment():
             (policy(net_acrh=[8]), "ActorPolicy does not take `net_acrh=[8]`: did you mean `net_arch`?"),
             (policy(scale=1), "ActorPolicy does not take `scale=1`: see `help(ActorPolicy)`"),
             *(
-                (dict([(wrong, 1)]), f"GRPO does not take `{wrong}=1`: did you mean `{right}`?")
-                for wrong, right in {
-                    "n_step": "n_steps",
-                    "n_epoch": "n_epochs",
-                    "epochs": "n_epochs",
-                    "batchsize": "batch_size",
-                    "gama": "gamma",
-                    "learning_rat": "learning_rate",
-                    "cliprange": "clip_range",
-                    "ent_coeff": "ent_coef",
-                    "kl_coeff": "kl_coef",
-                    "max_grad": "max_grad_norm",
-                    "normalize_obs": "normalize_observations",
-                    "use_gsde": "use_sde",
-                    "normalise_advantage": "normalize_advantage",
-                    "group": "group_size",
-                    "seeds": "seed",
-                    "envs": "env",
-                }.items()
+                (dict([(wrong, 1)]), f"GRPO does not take `{wrong}=1`: did you mean `{ours}`?")
+                for ours, names in TYPOS.items()
+                for wrong in names.split()
             ),
-            *(
-                (dict([(name, 1)]), f"GRPO does not take `{name}=1`: see `help(GRPO)` for its arguments.")
-                for name in (
-                    "temperature",
-                    "max_completion_length",
-                    "scale_rewards",
-                    "num_minibatches",
-                    "train_batch_size",
-                    "gae",
-                    "norm_adv",
-                    "anneal_lr",
-                    "repeat_per_collect",
-                    "dual_clip",
-                    "discount",
-                    "tau",
-                    "xyzzy",
-                )
-            ),
+            *((dict([(name, 1)]), f"not take `{name}=1`: see `help(GRPO)` for its arguments.") for name in NO_HINT.split()),
         ]
     ),
 )
