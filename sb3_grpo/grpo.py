@@ -32,6 +32,7 @@ from sb3_grpo.settings import (
     check_settings,
     chosen_n_steps,
     describe_settings,
+    min_steps_notice,
     refuse_arguments,
     time_limit,
 )
@@ -238,6 +239,9 @@ class GRPO(PersistentAlgorithm):
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
         if self._chooses_n_steps:
             self.n_steps = chosen_n_steps(buffer_class.rollout_size(), self.n_envs, self.batch_size)
+            notice = min_steps_notice(self.n_steps, self.n_envs, buffer_class.rollout_size())
+            if notice and self.verbose >= 1:
+                print(notice)
         elif buffer_class.update_size(self.n_steps * self.n_envs) is not None:
             check_rollout(self.n_steps, self.n_envs, self.batch_size, self.normalize_advantage)
         self.clip_range = FloatSchedule(self.clip_range)
