@@ -126,7 +126,7 @@ def default_rollout_size(buffer: str | None) -> int:
     :param buffer: Short name of a rollout buffer, ``None`` for the default
     :return: Transitions per rollout with ``n_steps=None``
     """
-    return resolve_buffer_class(buffer).default_rollout_size
+    return resolve_buffer_class(buffer).rollout_size()
 
 
 def buffer_defaults(buffer: str | None) -> dict[str, Any]:
