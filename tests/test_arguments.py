@@ -115,7 +115,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (kernel(reward_weights={"a": np.inf}), "`reward_weights['a']` must be a finite number, not inf"),
     (kernel(n_features=0), "`n_features` must be an integer of at least 1, not 0"),
     (kernel(bandwidth=0.0), f"`bandwidth` {POSITIVE} 0.0"),
-    (kernel(ridge=-1), "`ridge` must be a finite number of at least 1e-08, not -1"),
+    (kernel(ridge=-1), "`ridge` must be a finite number of at least 1e-05, not -1"),
     (kernel(forgetting=1.5), f"`forgetting` {FROM_0_TO_1} 1.5"),
     *((kernel(**{name: "no"}), f"`{name}` must be True or False, not 'no'") for name in KERNEL_FLAGS),
     (buffer("outcome", leave_one_out="no"), "`leave_one_out` must be True or False, not 'no'"),

@@ -548,7 +548,7 @@ def test_lstd_does_not_lag_behind_a_value_that_jumps_as_a_regression_does(
     fit: Any, target_lambda: float, least: float, most: float
 ):
     # Rewards of 1 and then of 10 in episodes that go on, with gamma 0.9: the value is 10 and then 100
-    options: dict[str, Any] = dict(gamma=0.9, n_folds=1, ridge=1e-6, forgetting=0.0, target_lambda=target_lambda, fit=fit)
+    options: dict[str, Any] = dict(gamma=0.9, n_folds=1, ridge=1e-5, forgetting=0.0, target_lambda=target_lambda, fit=fit)
     buffer = KernelRolloutBuffer(200, VECTOR, DISCRETE, "cpu", n_envs=2, **options)
     states = np.random.default_rng(0).uniform(-1, 1, (201, 2, 3)).astype(np.float32)
     for reward in (1.0, 1.0, 10.0):

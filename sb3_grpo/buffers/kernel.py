@@ -25,8 +25,8 @@ from sb3_grpo.validation import require_at_least, require_between, require_bool,
 #: groups estimate what their inputs did more accurately, and leave fewer different starts in a rollout.
 LARGE_GROUP = 8
 LARGE_GROUP_ABOVE = 1 / 3
-#: With a smaller penalty, the normal equations of dependent features are singular in double precision.
-MIN_RIDGE = 1e-8
+#: With a smaller penalty, the equations of dependent features, whose products have single precision, can be singular.
+MIN_RIDGE = 1e-5
 
 
 class Segments(NamedTuple):
