@@ -356,8 +356,9 @@ def test_an_environment_whose_reset_takes_no_seed_is_refused_with_what_to_change
             return self.env.reset()
 
     message = r"`Seedless\.reset\(\).*` takes no `seed`\. In an environment, define `def reset\(self, \*, seed"
-    with pytest.raises(ValueError, match=message):
-        make_model(Seedless(AnyEnv()))
+    for env in (Seedless(AnyEnv()), DummyVecEnv([lambda: Monitor(Seedless(AnyEnv()))])):
+        with pytest.raises(ValueError, match=message):
+            make_model(env)
 
 
 # --- What is accepted -------------------------------------------------------------------------------------------------
@@ -461,4 +462,4 @@ def test_a_number_that_is_not_finite_is_named_with_the_environment_and_the_step_
     rewards = np.array([1.0, 2.0, np.nan, np.inf])
     message = "Environment 6 returned a non-finite reward in step 13 of its episode, after 96 timesteps: nan"
     with pytest.raises(ValueError, match=message):
-        check_finite("reward", rewards, 96, first_env=4, episode_steps=[11, 12, 13, 14])
+        check_finite("reward", rewards, 96, np.array([10, 11, 12, 13]), first_env=4)
