@@ -412,17 +412,17 @@ def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer
     [
         pytest.param(1024, 8, 64, 128, id="of the size"),
         pytest.param(1024, 64, 64, 16, id="many environments"),
-        pytest.param(1024, 256, 64, 8, id="longer than 4 steps"),
-        pytest.param(1024, 1024, 64, 8, id="longer than one step"),
-        pytest.param(1024, 100, 64, 10, id="a multiple would be longer"),
+        pytest.param(1024, 256, 64, 16, id="longer than 4 steps"),
+        pytest.param(1024, 1024, 64, 16, id="longer than one step"),
+        pytest.param(1024, 50, 64, 20, id="a multiple would be longer"),
     ],
 )
-def test_a_chosen_rollout_has_its_size_or_eight_steps_which_is_said(
+def test_a_chosen_rollout_has_its_size_or_sixteen_steps_which_is_said(
     rollout_size: int, n_envs: int, batch_size: int, n_steps: int
 ):
     assert chosen_n_steps(rollout_size, n_envs, batch_size) == n_steps
     notice = min_steps_notice(n_steps, n_envs, rollout_size)
-    expected = f"a rollout has {8 * n_envs} transitions instead of about 1024" if n_envs >= 256 else ""
+    expected = f"a rollout has {16 * n_envs} transitions instead of about 1024" if n_envs >= 256 else ""
     assert expected in notice and bool(notice) == bool(expected)
 
 
