@@ -1,58 +1,49 @@
 """The algorithm: Group Relative Policy Optimization on Stable-Baselines3's ``OnPolicyAlgorithm``."""
 
-import copy
 import inspect
-import io
-import pathlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch as th
 from gymnasium import spaces
+from gymnasium.vector import VectorEnv
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
 from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
-from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import BUFFERS, DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
+from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
+from sb3_grpo.collection import collect
+from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.normalization import normalized_parts
-from sb3_grpo.persistence import RunState, check_format, full_name, random_state, replace_file, set_random_state, write_format
+from sb3_grpo.persistence import PersistentAlgorithm, set_random_state
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
-from sb3_grpo.resets import RolloutLost
 from sb3_grpo.settings import (
+    changed_settings,
     check_policy_class,
     check_policy_kwargs,
     check_rollout,
     check_settings,
     chosen_n_steps,
+    describe_settings,
+    min_steps_notice,
     refuse_arguments,
     time_limit,
 )
-from sb3_grpo.start_queue import StartQueue
-from sb3_grpo.starts import CollectingVecEnv, LockedEnvs, find_seeded_vec_env, insert_seeded_vec_env
-from sb3_grpo.steps import Collected, Step, replay_steps, take_steps
-from sb3_grpo.update import ClipRange, Objective, check_update, describe_update
-from sb3_grpo.validation import (
-    check_discrete_spaces,
-    check_environment,
-    check_final_observations,
-    check_finite,
-    check_registered,
-)
-from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper, normalizes_directly, reward_normalizer
+from sb3_grpo.starts import Ledger, SeededVecEnv
+from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error
+from sb3_grpo.validation import check_environment, check_registered
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
 
-class GRPO(OnPolicyAlgorithm):
+class GRPO(PersistentAlgorithm):
     """
     Group Relative Policy Optimization (GRPO): PPO's clipped surrogate without a critic.
 
@@ -95,9 +86,8 @@ class GRPO(OnPolicyAlgorithm):
     :param adaptive_kl_target: Desired divergence from the reference after an update: ``kl_coef`` is doubled or halved after
         each update to reach it. ``None`` for a constant ``kl_coef``
     :param kl_reference: Reference policy. ``"old"``: the policy before the update (the estimators ``k1`` to ``k3`` use the
-        policy that sampled the transition). ``"initial"``: the policy at the first update. ``"polyak"``: a moving average of
-        the weights. An integer: the policy of at most that many updates ago
-    :param kl_reference_tau: Step size of the moving average of ``"polyak"``
+        policy that sampled the transition). ``"initial"``: the policy at the first update. An integer: the policy of at most
+        that many updates ago
     :param kl_estimator: ``"exact"``: the closed form. ``"k1"``, ``"k2"``, ``"k3"``: estimates from the actions, see
         :mod:`sb3_grpo.losses`
     :param use_sde: Whether to explore with state-dependent noise (gSDE, https://arxiv.org/abs/2005.05719)
@@ -106,8 +96,6 @@ class GRPO(OnPolicyAlgorithm):
         of :class:`~sb3_grpo.buffers.GroupRolloutBuffer`
     :param rollout_buffer_kwargs: Keyword arguments of the rollout buffer
     :param target_kl: Limit of the approximate KL divergence: an update stops once it exceeds 1.5 times this value
-    :param n_reused_rollouts: Number of previous rollouts that each update uses again, with truncated importance weights
-        (Generalized PPO, https://arxiv.org/abs/2111.00072)
     :param normalize_observations: Whether the policy standardises observations that are vectors of floating point numbers, see
         :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
@@ -128,10 +116,6 @@ class GRPO(OnPolicyAlgorithm):
         "CnnPolicy": CnnPolicy,
         "MultiInputPolicy": MultiInputPolicy,
     }
-
-    policy: ActorPolicy  # type: ignore[assignment]
-    rollout_buffer: GroupRolloutBuffer  # type: ignore[assignment]
-    kl_penalty: KLPenalty
 
     def __init__(
         self,
@@ -155,14 +139,12 @@ class GRPO(OnPolicyAlgorithm):
         kl_coef: float = 0.0,
         adaptive_kl_target: float | None = None,
         kl_reference: KLReference = "initial",
-        kl_reference_tau: float = 0.05,
         kl_estimator: KLEstimator = "exact",
         use_sde: bool = False,
         sde_sample_freq: int = -1,
         rollout_buffer_class: str | type[GroupRolloutBuffer] | None = "kernel",
         rollout_buffer_kwargs: dict[str, Any] | None = None,
         target_kl: float | None = None,
-        n_reused_rollouts: int = 0,
         normalize_observations: bool = True,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
@@ -217,25 +199,22 @@ class GRPO(OnPolicyAlgorithm):
         self.kl_coef = kl_coef
         self.adaptive_kl_target = adaptive_kl_target
         self.kl_reference = kl_reference
-        self.kl_reference_tau = kl_reference_tau
         self.kl_estimator = kl_estimator
         self.target_kl = target_kl
-        self.n_reused_rollouts = n_reused_rollouts
         self.normalize_observations = normalize_observations
 
         #: Metrics of the last update; empty if the last rollout led to no update.
         self.update_metrics: dict[str, float] = {}
-        self.start_queue: StartQueue | None = None
-        # State that a saved model carries from its file to the parts that are built later.
-        self._run_state: RunState | None = None
-        # Random state with which a loaded model continues its run.
-        self._random_state: dict[str, Any] | None = None
-        # Names of the wrappers that were warned of.
-        self._slow_wrappers: set[str] = set()
+        # The layer through which the environments are reset and stepped.
+        self._seeded_env: SeededVecEnv | None = None
+        # The arguments as they were last taken up, by name.
+        self._settings: dict[str, Any] = {}
         # The settings of the run as they were last printed.
         self._printed_settings = ""
         # Whether a VecNormalize normalised the observations that the model learned from last.
         self._learned_from_normalized = False
+        # Whether an update of the present `learn` had something to learn from; None before the first rollout.
+        self._has_learned: bool | None = None
 
         if _init_setup_model:
             self._setup_model()
@@ -244,8 +223,10 @@ class GRPO(OnPolicyAlgorithm):
 
     @staticmethod
     def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+        if isinstance(env, VectorEnv):
+            env = wrap_vector_env(env)
         check_environment(env)
-        return insert_seeded_vec_env(OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper))
+        return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
     def _setup_model(self) -> None:
         self.rollout_buffer_class = resolve_buffer_class(self.rollout_buffer_class)  # type: ignore[assignment, arg-type]
@@ -253,63 +234,68 @@ class GRPO(OnPolicyAlgorithm):
         self.policy_kwargs = self.policy_kwargs or {}
         check_settings(vars(self), self._chooses_n_steps)
         check_policy_kwargs(self.policy_class, self.policy_kwargs, self._standardises())
-        check_discrete_spaces(self.observation_space, self.action_space)
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
         if self._chooses_n_steps:
-            self.n_steps = chosen_n_steps(buffer_class.default_rollout_size, self.n_envs, self.batch_size)
-        else:
-            check_rollout(self.n_steps, self.n_envs, self.batch_size, self.normalize_advantage, buffer_class.whitens)
+            self.n_steps = chosen_n_steps(buffer_class.rollout_size(), self.n_envs, self.batch_size)
+            notice = min_steps_notice(self.n_steps, self.n_envs, buffer_class.rollout_size())
+            if notice and self.verbose >= 1:
+                print(notice)
+        elif buffer_class.update_size(self.n_steps * self.n_envs) is not None:
+            check_rollout(self.n_steps, self.n_envs, self.batch_size, self.normalize_advantage)
         self.clip_range = FloatSchedule(self.clip_range)
         if self.clip_range_high is not None:
             self.clip_range_high = FloatSchedule(self.clip_range_high)
 
-        saved_queue, last_obs = self.start_queue, self._last_obs
-        self.start_queue = None
+        saved_ledger, last_obs = self.ledger, self._last_obs
+        self.ledger = None
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
-        self.rollout_buffer_kwargs = {"group_size": self._max_group_size(), "horizon": time_limit(self.env), **user_kwargs[0]}
+        by_default = {"group_size": self.group_size or DEFAULT_GROUP_SIZE, "horizon": time_limit(self.env)}
+        self.rollout_buffer_kwargs = {**by_default, **user_kwargs[0]}
         self.policy_kwargs = self._policy_arguments()
         try:
             super()._setup_model()
         finally:
             self.rollout_buffer_kwargs, self.policy_kwargs = user_kwargs
-        self.kl_penalty = KLPenalty(self.kl_reference, self.kl_reference_tau, self.kl_estimator, self._make_policy)
-        self._continue_run(saved_queue, last_obs)
-        if self.rollout_buffer.notice and self.verbose >= 1:
-            print(self.rollout_buffer.notice)
+        self.kl_penalty = KLPenalty(self.kl_reference, self.kl_estimator)
+        self._continue_run(saved_ledger, last_obs)
+        self._settings = self._current_settings()
 
-    def _continue_run(self, saved_queue: StartQueue | None, last_obs: Any) -> None:
-        """Go on with the run of a saved model, if this is one, with its start queue and its last observations."""
-        # SB3 has seeded the model, which made a new queue. A saved model continues with its own.
-        if saved_queue is not None and saved_queue.max_group_size == self._max_group_size():
-            self.start_queue, self._last_obs = saved_queue, last_obs
-            saved_queue.group_size = self.group_size or saved_queue.group_size
-        elif self.start_queue is None:
-            self.start_queue = self._new_start_queue()
-        if self._run_state is not None:
-            self._random_state = self._run_state.random
-            self.kl_penalty.set_state(self._run_state.kl_penalty)
-            if self._run_state.buffer_class == full_name(type(self.rollout_buffer)):  # load() may have been given another
-                self.rollout_buffer.set_state(self._run_state.buffer)
-            self._run_state = None
+    @property
+    def start_queue(self) -> Ledger | None:
+        """The ledger, under its earlier name."""
+        return self.ledger
 
-    def _max_group_size(self) -> int:
-        """
-        :return: The group size, or the largest one that the buffer may choose
-        """
-        if self.group_size is not None:
-            return self.group_size
-        return self.rollout_buffer_class.max_group_size  # type: ignore[union-attr]
+    def _new_ledger(self, seed: int | None = None) -> Ledger:
+        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed)
 
-    def _new_start_queue(self, seed: int | None = None) -> StartQueue:
-        return StartQueue(self.group_size or DEFAULT_GROUP_SIZE, seed, self._max_group_size())
+    def _current_settings(self) -> dict[str, Any]:
+        """
+        :return: The arguments of the constructor that are attributes, by name
+        """
+        return {name: vars(self)[name] for name in inspect.signature(GRPO.__init__).parameters if name in vars(self)}
 
-    def _make_policy(self) -> ActorPolicy:
+    def _take_up_changes(self) -> None:
         """
-        :return: A policy like the one that is trained, with other weights
+        Put attributes to use that were assigned after construction.
+
+        :raises ValueError: If one of them is out of range, or cannot be changed
         """
-        return self._policy_recipe()().to(self.device)
+        changed = changed_settings(self._settings, self._current_settings())
+        if not changed:
+            return
+        check_settings(vars(self), self._chooses_n_steps)
+        if "learning_rate" in changed:
+            self._setup_lr_schedule()
+        for name in changed & {"clip_range", "clip_range_high"}:
+            if getattr(self, name) is not None:
+                setattr(self, name, FloatSchedule(getattr(self, name)))
+        for name in changed & {"gamma", "gae_lambda"}:
+            setattr(self.rollout_buffer, name, getattr(self, name))
+        if "group_size" in changed and self.ledger is not None:
+            self.ledger.group_size = self.rollout_buffer.group_size = self.group_size or DEFAULT_GROUP_SIZE
+        self._settings = self._current_settings()
 
     def _policy_recipe(self) -> Callable[[], ActorPolicy]:
         """
@@ -331,9 +317,9 @@ class GRPO(OnPolicyAlgorithm):
     def set_random_seed(self, seed: int | None = None) -> None:
         super().set_random_seed(seed)
         if seed is not None:
-            self.start_queue = self._new_start_queue(seed)
+            self.ledger = self._new_ledger(seed)
             self._random_state = None
-            self._last_obs = None  # trajectories in progress belong to the previous queue
+            self._last_obs = None  # trajectories in progress belong to the previous ledger
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
@@ -352,15 +338,20 @@ class GRPO(OnPolicyAlgorithm):
             )
         if self._random_state is not None:
             if reset_num_timesteps:  # a new run
-                self.start_queue = self._new_start_queue(self.seed)
+                self.ledger = self._new_ledger(self.seed)
             else:
                 set_random_state(self._random_state)
             self._random_state = None
         is_grad_enabled = th.is_grad_enabled()
+        self._has_learned = None
         try:
-            return super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
+            super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
         finally:  # an interrupt that comes while torch leaves `no_grad` would leave autograd switched off in the whole process
             th.set_grad_enabled(is_grad_enabled)
+        if self._has_learned is False:
+            obstacle = self.rollout_buffer.obstacle()
+            warnings.warn(f"Nothing was learned in {self.num_timesteps} timesteps. {obstacle}", stacklevel=2)
+        return self
 
     def _setup_learn(
         self,
@@ -370,39 +361,35 @@ class GRPO(OnPolicyAlgorithm):
         tb_log_name: str = "run",
         progress_bar: bool = False,
     ) -> tuple[int, BaseCallback]:
-        assert self.env is not None
-        if find_seeded_vec_env(self.env).stepped_while_detached:
-            self._last_obs = None  # for example after an evaluation on the training environment
-        is_reset = reset_num_timesteps or self._last_obs is None
-        with self._queue_attached(self.env):
-            result = super()._setup_learn(total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar)
-        if is_reset:
-            check_finite("observation", self._last_obs, self.num_timesteps)
-            self.rollout_buffer.forget_trajectories()
+        assert self.env is not None and self.ledger is not None
+        self._take_up_changes()
+        starts, set_up = self._starts(self.env), super()._setup_learn
+        result: list[Any] = []
+
+        def reset() -> Any:
+            result[:] = set_up(total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar)
+            return self._last_obs
+
+        if starts.was_reset:
+            self._last_obs = None  # for example in an evaluation on the training environment
+        if reset_num_timesteps or self._last_obs is None:
+            self._begin_episodes(starts, reset)
+        else:
+            reset()
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
             self.rollout_buffer.horizon = time_limit(self.env)
         self._warn_without_vec_normalize()
-        if self.verbose >= 1 and self._printed_settings != self._describe_settings():
-            self._printed_settings = self._describe_settings()
-            print(self._printed_settings)
-        return result
-
-    def _describe_settings(self) -> str:
-        """
-        :return: The settings that depend on each other or on the environment, as they are in this run
-        """
-        buffer_names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
-        buffer = buffer_names.get(type(self.rollout_buffer), type(self.rollout_buffer).__name__)
-        group_size = self.group_size or DEFAULT_GROUP_SIZE
-        groups = f"{group_size} or {self.rollout_buffer.max_group_size}" if self._chooses_group_size() else str(group_size)
-        starts = "shared" if self.share_starts else "independent"
-        normalizers = ["VecNormalize"] if self._has_normalized_observations() else []
-        normalizers += ["the policy"] if self.policy.normalizer is not None else []
-        observations = f"normalised by {' and by '.join(normalizers)}" if normalizers else "not normalised"
-        return (
-            f"Using the {buffer} buffer, groups of {groups} ({starts} starts), rollouts of {self.n_steps * self.n_envs} "
-            f"transitions, observations {observations}"
+        settings = describe_settings(
+            self.rollout_buffer,
+            self.ledger.group_size,
+            starts.share_starts,
+            self.n_steps * self.n_envs,
+            {"VecNormalize": self._has_normalized_observations(), "the policy": self.policy.normalizer is not None},
         )
+        if self.verbose >= 1 and self._printed_settings != settings:
+            self._printed_settings = settings
+            print(settings)
+        return tuple(result)
 
     def _has_normalized_observations(self) -> bool:
         vec_normalize = self.get_vec_normalize_env()
@@ -419,32 +406,28 @@ class GRPO(OnPolicyAlgorithm):
             )
         self._learned_from_normalized = self._has_normalized_observations()
 
-    def _chooses_group_size(self) -> bool:
-        return self.group_size is None and self.share_starts and self.rollout_buffer.max_group_size > DEFAULT_GROUP_SIZE
-
-    @contextmanager
-    def _queue_attached(self, env: VecEnv) -> Iterator[LockedEnvs]:
+    def _starts(self, env: VecEnv) -> SeededVecEnv:
         """
-        Hand out starts while the model resets or steps its environments, and only then: evaluations on the same environment
-        get starts of their own.
-
         :param env: The training environment
-        :return: The context for callbacks, in which the environments may not be stepped
+        :return: The layer through which it is reset and stepped
         """
-        assert self.start_queue is not None
-        seeded_env = find_seeded_vec_env(env)
-        # Running statistics must not see values that are not finite. Other wrappers may be there to replace them.
-        check = self._check_environments if normalizes_directly(env) else None
-        locked_envs = LockedEnvs(seeded_env)
-        seeded_env.attach(self.start_queue, self.share_starts, check)
-        try:
-            yield locked_envs
-        except BaseException:
-            self._last_obs = None  # the environments may have moved on
-            raise
-        finally:
-            locked_envs.end()
-            seeded_env.detach()
+        assert self.ledger is not None
+        layer = self._seeded_env
+        if layer is None or layer.env is not env or layer.wants_shared_starts != self.share_starts:
+            layer = self._seeded_env = SeededVecEnv(env, self.ledger, self.share_starts)
+        layer.ledger, layer.num_timesteps = self.ledger, self.num_timesteps
+        return layer
+
+    def _begin_episodes(self, starts: SeededVecEnv, reset: Callable[[], Any]) -> None:
+        """
+        Reset all environments.
+
+        :param starts: The layer through which they are reset
+        :param reset: Resets them once, and returns their observations
+        """
+        self._last_obs = None
+        self.rollout_buffer.forget_trajectories()
+        self._last_obs = starts.begin(reset)  # type: ignore[assignment]
 
     def collect_rollouts(
         self,
@@ -461,184 +444,56 @@ class GRPO(OnPolicyAlgorithm):
         :param rollout_buffer: Buffer to fill
         :param n_rollout_steps: Number of steps per environment
         :return: False if the callback asked to stop; the last step is kept
-        :raises ValueError: If an observation, a reward or the output of the policy is not finite, or if the buffer is for
-            another number of steps
-        :raises RuntimeError: If a callback steps or resets the training environment in the course of the rollout
+        :raises ValueError: If an observation, a reward or the output of the policy is not finite, or if a setting was changed
+            that cannot be changed
+        :raises RuntimeError: If a callback resets the training environment in the course of the rollout
         """
-        if n_rollout_steps != rollout_buffer.buffer_size:
-            raise ValueError(
-                f"The rollout has {n_rollout_steps} steps, and the buffer was made for {rollout_buffer.buffer_size}: pass "
-                f"n_steps={n_rollout_steps} to GRPO, or to `GRPO.load`, instead of changing it afterwards."
-            )
-        assert self.start_queue is not None
-        with self._queue_attached(env) as locked_envs:
-            if find_seeded_vec_env(env).stepped_while_detached or self._last_obs is None:
-                self._reset_all(env, rollout_buffer)
-            if not self._collect(env, callback, rollout_buffer, n_rollout_steps, locked_envs):
+        assert self.ledger is not None
+        self._take_up_changes()
+        starts = self._starts(env)
+        try:
+            if starts.was_reset or self._last_obs is None:
+                self._begin_episodes(starts, env.reset)
+            if not collect(self, env, callback, rollout_buffer, n_rollout_steps, starts):
                 return False
             if self.policy.normalizer is not None and self.policy.normalizer.observe(rollout_buffer.observations):
                 rollout_buffer.policy_changed(self.policy)
-            rollout_buffer.n_parts = self.start_queue.n_parts
-            # If this fails, trajectories in progress have lost their beginnings, and the environments are reset.
             rollout_buffer.finish_rollout(
                 self._last_obs,  # type: ignore[arg-type]
                 self.policy,
+                self.ledger.open_groups(),
                 self.normalize_advantage,
                 self.loss_aggregation,
-                self.n_reused_rollouts,
             )
+        except BaseException:
+            self._last_obs = (
+                None  # the environments may have moved on, and trajectories in progress have lost their beginnings
+            )
+            raise
+        finally:
+            starts.release()
         for name, value in rollout_buffer.metrics.items():
-            if name.startswith("rollout/") and name not in rollout_buffer.unlogged:
+            if name.startswith("rollout/"):
                 self.logger.record(name, value)
-        if self.group_size is None:
-            preferred = rollout_buffer.preferred_group_size if self._chooses_group_size() else DEFAULT_GROUP_SIZE
-            self.start_queue.group_size = preferred
-        if self._chooses_group_size():
-            self.logger.record("rollout/group_size", self.start_queue.group_size)
-        if self.share_starts:
-            self.logger.record("rollout/start_mismatches", find_seeded_vec_env(env).mismatches)
+        if self.group_size is None and starts.share_starts:
+            self.ledger.group_size = rollout_buffer.suggested_group_size()
+            self.logger.record("rollout/group_size", self.ledger.group_size)
+        if starts.share_starts:
+            self.logger.record("rollout/start_mismatches", starts.mismatches)
 
         callback.update_locals(locals())
         callback.on_rollout_end()
         return True
 
-    def _reset_all(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer) -> None:
-        """
-        Reset all environments.
-
-        :param env: The training environment
-        :param rollout_buffer: Buffer, which forgets the trajectories in progress
-        :raises ValueError: If a first observation is not finite
-        """
-        obs = env.reset()
-        check_finite("observation", obs, self.num_timesteps)
-        self._last_obs = obs  # type: ignore[assignment]
-        rollout_buffer.forget_trajectories()
-
-    def _collect(
-        self,
-        env: VecEnv,
-        callback: BaseCallback,
-        rollout_buffer: GroupRolloutBuffer,
-        n_rollout_steps: int,
-        locked_envs: AbstractContextManager[None],
-    ) -> bool:
-        """
-        Fill the buffer. Arguments and result are those of :meth:`collect_rollouts`, and the context in which callbacks run;
-        local names are SB3's, because callbacks read them.
-        """
-        normalizer = reward_normalizer(env) if rollout_buffer.takes_original_rewards else None
-        n_steps = 0
-        rollout_buffer.reset()
-        self.policy.set_training_mode(False)
-
-        with locked_envs:
-            callback.on_rollout_start()
-
-        for step in self._steps(env, rollout_buffer, n_rollout_steps):
-            obs_tensor, actions, clipped_actions, log_probs, features, start_indices, new_obs, rewards, dones, infos = step
-            self._check_environments(new_obs, rewards, dones, infos)
-
-            self.num_timesteps += env.num_envs
-
-            callback.update_locals(locals())
-            with locked_envs:
-                continue_training = callback.on_step()
-
-            self._update_info_buffer(infos, dones)
-            n_steps += 1
-            rollout_buffer.add(
-                self._last_obs,  # type: ignore[arg-type]
-                actions,
-                rewards if normalizer is None else normalizer.get_original_reward(),
-                dones,
-                log_probs,
-                start_indices,
-                infos,
-                features,
-            )
-            self._last_obs = new_obs  # type: ignore[assignment]
-            self._last_episode_starts = dones
-            if not continue_training:
-                return False
-        return True
-
-    def _steps(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer, n_steps: int) -> Iterator[Step]:
-        """
-        :param env: The training environment
-        :param rollout_buffer: Buffer, which is told if the environments have to be reset
-        :param n_steps: Number of steps
-        :return: The steps, each taken when it is asked for. Workers that can act by themselves have taken all of them
-        """
-        seeded_env = find_seeded_vec_env(env)
-        if self._workers_act(env):
-            collected = self._collect_in_workers(env, rollout_buffer, n_steps)
-            seeded_env.count_mismatches(collected.mismatches, collected.warnings)
-            return replay_steps(collected, self.policy, seeded_env)
-        obs: Any = self._last_obs
-        return take_steps(self.policy, env, obs, n_steps, self.sde_sample_freq, self.num_timesteps)
-
-    def _collect_in_workers(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer, n_steps: int) -> Collected:
-        """
-        :return: A rollout of the workers. If the episodes of a lost worker cannot go on, all environments begin new ones
-        """
-        seeded_env = find_seeded_vec_env(env)
-        while True:
-            try:
-                return seeded_env.venv.collect(  # type: ignore[attr-defined]
-                    self._policy_recipe(),
-                    self.policy,
-                    obs=self._last_obs,
-                    starts=seeded_env.start_indices,
-                    queue=self.start_queue,
-                    share_starts=seeded_env.share_starts,
-                    n_steps=n_steps,
-                    sde_sample_freq=self.sde_sample_freq,
-                    num_timesteps=self.num_timesteps,
-                )
-            except RolloutLost as error:
-                env_idx, what, _ = error.args
-                warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
-                self._reset_all(env, rollout_buffer)
-
-    def _workers_act(self, env: VecEnv) -> bool:
-        """
-        :param env: The training environment
-        :return: Whether its workers can collect whole rollouts, and no wrapper changes what they return
-        """
-        if not isinstance(find_seeded_vec_env(env).venv, CollectingVecEnv):
-            return False
-        wrapper = data_changing_wrapper(env)
-        if wrapper is not None and wrapper not in self._slow_wrappers:
-            self._slow_wrappers.add(wrapper)
-            warnings.warn(
-                f"{wrapper} needs every step of the workers, so each step is a call to all workers, which takes milliseconds. "
-                f"Use {INSIDE_WORKERS.get(wrapper, 'a wrapper of Gymnasium')} inside the environments instead "
-                "(`make_vec_env(..., wrapper_class=...)`).",
-                UserWarning,
-                stacklevel=2,
-            )
-        return wrapper is None
-
-    def _check_environments(self, observations: VecEnvObs, *step: Any) -> None:
-        """
-        :param observations: Observations of all environments, after a reset or a step
-        :param step: After a step: rewards, whether the episodes ended, and infos, one for each environment
-        :raises ValueError: If a number is NaN or infinite; the message names the environment
-        """
-        check_finite("observation", observations, self.num_timesteps)
-        if step:
-            rewards, dones, infos = step
-            check_finite("reward", rewards, self.num_timesteps)
-            check_final_observations(dones, infos, self.num_timesteps)
-
     # --- updating -----------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Update the policy with the transitions in the rollout buffer. Without any, the weights stay as they are."""
+        self._take_up_changes()  # which a callback may have made at the end of the rollout
         self.policy.set_learning_rate(self.lr_schedule(self._current_progress_remaining))
         self.logger.record("train/learning_rate", self.policy.optimizer.param_groups[0]["lr"])
         self.update_metrics = {}
+        self._has_learned = self._has_learned or self.rollout_buffer.has_differences
         if self.rollout_buffer.n_samples > 0:
             self._update()
         if self.policy.normalizer is not None:
@@ -647,46 +502,24 @@ class GRPO(OnPolicyAlgorithm):
     def _update(self) -> None:
         self.policy.set_training_mode(True)
         clip_range = self._current_clip_range()
-        with self._rolled_back_on_error():
+        objective = Objective(
+            clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
+        )
+        with rolled_back_on_error(self.policy, self.kl_penalty):
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
-            metrics = self._update_policy(clip_range)
+            steps = objective.optimize(self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl)
+            check_update(self.policy, steps.gradient_norms)
+            metrics = describe_update(steps, clip_range)
             if self.adaptive_kl_target is not None:
                 kl = self.kl_penalty.mean(self.policy, self.rollout_buffer.get(ENCODING_BATCH))
                 metrics["train/kl_to_reference"] = kl
                 self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.adaptive_kl_target)
-        self.update_metrics = metrics
-        self._log_update(clip_range)
-
-    @contextmanager
-    def _rolled_back_on_error(self) -> Iterator[None]:
-        """Undo an update that fails or is interrupted: the model is that before the update or after it, never in between."""
-        before = copy.deepcopy((self.policy.state_dict(), self.policy.optimizer.state_dict()))
-        n_updates, kl_coef, kl_state = self._n_updates, self.kl_coef, self.kl_penalty.get_state()
-        try:
-            yield
-        except BaseException:
-            self.policy.load_state_dict(before[0])
-            self.policy.optimizer.load_state_dict(before[1])
-            self._n_updates, self.kl_coef = n_updates, kl_coef
-            self.kl_penalty.set_state(kl_state)
-            raise
-
-    def _update_policy(self, clip_range: ClipRange) -> dict[str, float]:
-        """
-        :param clip_range: Current clip range
-        :return: Metrics
-        :raises ValueError: If a gradient, or a parameter after the update, is not finite
-        """
-        objective = Objective(
-            clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
-        )
-        steps = objective.optimize(self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl)
-        self._n_updates += len(steps.epochs)
         if steps.excessive_kl is not None and self.verbose >= 1:
             print(f"Early stopping at epoch {len(steps.epochs) - 1} due to reaching max kl: {steps.excessive_kl:.2f}")
-        check_update(self.policy, steps.gradient_norms)
-        return describe_update(steps, clip_range)
+        self._n_updates += len(steps.epochs)
+        self.update_metrics = metrics
+        self._log_update(clip_range)
 
     def _current_clip_range(self) -> ClipRange:
         low = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
@@ -707,90 +540,12 @@ class GRPO(OnPolicyAlgorithm):
         if self.clip_range_high is not None:
             self.logger.record("train/clip_range_high", clip_range.high)
 
-    # --- saving -------------------------------------------------------------------------------------------------------
-
-    def save(
-        self,
-        path: str | pathlib.Path | io.BufferedIOBase,
-        exclude: Iterable[str] | None = None,
-        include: Iterable[str] | None = None,
-    ) -> None:
-        """
-        Save the model in a zip file, with everything that continuing its run needs: weights, optimizer, kernel baseline, KL
-        reference, start queue and random generators. Transitions that wait for their group, and rollouts that would be reused,
-        are not saved.
-
-        The file is replaced as a whole: if saving is interrupted, the previous file stays intact.
-
-        :param path: Path of the file (``.zip`` is added if it has no suffix), or a file-like object
-        :param exclude: Names of attributes that are not saved
-        :param include: Names of attributes that are saved although they are excluded by default
-        """
-        self._run_state = RunState(
-            full_name(type(self.rollout_buffer)),
-            self.rollout_buffer.get_state(),
-            self.kl_penalty.get_state(),
-            self._random_state or random_state(),
-        )
-        try:
-            content = io.BytesIO()
-            super().save(content, exclude, include)
-        finally:
-            self._run_state = None
-        write_format(content)
-        if isinstance(path, (str, pathlib.Path)):
-            path = pathlib.Path(path)
-            replace_file(path if path.suffix else path.with_name(f"{path.name}.zip"), content.getvalue())
-        else:
-            path.write(content.getvalue())
-
-    @classmethod
-    def load(
-        cls: type[SelfGRPO],
-        path: str | pathlib.Path | io.BufferedIOBase,
-        env: GymEnv | None = None,
-        device: th.device | str = "auto",
-        custom_objects: dict[str, Any] | None = None,
-        print_system_info: bool = False,
-        force_reset: bool = True,
-        **kwargs: Any,
-    ) -> SelfGRPO:
-        """
-        Load a model. ``learn(..., reset_num_timesteps=False)`` then continues the saved run with the same random numbers, from
-        a reset of the environments. ``learn(...)`` starts a new run; if the model was saved with a ``seed``, that seed is used
-        again unless another one is passed here.
-
-        .. warning::
-            A saved model contains pickled objects, and unpickling runs code from the file: load only files that you trust.
-            From other files take the weights alone, with :func:`~sb3_grpo.transfer.load_actor`.
-
-        :param path: Path of the file, or a file-like object
-        :param env: Environment to learn in; ``None`` for a model that only predicts, or to set it later (``set_env``)
-        :param device: Device of the policy
-        :param custom_objects: Attributes that replace those in the file
-        :param print_system_info: Whether to print information about the current and the saving system
-        :param force_reset: Unused: learning always begins with a reset of the environments
-        :param kwargs: Arguments to change
-        :return: The model
-        :raises ValueError: If the file is of another algorithm or of another file format, or if an argument does not fit
-            the saved weights
-        :raises TypeError: If there is an unknown argument
-        """
-        classes = [each for each in cls.__mro__ if issubclass(each, GRPO)]
-        taken = ("policy", "env", "_init_setup_model", "unknown")  # by the file, by `load`, or by nobody
-        accepted = [name for each in classes for name in inspect.signature(each).parameters if name not in taken]
-        refuse_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
-        check_format(path)
-        changed = {**(custom_objects or {}), **kwargs}
-        if "n_steps" in changed:
-            kwargs["_chooses_n_steps"] = changed["n_steps"] is None
-        if "stats_window_size" in kwargs:  # SB3 keeps it under another name
-            kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
-        model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
-        if changed.get("seed") is not None:  # a new run
-            model.start_queue = model._new_start_queue(model.seed)
-            model._random_state = None
-        return model
-
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "kl_penalty", "_random_state", "_printed_settings", "_slow_wrappers"]
+        return [
+            *super()._excluded_save_params(),
+            "kl_penalty",
+            "_random_state",
+            "_printed_settings",
+            "_seeded_env",
+            "_settings",
+        ]

@@ -43,7 +43,7 @@ class ObservationNormalizer(nn.Module):
             self.slices[name] = slice(n_inputs, n_inputs + int(np.prod(space.shape)))
             n_inputs = self.slices[name].stop
         # The statistics so far
-        self.register_buffer("count", th.zeros((), dtype=th.int64))
+        self.register_buffer("count", th.zeros(()))
         self.register_buffer("mean", th.zeros(n_inputs))
         self.register_buffer("var", th.ones(n_inputs))
         # Those in use
@@ -60,7 +60,7 @@ class ObservationNormalizer(nn.Module):
         return {**observations, **{name: self._standardised(observations[name], own) for name, own in self.slices.items()}}
 
     def _standardised(self, part: th.Tensor, own: slice) -> th.Tensor:
-        standardised = (part.flatten(1) - self.shift[own]) * self.scale[own]
+        standardised = (part.unsqueeze(-1).flatten(1) - self.shift[own]) * self.scale[own]
         return standardised.clamp_(-MAX_STANDARDISED, MAX_STANDARDISED).view_as(part)
 
     def observe(self, observations: Any) -> bool:

@@ -82,6 +82,15 @@ def test_the_statistics_are_those_of_all_observations():
     np.testing.assert_allclose(normalizer(th.as_tensor(everything)), expected, atol=1e-4)
 
 
+def test_all_entries_of_a_state_dict_are_floating_point_and_a_count_that_was_saved_as_an_integer_is_taken():
+    normalizer, other = ObservationNormalizer(VECTOR), ObservationNormalizer(VECTOR)
+    normalizer.observe(ROLLOUTS[0])
+    state = normalizer.state_dict()
+    assert all(value.is_floating_point() for value in state.values())
+    other.load_state_dict({**state, "count": state["count"].long()})
+    assert other.count.dtype == th.float32 and other.count == len(ROLLOUTS[0])
+
+
 def test_the_first_observations_are_used_at_once_and_later_ones_only_after_renewal():
     normalizer = ObservationNormalizer(VECTOR)
     x = th.as_tensor(ROLLOUTS[0])
@@ -146,13 +155,13 @@ def test_parts_of_a_dict_have_statistics_of_their_own():
 
 def test_a_policy_is_the_same_function_throughout_a_rollout_and_its_update(monkeypatch: pytest.MonkeyPatch):
     model, watcher, in_updates = make_model(), Watcher(), []
-    update = GRPO._update_policy
+    update = GRPO._update
 
     def watched_update(self: GRPO, *args: Any) -> Any:
         in_updates.append(self.policy.normalizer.shift.clone())  # type: ignore[union-attr]
         return update(self, *args)
 
-    monkeypatch.setattr(GRPO, "_update_policy", watched_update)
+    monkeypatch.setattr(GRPO, "_update", watched_update)
     model.learn(3 * 32, callback=watcher)
     of_rollouts = [th.stack(watcher.shifts[first : first + 32]) for first in (0, 32, 64)]
     assert all(th.equal(rollout, rollout[:1].expand_as(rollout)) for rollout in of_rollouts)
@@ -178,7 +187,7 @@ def test_importance_ratios_of_the_first_update_begin_at_one(use_sde: bool, monke
                 ratios.append((log_prob - batch.old_log_prob).exp().numpy())
         return {}
 
-    monkeypatch.setattr(GRPO, "_update_policy", watched_update)
+    monkeypatch.setattr(GRPO, "_update", watched_update)
     make_model(make_vec_env("Pendulum-v1", 2, wrapper_class=Affine), use_sde=use_sde).learn(64)
     np.testing.assert_allclose(np.concatenate(ratios), 1.0, rtol=1e-4)
 
