@@ -37,7 +37,6 @@ NEUTRAL: dict[str, Any] = dict(
     tied_groups="keep",
     reward_weights=None,
     component_aggregation="sum_then_normalize",
-    n_reused_rollouts=0,
     actor_features=False,
     target_lambda=None,
     fit="regression",
