@@ -471,23 +471,26 @@ class Indifferent(AnyEnv):
 
 
 @pytest.mark.parametrize("buffer", ["kernel", "outcome", "process", "return_to_go", "stepwise"])
-def test_a_run_whose_rewards_are_all_equal_says_so(buffer: str):
+def test_a_run_whose_rewards_are_all_equal_says_so_and_an_ordinary_run_does_not(buffer: str):
     model = make_model(DummyVecEnv([Indifferent] * 2), rollout_buffer_class=buffer)
-    with pytest.warns(UserWarning, match="Nothing was learned in 64 timesteps. All rewards that were compared are equal"):
-        model.learn(64)
+    for _ in range(2):
+        with pytest.warns(
+            UserWarning, match=r"Nothing was learned in 64 timesteps\. All rewards that were compared are equal"
+        ):
+            model.learn(64, reset_num_timesteps=False)
     model.set_env(make_envs())
-    model.learn(64)  # a warning would be an error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.learn(96)
+        model.learn(96, callback=lambda *_: False)  # which ends the first rollout
 
 
 @pytest.mark.parametrize("buffer", ["outcome", "process"])
 def test_a_run_in_which_no_group_was_completed_says_so(buffer: str):
     model = make_model(make_envs(lengths=(50, 60)), rollout_buffer_class=buffer, group_size=4)
-    message = "Nothing was learned in 32 timesteps. No group of 4 trajectories was completed, .* Train longer"
+    message = r"Nothing was learned in 32 timesteps\. No group of 4 trajectories was completed, .* Train longer"
     with pytest.warns(UserWarning, match=message):
         model.learn(32)
-    model.learn(32 * 16, reset_num_timesteps=False)  # groups are completed, and a warning would be an error
-
-
-def test_a_callback_that_ends_the_first_rollout_is_no_reason_for_a_warning(recwarn: pytest.WarningsRecorder):
-    make_model().learn(64, callback=lambda *_: False)
-    assert not list(recwarn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.learn(32 * 16, reset_num_timesteps=False)  # in which groups are completed
