@@ -157,9 +157,9 @@ def test_a_policy_is_the_same_function_throughout_a_rollout_and_its_update(monke
     model, watcher, in_updates = make_model(), Watcher(), []
     update = GRPO._update
 
-    def watched_update(self: GRPO, *args: Any) -> Any:
+    def watched_update(self: GRPO) -> None:
         in_updates.append(self.policy.normalizer.shift.clone())  # type: ignore[union-attr]
-        return update(self, *args)
+        update(self)
 
     monkeypatch.setattr(GRPO, "_update", watched_update)
     model.learn(3 * 32, callback=watcher)
@@ -180,12 +180,11 @@ def test_importance_ratios_of_the_first_update_begin_at_one(use_sde: bool, monke
     """The policy that samples the first rollout has no statistics yet."""
     ratios = []
 
-    def watched_update(self: GRPO, *args: Any) -> dict[str, float]:
+    def watched_update(self: GRPO) -> None:
         with th.no_grad():
             for batch in self.rollout_buffer.get():
                 log_prob, _ = self.policy.evaluate_actions(batch.observations, batch.actions)
                 ratios.append((log_prob - batch.old_log_prob).exp().numpy())
-        return {}
 
     monkeypatch.setattr(GRPO, "_update", watched_update)
     make_model(make_vec_env("Pendulum-v1", 2, wrapper_class=Affine), use_sde=use_sde).learn(64)
@@ -214,10 +213,10 @@ def test_the_first_fit_sees_the_features_of_the_policy_that_is_updated(monkeypat
     model = GRPO("MultiInputPolicy", make_vec_env(Camera, 2, seed=0), n_steps=16, batch_size=16, seed=0, device="cpu")
     observe, differences = KernelBaseline.observe, []
 
-    def watched(self: KernelBaseline, inputs: np.ndarray) -> None:
+    def watched(self: KernelBaseline, inputs: np.ndarray, *rest: Any) -> None:
         rollout = model.rollout_buffer._flatten(16)
         differences.append(np.abs(inputs - model.policy.encode(rollout.observations)).max())
-        observe(self, inputs)
+        observe(self, inputs, *rest)
 
     monkeypatch.setattr(KernelBaseline, "observe", watched)
     model.learn(64)
