@@ -28,12 +28,12 @@ EXAMPLES = [
 # What each module may import from the package; ``__init__`` is the package itself, ``sb3_grpo``.
 CORE = {
     "advantages",
+    "baseline",
     "buffers",
     "doctor",
     "envs",
     "fast_actor",
     "grpo",
-    "kernel",
     "kl_penalty",
     "losses",
     "persistence",
@@ -48,10 +48,10 @@ CORE = {
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "advantages": set(),
+    "baseline": set(),
     "doctor": {"persistence", "shared_inputs"},
     "envs": {"envs", "validation"},
     "fast_actor": set(),
-    "kernel": set(),
     "losses": set(),
     "normalization": {"observations"},
     "observations": set(),
@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "validation": {"observations"},
     "wrappers": set(),
     "policies": {"fast_actor", "normalization", "observations", "validation"},
-    "buffers": {"advantages", "buffers", "kernel", "losses", "observations", "policies", "relative", "validation"},
+    "buffers": {"advantages", "baseline", "buffers", "losses", "observations", "policies", "relative", "validation"},
     "kl_penalty": {"buffers", "losses", "policies", "validation"},
     "update": {"buffers", "fast_actor", "kl_penalty", "losses", "policies"},
     "settings": {"buffers", "kl_penalty", "losses", "policies", "validation"},
@@ -163,7 +163,7 @@ def test_imports_of_the_package_point_one_way():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        pytest.param("advantages", "from sb3_grpo.kernel import KernelBaseline", id="absolute"),
+        pytest.param("advantages", "from sb3_grpo.baseline import KernelBaseline", id="absolute"),
         pytest.param("advantages", "from .buffers import GroupRolloutBuffer", id="relative"),
         pytest.param("buffers", "def f():\n    from sb3_grpo.start_queue import StartQueue", id="inside a function"),
         pytest.param("policies", "from sb3_grpo import losses", id="through the package"),
@@ -180,7 +180,7 @@ def test_an_import_against_the_layers_is_an_offence(module: str, source: str):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        pytest.param("buffers", "from .kernel import KernelBaseline\nfrom . import losses", id="relative"),
+        pytest.param("buffers", "from .baseline import KernelBaseline\nfrom . import losses", id="relative"),
         pytest.param("grpo", "import numpy\nfrom sb3_grpo import buffers, policies, starts", id="grpo to its parts"),
         pytest.param("zoo.cli", "from rl_zoo3 import ALGOS\nfrom ..grpo import GRPO\nfrom . import cli", id="zoo module"),
     ],

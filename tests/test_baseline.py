@@ -8,8 +8,7 @@ import pytest
 import torch as th
 
 from sb3_grpo.advantages import explained_variance
-from sb3_grpo.buffers.kernel import MIN_RIDGE
-from sb3_grpo.kernel import (
+from sb3_grpo.baseline import (
     BLOCK_COLUMNS,
     BLOCK_STEPS,
     LEVEL_RIDGE,
@@ -26,6 +25,7 @@ from sb3_grpo.kernel import (
     predict_by_fold,
     ridge_weights,
 )
+from sb3_grpo.buffers.kernel import MIN_RIDGE
 
 RIDGE = 0.01
 TIME_OR_NOT = pytest.mark.parametrize("time_feature", [pytest.param(True, id="time"), pytest.param(False, id="no time")])
