@@ -96,7 +96,8 @@ def test_hashing_keeps_distances(similar: bool):
         inputs = inputs.cumsum(axis=2) / 100.0
     differences = tensor(inputs[0] - inputs[1])
     ratios = hashed_inputs(differences).norm(dim=1) / differences.norm(dim=1)
-    assert (ratios.mean() - 1.0).abs() < 0.03 and (ratios - 1.0).abs().max() < 0.3
+    # Without signs, the distances of the smooth inputs would be fifteen times as large
+    assert (ratios.mean() - 1.0).abs() < 0.15 and (ratios - 1.0).abs().max() < 0.4
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
