@@ -16,7 +16,7 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_grpo import GRPO, ActorPolicy, load_actor
-from sb3_grpo.kernel import KernelBaseline
+from sb3_grpo.baseline import KernelBaseline
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 
 VECTOR = spaces.Box(-np.inf, np.inf, (3,))

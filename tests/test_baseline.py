@@ -8,8 +8,7 @@ import pytest
 import torch as th
 
 from sb3_grpo.advantages import explained_variance
-from sb3_grpo.buffers.kernel import MIN_RIDGE
-from sb3_grpo.kernel import (
+from sb3_grpo.baseline import (
     BLOCK_COLUMNS,
     BLOCK_STEPS,
     LEVEL_RIDGE,
@@ -26,6 +25,7 @@ from sb3_grpo.kernel import (
     predict_by_fold,
     ridge_weights,
 )
+from sb3_grpo.buffers.kernel import MIN_RIDGE
 
 RIDGE = 0.01
 TIME_OR_NOT = pytest.mark.parametrize("time_feature", [pytest.param(True, id="time"), pytest.param(False, id="no time")])
@@ -96,7 +96,8 @@ def test_hashing_keeps_distances(similar: bool):
         inputs = inputs.cumsum(axis=2) / 100.0
     differences = tensor(inputs[0] - inputs[1])
     ratios = hashed_inputs(differences).norm(dim=1) / differences.norm(dim=1)
-    assert (ratios.mean() - 1.0).abs() < 0.03 and (ratios - 1.0).abs().max() < 0.3
+    # Without signs, the distances of the smooth inputs would be fifteen times as large
+    assert (ratios.mean() - 1.0).abs() < 0.15 and (ratios - 1.0).abs().max() < 0.4
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
