@@ -93,13 +93,6 @@ def test_episodes_begin_anew_if_the_users_own_environments_were_used_between_two
     assert model.rollout_buffer.metrics["rollout/group_return_mean"] == 10.0
 
 
-def test_trajectories_go_on_if_nobody_used_the_environments_between_two_learns():
-    model = make_model(DummyVecEnv([TenSteps] * 2)).learn(32)
-    model.learn(32, reset_num_timesteps=False)
-    # 16 steps each: the second episodes end in the second call
-    assert model.rollout_buffer.steps[:, 0].tolist() == [6, 6]
-
-
 # --- wrappers and other kinds of VecEnv -------------------------------------------------------------------------------
 
 
