@@ -441,8 +441,12 @@ LONG: dict[str, Any] = dict(lengths=(ENDLESS, ENDLESS + 1))
             r"observation in step 21 of its episode, after 40 timesteps: \[nan nan nan\]",
             id="observation",
         ),
-        pytest.param(lambda: BrokenEnv(21, reward=np.inf), "reward in step 3 of its episode, after 40 timesteps: inf", id="reward"),
-        pytest.param(lambda: BrokenEnv(0, observation=np.nan), "observation in the reset, after 0 timesteps", id="first observation"),
+        pytest.param(
+            lambda: BrokenEnv(21, reward=np.inf), "reward in step 3 of its episode, after 40 timesteps: inf", id="reward"
+        ),
+        pytest.param(
+            lambda: BrokenEnv(0, observation=np.nan), "observation in the reset, after 0 timesteps", id="first observation"
+        ),
         pytest.param(
             # A step returns the first observation of the next episode: only the infos show the last one of this.
             lambda: TimeLimit(BrokenEnv(5, observation=np.nan, **LONG), 5),
@@ -481,7 +485,10 @@ def test_a_first_observation_that_is_not_finite_is_refused_also_after_a_reset_be
 def test_a_part_of_a_dict_observation_that_is_not_finite_is_refused_by_its_key():
     space = spaces.Dict({"a": VECTOR, "b": spaces.Discrete(4)})
     env = DummyVecEnv([lambda: BrokenEnv(5, observation=np.nan, observation_space=space, **LONG)])
-    with pytest.raises(ValueError, match="Environment 0 returned a non-finite observation under 'a' in step 5 of its episode, after 4 timesteps"):
+    with pytest.raises(
+        ValueError,
+        match="Environment 0 returned a non-finite observation under 'a' in step 5 of its episode, after 4 timesteps",
+    ):
         make_model(env, "MultiInputPolicy").learn(32)
 
 
