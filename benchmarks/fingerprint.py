@@ -37,7 +37,7 @@ class Images(gym.Env):
 SHORT: dict[str, Any] = dict(n_steps=256)
 GSPO: dict[str, Any] = dict(importance_sampling_level="trajectory", loss_aggregation="constant", clip_range_high=0.3)
 SKIP: dict[str, Any] = dict(rollout_buffer_class="stepwise", rollout_buffer_kwargs=dict(tied_groups="skip", scale="group"))
-KL: dict[str, Any] = dict(kl_coef=0.1, kl_reference="polyak", adaptive_kl_target=0.01, ent_coef=0.01)
+KL: dict[str, Any] = dict(kl_coef=0.1, kl_reference="initial", adaptive_kl_target=0.01, ent_coef=0.01)
 MAKE: dict[str, Any] = {"doorkey8": dict(wrapper_class=FlatObsWrapper), "subproc": dict(vec_env_cls=SubprocVecEnv)}
 WHOLE = ("outcome", "process", "return_to_go", "stepwise")
 #: Environment, number of environments, steps to train, and arguments of GRPO

@@ -34,7 +34,6 @@ NEUTRAL: dict[str, Any] = dict(
     importance_sampling_level="step",
     loss_aggregation="step",
     adaptive_kl_target=None,
-    kl_reference_tau=0.05,
     tied_groups="keep",
     reward_weights=None,
     component_aggregation="sum_then_normalize",

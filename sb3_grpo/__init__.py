@@ -1,5 +1,7 @@
 """Group Relative Policy Optimization for Stable-Baselines3."""
 
+from stable_baselines3.common.vec_env import SubprocVecEnv as SeededSubprocVecEnv
+
 from sb3_grpo import envs  # registers the environments
 from sb3_grpo.buffers import (
     CompleteGroupRolloutBuffer,
@@ -14,8 +16,8 @@ from sb3_grpo.doctor import Doctor
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
-from sb3_grpo.resets import EnvironmentFault, SeededSubprocVecEnv
 from sb3_grpo.shared_inputs import SharedInputs, check_shared_inputs
+from sb3_grpo.starts import EnvironmentFault
 from sb3_grpo.transfer import load_actor
 
 __version__ = VERSION

@@ -2,8 +2,8 @@
 The actor without autograd.
 
 On networks as small as those of control tasks, building and walking autograd's graph takes longer than the arithmetic, and so
-does constructing SB3's distribution objects. This module writes the arithmetic out: :func:`fast_actor` is the one entry, it
-returns ``None`` for policies that are not eligible, and its docstring is the list of what makes a policy eligible.
+does constructing SB3's distribution objects. This module writes the arithmetic out. :func:`fast_actor` returns ``None`` for
+policies that are not eligible, and its docstring is the list of what makes a policy eligible.
 
 The numbers are those of the ordinary path up to rounding, and actions are drawn from the same random numbers.
 """
@@ -14,9 +14,11 @@ from typing import NamedTuple, Protocol
 
 import torch as th
 from stable_baselines3.common.distributions import CategoricalDistribution, DiagGaussianDistribution, Distribution
-from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.torch_layers import FlattenExtractor
+from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
+
+from sb3_grpo.policies import ActorPolicy
 
 HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
 
@@ -44,7 +46,7 @@ class Evaluation(NamedTuple):
     entropy: th.Tensor
 
 
-class LeanDistribution(Protocol):
+class FastDistribution(Protocol):
     """
     A family of action distributions, as functions of the output of the actor's last layer.
 
@@ -86,7 +88,7 @@ class LeanDistribution(Protocol):
         """
 
 
-class LeanCategorical:
+class FastCategorical:
     """One of several actions; the parameters are logits, shape ``(n, n_actions)``."""
 
     def sample(self, params: th.Tensor, log_std: th.Tensor | None) -> Sample:
@@ -125,7 +127,7 @@ class LeanCategorical:
         return log_probs.clamp(min=th.finfo(log_probs.dtype).min)
 
 
-class LeanGaussian:
+class FastGaussian:
     """Independent Gaussians; the parameters are means, shape ``(n, action_dim)``."""
 
     def sample(self, params: th.Tensor, log_std: th.Tensor | None) -> Sample:
@@ -163,9 +165,9 @@ class LeanGaussian:
 
 
 #: Keys are exact classes: a subclass of SB3's distributions may mean something else.
-LEAN_DISTRIBUTIONS: dict[type[Distribution], LeanDistribution] = {
-    CategoricalDistribution: LeanCategorical(),
-    DiagGaussianDistribution: LeanGaussian(),
+FAST_DISTRIBUTIONS: dict[type[Distribution], FastDistribution] = {
+    CategoricalDistribution: FastCategorical(),
+    DiagGaussianDistribution: FastGaussian(),
 }
 
 
@@ -185,7 +187,7 @@ class Activation(NamedTuple):
     backward: Callable[[th.Tensor, th.Tensor], th.Tensor]
 
 
-#: Keys are exact classes, as in ``LEAN_DISTRIBUTIONS``.
+#: Keys are exact classes, as in ``FAST_DISTRIBUTIONS``.
 ACTIVATIONS: dict[type[nn.Module], Activation] = {
     nn.Tanh: Activation(th.tanh_, lambda gradient, value: th.addcmul(gradient, gradient * value, value, value=-1.0)),
     nn.ReLU: Activation(th.relu_, lambda gradient, value: gradient * (value > 0)),
@@ -247,7 +249,7 @@ class FastActor:
     :param log_std: Log standard deviations of the actions, shape ``(action_dim,)``, for families that have them
     """
 
-    def __init__(self, layers: Layers, distribution: LeanDistribution, log_std: nn.Parameter | None):
+    def __init__(self, layers: Layers, distribution: FastDistribution, log_std: nn.Parameter | None):
         self.layers = layers
         self.distribution = distribution
         self.log_std = log_std
@@ -323,39 +325,66 @@ class FastActor:
         return norm
 
 
-def is_unaltered(policy: BasePolicy, base: type[BasePolicy], methods: Sequence[str]) -> bool:
+#: Maps observations to actions, shape ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the output of the
+#: features extractor, shape ``(n, features_dim)``, or ``None`` if the policy does not expose it.
+Actor = Callable[[PyTorchObs], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
+
+#: Methods that choose actions. A subclass that overrides one of them acts in its own way.
+ACTING = ("__call__", "forward", "forward_features", "extract_features", "get_distribution", "_distribution", "_latent")
+
+
+def actor(policy: ActorPolicy) -> Actor:
     """
     :param policy: Policy
-    :param base: Class that defines the methods
-    :param methods: Names of methods
-    :return: Whether no subclass, and no attribute of the policy, replaces one of them
+    :return: The function that chooses actions during a rollout: the fast actor for eligible policies, else the policy itself
     """
-    return all(getattr(getattr(policy, name), "__func__", None) is getattr(base, name) for name in methods)
+    if not is_unaltered(policy, ACTING) or has_hooks(policy):
+        return lambda obs: (*policy(obs), None)
+    fast = fast_actor(policy)
+
+    def act(obs: PyTorchObs) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        features = policy.extract_features(obs)
+        actions, log_prob = policy.forward_features(features) if fast is None else fast.sample(features)
+        return actions.reshape((-1, *policy.action_space.shape)), log_prob, features  # type: ignore[misc]
+
+    return act
 
 
-def fast_actor(policy: BasePolicy, base: type[BasePolicy], distribution: LeanDistribution | None) -> FastActor | None:
+def is_unaltered(policy: ActorPolicy, methods: Sequence[str]) -> bool:
+    """
+    :param policy: Policy
+    :param methods: Names of methods of ``ActorPolicy``
+    :return: Whether no subclass, no attribute of the policy and no wrapper of ``torch.compile`` replaces one of them
+    """
+    is_policy = isinstance(policy, ActorPolicy)
+    return is_policy and all(
+        getattr(getattr(policy, name), "__func__", None) is getattr(ActorPolicy, name) for name in methods
+    )
+
+
+def fast_actor(policy: ActorPolicy) -> FastActor | None:
     """
     The actor of a policy without autograd. A policy is eligible if
 
-    - the action distribution is in ``LEAN_DISTRIBUTIONS``: Discrete actions or independent Gaussians, no gSDE;
+    - the action distribution is in ``FAST_DISTRIBUTIONS``: Discrete actions or independent Gaussians, no gSDE;
     - the features extractor is ``FlattenExtractor``: no images, no Dict observations, no custom extractor;
     - the hidden layers are linear with a bias, with tanh or ReLU between them;
-    - no subclass overrides how actions are chosen or evaluated, and there are no hooks;
+    - no subclass overrides how actions are chosen or evaluated, and there are no hooks and no compiled modules;
     - no other parameters exist, and all of them are trained.
 
-    :param policy: An :class:`~sb3_grpo.policies.ActorPolicy`
-    :param base: That class, whose methods a subclass may have overridden
-    :param distribution: The lean distribution of the policy, if it has one
+    :param policy: Policy
     :return: The actor; ``None`` if the policy is not eligible
     """
-    overridable = ("__call__", "forward", "forward_features", "evaluate_actions", "extract_features")
-    if distribution is None or not is_unaltered(policy, base, overridable):
+    if not is_unaltered(policy, (*ACTING, "evaluate_actions", "evaluate_distribution")):
         return None
-    if type(policy.features_extractor) is not FlattenExtractor or type(policy.policy_net) is not nn.Sequential:
+    distribution = FAST_DISTRIBUTIONS.get(type(policy.action_dist))
+    if distribution is None or type(policy.features_extractor) is not FlattenExtractor:
+        return None
+    if type(policy.policy_net) is not nn.Sequential:
         return None
     if any(has_hooks(module) for module in (policy, policy.features_extractor, policy.policy_net)):
         return None
-    layers = linear_layers([*policy.policy_net, policy.action_net])  # type: ignore[list-item]
+    layers = linear_layers([*policy.policy_net, policy.action_net])
     if layers is None:
         return None
     log_std = getattr(policy, "log_std", None)

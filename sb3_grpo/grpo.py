@@ -6,27 +6,28 @@ import io
 import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch as th
 from gymnasium import spaces
+from gymnasium.vector import VectorEnv
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
 from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
-from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo import losses
 from sb3_grpo.buffers import BUFFERS, DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
+from sb3_grpo.collection import collect
+from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.normalization import normalized_parts
-from sb3_grpo.persistence import RunState, check_format, full_name, random_state, replace_file, set_random_state, write_format
+from sb3_grpo.persistence import RunState, check_format, full_name, random_state, set_random_state, write_model
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
-from sb3_grpo.resets import RolloutLost
 from sb3_grpo.settings import (
     check_policy_class,
     check_policy_kwargs,
@@ -34,20 +35,12 @@ from sb3_grpo.settings import (
     check_settings,
     chosen_n_steps,
     refuse_arguments,
+    refuse_changes,
     time_limit,
 )
-from sb3_grpo.start_queue import StartQueue
-from sb3_grpo.starts import CollectingVecEnv, LockedEnvs, find_seeded_vec_env, insert_seeded_vec_env
-from sb3_grpo.steps import Collected, Step, replay_steps, take_steps
+from sb3_grpo.starts import Ledger, SeededVecEnv
 from sb3_grpo.update import ClipRange, Objective, check_update, describe_update
-from sb3_grpo.validation import (
-    check_discrete_spaces,
-    check_environment,
-    check_final_observations,
-    check_finite,
-    check_registered,
-)
-from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper, normalizes_directly, reward_normalizer
+from sb3_grpo.validation import check_discrete_spaces, check_environment, check_registered
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
@@ -95,9 +88,8 @@ class GRPO(OnPolicyAlgorithm):
     :param adaptive_kl_target: Desired divergence from the reference after an update: ``kl_coef`` is doubled or halved after
         each update to reach it. ``None`` for a constant ``kl_coef``
     :param kl_reference: Reference policy. ``"old"``: the policy before the update (the estimators ``k1`` to ``k3`` use the
-        policy that sampled the transition). ``"initial"``: the policy at the first update. ``"polyak"``: a moving average of
-        the weights. An integer: the policy of at most that many updates ago
-    :param kl_reference_tau: Step size of the moving average of ``"polyak"``
+        policy that sampled the transition). ``"initial"``: the policy at the first update. An integer: the policy of at most
+        that many updates ago
     :param kl_estimator: ``"exact"``: the closed form. ``"k1"``, ``"k2"``, ``"k3"``: estimates from the actions, see
         :mod:`sb3_grpo.losses`
     :param use_sde: Whether to explore with state-dependent noise (gSDE, https://arxiv.org/abs/2005.05719)
@@ -106,8 +98,6 @@ class GRPO(OnPolicyAlgorithm):
         of :class:`~sb3_grpo.buffers.GroupRolloutBuffer`
     :param rollout_buffer_kwargs: Keyword arguments of the rollout buffer
     :param target_kl: Limit of the approximate KL divergence: an update stops once it exceeds 1.5 times this value
-    :param n_reused_rollouts: Number of previous rollouts that each update uses again, with truncated importance weights
-        (Generalized PPO, https://arxiv.org/abs/2111.00072)
     :param normalize_observations: Whether the policy standardises observations that are vectors of floating point numbers, see
         :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
@@ -155,14 +145,12 @@ class GRPO(OnPolicyAlgorithm):
         kl_coef: float = 0.0,
         adaptive_kl_target: float | None = None,
         kl_reference: KLReference = "initial",
-        kl_reference_tau: float = 0.05,
         kl_estimator: KLEstimator = "exact",
         use_sde: bool = False,
         sde_sample_freq: int = -1,
         rollout_buffer_class: str | type[GroupRolloutBuffer] | None = "kernel",
         rollout_buffer_kwargs: dict[str, Any] | None = None,
         target_kl: float | None = None,
-        n_reused_rollouts: int = 0,
         normalize_observations: bool = True,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
@@ -217,25 +205,28 @@ class GRPO(OnPolicyAlgorithm):
         self.kl_coef = kl_coef
         self.adaptive_kl_target = adaptive_kl_target
         self.kl_reference = kl_reference
-        self.kl_reference_tau = kl_reference_tau
         self.kl_estimator = kl_estimator
         self.target_kl = target_kl
-        self.n_reused_rollouts = n_reused_rollouts
         self.normalize_observations = normalize_observations
 
         #: Metrics of the last update; empty if the last rollout led to no update.
         self.update_metrics: dict[str, float] = {}
-        self.start_queue: StartQueue | None = None
+        #: Which start each environment runs, and the starts to come.
+        self.ledger: Ledger | None = None
+        # The layer through which the environments are reset and stepped.
+        self._seeded_env: SeededVecEnv | None = None
+        # The arguments as they were last taken up, by name.
+        self._settings: dict[str, Any] = {}
         # State that a saved model carries from its file to the parts that are built later.
         self._run_state: RunState | None = None
         # Random state with which a loaded model continues its run.
         self._random_state: dict[str, Any] | None = None
-        # Names of the wrappers that were warned of.
-        self._slow_wrappers: set[str] = set()
         # The settings of the run as they were last printed.
         self._printed_settings = ""
         # Whether a VecNormalize normalised the observations that the model learned from last.
         self._learned_from_normalized = False
+        # Whether an update of the present `learn` had something to learn from; None before the first rollout.
+        self._has_learned: bool | None = None
 
         if _init_setup_model:
             self._setup_model()
@@ -244,8 +235,10 @@ class GRPO(OnPolicyAlgorithm):
 
     @staticmethod
     def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+        if isinstance(env, VectorEnv):
+            env = wrap_vector_env(env)
         check_environment(env)
-        return insert_seeded_vec_env(OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper))
+        return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
     def _setup_model(self) -> None:
         self.rollout_buffer_class = resolve_buffer_class(self.rollout_buffer_class)  # type: ignore[assignment, arg-type]
@@ -258,58 +251,81 @@ class GRPO(OnPolicyAlgorithm):
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
         if self._chooses_n_steps:
-            self.n_steps = chosen_n_steps(buffer_class.default_rollout_size, self.n_envs, self.batch_size)
-        else:
-            check_rollout(self.n_steps, self.n_envs, self.batch_size, self.normalize_advantage, buffer_class.whitens)
+            self.n_steps = chosen_n_steps(buffer_class.rollout_size(), self.n_envs, self.batch_size)
+        elif buffer_class.update_size(self.n_steps * self.n_envs) is not None:
+            check_rollout(self.n_steps, self.n_envs, self.batch_size, self.normalize_advantage)
         self.clip_range = FloatSchedule(self.clip_range)
         if self.clip_range_high is not None:
             self.clip_range_high = FloatSchedule(self.clip_range_high)
 
-        saved_queue, last_obs = self.start_queue, self._last_obs
-        self.start_queue = None
+        saved_ledger, last_obs = self.ledger, self._last_obs
+        self.ledger = None
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
-        self.rollout_buffer_kwargs = {"group_size": self._max_group_size(), "horizon": time_limit(self.env), **user_kwargs[0]}
+        by_default = {"group_size": self.group_size or DEFAULT_GROUP_SIZE, "horizon": time_limit(self.env)}
+        self.rollout_buffer_kwargs = {**by_default, **user_kwargs[0]}
         self.policy_kwargs = self._policy_arguments()
         try:
             super()._setup_model()
         finally:
             self.rollout_buffer_kwargs, self.policy_kwargs = user_kwargs
-        self.kl_penalty = KLPenalty(self.kl_reference, self.kl_reference_tau, self.kl_estimator, self._make_policy)
-        self._continue_run(saved_queue, last_obs)
-        if self.rollout_buffer.notice and self.verbose >= 1:
-            print(self.rollout_buffer.notice)
+        self.kl_penalty = KLPenalty(self.kl_reference, self.kl_estimator)
+        self._continue_run(saved_ledger, last_obs)
+        self._settings = self._current_settings()
+        if self.rollout_buffer.remark() and self.verbose >= 1:
+            print(self.rollout_buffer.remark())
 
-    def _continue_run(self, saved_queue: StartQueue | None, last_obs: Any) -> None:
-        """Go on with the run of a saved model, if this is one, with its start queue and its last observations."""
-        # SB3 has seeded the model, which made a new queue. A saved model continues with its own.
-        if saved_queue is not None and saved_queue.max_group_size == self._max_group_size():
-            self.start_queue, self._last_obs = saved_queue, last_obs
-            saved_queue.group_size = self.group_size or saved_queue.group_size
-        elif self.start_queue is None:
-            self.start_queue = self._new_start_queue()
+    def _continue_run(self, saved_ledger: Ledger | None, last_obs: Any) -> None:
+        """Go on with the run of a saved model, if this is one, with its ledger and its last observations."""
+        # SB3 has seeded the model, which made a new ledger. A saved model continues with its own.
+        if saved_ledger is not None:
+            self.ledger, self._last_obs = saved_ledger, last_obs
+            saved_ledger.group_size = self.group_size or saved_ledger.group_size
+        elif self.ledger is None:
+            self.ledger = self._new_ledger()
         if self._run_state is not None:
             self._random_state = self._run_state.random
-            self.kl_penalty.set_state(self._run_state.kl_penalty)
+            self.kl_penalty.set_state(self._run_state.kl_penalty, self.policy)
             if self._run_state.buffer_class == full_name(type(self.rollout_buffer)):  # load() may have been given another
                 self.rollout_buffer.set_state(self._run_state.buffer)
             self._run_state = None
 
-    def _max_group_size(self) -> int:
-        """
-        :return: The group size, or the largest one that the buffer may choose
-        """
-        if self.group_size is not None:
-            return self.group_size
-        return self.rollout_buffer_class.max_group_size  # type: ignore[union-attr]
+    @property
+    def start_queue(self) -> Ledger | None:
+        """The ledger, under its earlier name."""
+        return self.ledger
 
-    def _new_start_queue(self, seed: int | None = None) -> StartQueue:
-        return StartQueue(self.group_size or DEFAULT_GROUP_SIZE, seed, self._max_group_size())
+    def _new_ledger(self, seed: int | None = None) -> Ledger:
+        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed)
 
-    def _make_policy(self) -> ActorPolicy:
+    def _current_settings(self) -> dict[str, Any]:
         """
-        :return: A policy like the one that is trained, with other weights
+        :return: The arguments of the constructor that are attributes, by name
         """
-        return self._policy_recipe()().to(self.device)
+        return {name: vars(self)[name] for name in inspect.signature(GRPO.__init__).parameters if name in vars(self)}
+
+    def _take_up_changes(self) -> None:
+        """
+        Put attributes to use that were assigned after construction.
+
+        :raises ValueError: If one of them is out of range, or cannot be changed
+        """
+        settings = self._current_settings()
+        changed = {name for name, value in settings.items() if value is not self._settings.get(name)}
+        changed = {name for name in changed if settings[name] != self._settings.get(name)} - {"env", "policy"}
+        if not changed:
+            return
+        refuse_changes(changed, settings)
+        check_settings(vars(self), self._chooses_n_steps)
+        if "learning_rate" in changed:
+            self._setup_lr_schedule()
+        for name in changed & {"clip_range", "clip_range_high"}:
+            if settings[name] is not None:
+                setattr(self, name, FloatSchedule(settings[name]))
+        for name in changed & {"gamma", "gae_lambda"}:
+            setattr(self.rollout_buffer, name, settings[name])
+        if "group_size" in changed and self.ledger is not None:
+            self.ledger.group_size = self.rollout_buffer.group_size = self.group_size or DEFAULT_GROUP_SIZE
+        self._settings = self._current_settings()
 
     def _policy_recipe(self) -> Callable[[], ActorPolicy]:
         """
@@ -331,9 +347,9 @@ class GRPO(OnPolicyAlgorithm):
     def set_random_seed(self, seed: int | None = None) -> None:
         super().set_random_seed(seed)
         if seed is not None:
-            self.start_queue = self._new_start_queue(seed)
+            self.ledger = self._new_ledger(seed)
             self._random_state = None
-            self._last_obs = None  # trajectories in progress belong to the previous queue
+            self._last_obs = None  # trajectories in progress belong to the previous ledger
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
@@ -352,15 +368,34 @@ class GRPO(OnPolicyAlgorithm):
             )
         if self._random_state is not None:
             if reset_num_timesteps:  # a new run
-                self.start_queue = self._new_start_queue(self.seed)
+                self.ledger = self._new_ledger(self.seed)
             else:
                 set_random_state(self._random_state)
             self._random_state = None
         is_grad_enabled = th.is_grad_enabled()
+        self._has_learned = None
         try:
-            return super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
+            super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
         finally:  # an interrupt that comes while torch leaves `no_grad` would leave autograd switched off in the whole process
             th.set_grad_enabled(is_grad_enabled)
+        if self._has_learned is False:
+            warnings.warn(f"Nothing was learned in {self.num_timesteps} timesteps. {self._obstacle()}", stacklevel=2)
+        return self
+
+    def _obstacle(self) -> str:
+        """
+        :return: Why nothing was learned, and what to change
+        """
+        if self.rollout_buffer.n_samples > 0:
+            return (
+                "All rewards that were compared are equal, so all advantages are zero. Check the reward of the environment. "
+                "If rewards are rare, explore more (`ent_coef`), use larger groups (`group_size`), or train longer."
+            )
+        return (
+            f"No group of {self.rollout_buffer.group_size} trajectories was completed, and this buffer learns from complete "
+            "groups. Train longer, use a smaller `group_size`, fewer environments or shorter episodes "
+            "(`gymnasium.make(..., max_episode_steps=...)`), or `rollout_buffer_class='kernel'`."
+        )
 
     def _setup_learn(
         self,
@@ -371,37 +406,42 @@ class GRPO(OnPolicyAlgorithm):
         progress_bar: bool = False,
     ) -> tuple[int, BaseCallback]:
         assert self.env is not None
-        if find_seeded_vec_env(self.env).stepped_while_detached:
-            self._last_obs = None  # for example after an evaluation on the training environment
-        is_reset = reset_num_timesteps or self._last_obs is None
-        with self._queue_attached(self.env):
-            result = super()._setup_learn(total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar)
-        if is_reset:
-            check_finite("observation", self._last_obs, self.num_timesteps)
-            self.rollout_buffer.forget_trajectories()
+        self._take_up_changes()
+        starts, set_up = self._starts(self.env), super()._setup_learn
+        result: list[Any] = []
+
+        def reset() -> Any:
+            result[:] = set_up(total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar)
+            return self._last_obs
+
+        if starts.was_reset:
+            self._last_obs = None  # for example in an evaluation on the training environment
+        if reset_num_timesteps or self._last_obs is None:
+            self._begin_episodes(starts, reset)
+        else:
+            reset()
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
             self.rollout_buffer.horizon = time_limit(self.env)
         self._warn_without_vec_normalize()
         if self.verbose >= 1 and self._printed_settings != self._describe_settings():
             self._printed_settings = self._describe_settings()
             print(self._printed_settings)
-        return result
+        return tuple(result)
 
     def _describe_settings(self) -> str:
         """
         :return: The settings that depend on each other or on the environment, as they are in this run
         """
+        assert self.env is not None and self.ledger is not None
         buffer_names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
         buffer = buffer_names.get(type(self.rollout_buffer), type(self.rollout_buffer).__name__)
-        group_size = self.group_size or DEFAULT_GROUP_SIZE
-        groups = f"{group_size} or {self.rollout_buffer.max_group_size}" if self._chooses_group_size() else str(group_size)
-        starts = "shared" if self.share_starts else "independent"
+        starts = "shared" if self._starts(self.env).share_starts else "independent"
         normalizers = ["VecNormalize"] if self._has_normalized_observations() else []
         normalizers += ["the policy"] if self.policy.normalizer is not None else []
         observations = f"normalised by {' and by '.join(normalizers)}" if normalizers else "not normalised"
         return (
-            f"Using the {buffer} buffer, groups of {groups} ({starts} starts), rollouts of {self.n_steps * self.n_envs} "
-            f"transitions, observations {observations}"
+            f"Using the {buffer} buffer, groups of {self.ledger.group_size} ({starts} starts), rollouts of "
+            f"{self.n_steps * self.n_envs} transitions, observations {observations}"
         )
 
     def _has_normalized_observations(self) -> bool:
@@ -419,32 +459,28 @@ class GRPO(OnPolicyAlgorithm):
             )
         self._learned_from_normalized = self._has_normalized_observations()
 
-    def _chooses_group_size(self) -> bool:
-        return self.group_size is None and self.share_starts and self.rollout_buffer.max_group_size > DEFAULT_GROUP_SIZE
-
-    @contextmanager
-    def _queue_attached(self, env: VecEnv) -> Iterator[LockedEnvs]:
+    def _starts(self, env: VecEnv) -> SeededVecEnv:
         """
-        Hand out starts while the model resets or steps its environments, and only then: evaluations on the same environment
-        get starts of their own.
-
         :param env: The training environment
-        :return: The context for callbacks, in which the environments may not be stepped
+        :return: The layer through which it is reset and stepped
         """
-        assert self.start_queue is not None
-        seeded_env = find_seeded_vec_env(env)
-        # Running statistics must not see values that are not finite. Other wrappers may be there to replace them.
-        check = self._check_environments if normalizes_directly(env) else None
-        locked_envs = LockedEnvs(seeded_env)
-        seeded_env.attach(self.start_queue, self.share_starts, check)
-        try:
-            yield locked_envs
-        except BaseException:
-            self._last_obs = None  # the environments may have moved on
-            raise
-        finally:
-            locked_envs.end()
-            seeded_env.detach()
+        assert self.ledger is not None
+        layer = self._seeded_env
+        if layer is None or layer.env is not env or layer.wants_shared_starts != self.share_starts:
+            layer = self._seeded_env = SeededVecEnv(env, self.ledger, self.share_starts)
+        layer.ledger, layer.num_timesteps = self.ledger, self.num_timesteps
+        return layer
+
+    def _begin_episodes(self, starts: SeededVecEnv, reset: Callable[[], Any]) -> None:
+        """
+        Reset all environments.
+
+        :param starts: The layer through which they are reset
+        :param reset: Resets them once, and returns their observations
+        """
+        self._last_obs = None
+        self.rollout_buffer.forget_trajectories()
+        self._last_obs = starts.begin(reset)  # type: ignore[assignment]
 
     def collect_rollouts(
         self,
@@ -461,176 +497,46 @@ class GRPO(OnPolicyAlgorithm):
         :param rollout_buffer: Buffer to fill
         :param n_rollout_steps: Number of steps per environment
         :return: False if the callback asked to stop; the last step is kept
-        :raises ValueError: If an observation, a reward or the output of the policy is not finite, or if the buffer is for
-            another number of steps
-        :raises RuntimeError: If a callback steps or resets the training environment in the course of the rollout
+        :raises ValueError: If an observation, a reward or the output of the policy is not finite, or if a setting was changed
+            that cannot be changed
+        :raises RuntimeError: If a callback resets the training environment in the course of the rollout
         """
-        if n_rollout_steps != rollout_buffer.buffer_size:
-            raise ValueError(
-                f"The rollout has {n_rollout_steps} steps, and the buffer was made for {rollout_buffer.buffer_size}: pass "
-                f"n_steps={n_rollout_steps} to GRPO, or to `GRPO.load`, instead of changing it afterwards."
-            )
-        assert self.start_queue is not None
-        with self._queue_attached(env) as locked_envs:
-            if find_seeded_vec_env(env).stepped_while_detached or self._last_obs is None:
-                self._reset_all(env, rollout_buffer)
-            if not self._collect(env, callback, rollout_buffer, n_rollout_steps, locked_envs):
+        assert self.ledger is not None
+        self._take_up_changes()
+        starts = self._starts(env)
+        try:
+            if starts.was_reset or self._last_obs is None:
+                self._begin_episodes(starts, env.reset)
+            if not collect(self, env, callback, rollout_buffer, n_rollout_steps, starts):
                 return False
             if self.policy.normalizer is not None and self.policy.normalizer.observe(rollout_buffer.observations):
                 rollout_buffer.policy_changed(self.policy)
-            rollout_buffer.n_parts = self.start_queue.n_parts
-            # If this fails, trajectories in progress have lost their beginnings, and the environments are reset.
             rollout_buffer.finish_rollout(
                 self._last_obs,  # type: ignore[arg-type]
                 self.policy,
+                self.ledger.open_groups(),
                 self.normalize_advantage,
                 self.loss_aggregation,
-                self.n_reused_rollouts,
             )
+        except BaseException:
+            self._last_obs = (
+                None  # the environments may have moved on, and trajectories in progress have lost their beginnings
+            )
+            raise
+        finally:
+            starts.release()
         for name, value in rollout_buffer.metrics.items():
-            if name.startswith("rollout/") and name not in rollout_buffer.unlogged:
+            if name.startswith("rollout/"):
                 self.logger.record(name, value)
-        if self.group_size is None:
-            preferred = rollout_buffer.preferred_group_size if self._chooses_group_size() else DEFAULT_GROUP_SIZE
-            self.start_queue.group_size = preferred
-        if self._chooses_group_size():
-            self.logger.record("rollout/group_size", self.start_queue.group_size)
-        if self.share_starts:
-            self.logger.record("rollout/start_mismatches", find_seeded_vec_env(env).mismatches)
+        if self.group_size is None and starts.share_starts:
+            self.ledger.group_size = rollout_buffer.suggested_group_size()
+            self.logger.record("rollout/group_size", self.ledger.group_size)
+        if starts.share_starts:
+            self.logger.record("rollout/start_mismatches", starts.mismatches)
 
         callback.update_locals(locals())
         callback.on_rollout_end()
         return True
-
-    def _reset_all(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer) -> None:
-        """
-        Reset all environments.
-
-        :param env: The training environment
-        :param rollout_buffer: Buffer, which forgets the trajectories in progress
-        :raises ValueError: If a first observation is not finite
-        """
-        obs = env.reset()
-        check_finite("observation", obs, self.num_timesteps)
-        self._last_obs = obs  # type: ignore[assignment]
-        rollout_buffer.forget_trajectories()
-
-    def _collect(
-        self,
-        env: VecEnv,
-        callback: BaseCallback,
-        rollout_buffer: GroupRolloutBuffer,
-        n_rollout_steps: int,
-        locked_envs: AbstractContextManager[None],
-    ) -> bool:
-        """
-        Fill the buffer. Arguments and result are those of :meth:`collect_rollouts`, and the context in which callbacks run;
-        local names are SB3's, because callbacks read them.
-        """
-        normalizer = reward_normalizer(env) if rollout_buffer.takes_original_rewards else None
-        n_steps = 0
-        rollout_buffer.reset()
-        self.policy.set_training_mode(False)
-
-        with locked_envs:
-            callback.on_rollout_start()
-
-        for step in self._steps(env, rollout_buffer, n_rollout_steps):
-            obs_tensor, actions, clipped_actions, log_probs, features, start_indices, new_obs, rewards, dones, infos = step
-            self._check_environments(new_obs, rewards, dones, infos)
-
-            self.num_timesteps += env.num_envs
-
-            callback.update_locals(locals())
-            with locked_envs:
-                continue_training = callback.on_step()
-
-            self._update_info_buffer(infos, dones)
-            n_steps += 1
-            rollout_buffer.add(
-                self._last_obs,  # type: ignore[arg-type]
-                actions,
-                rewards if normalizer is None else normalizer.get_original_reward(),
-                dones,
-                log_probs,
-                start_indices,
-                infos,
-                features,
-            )
-            self._last_obs = new_obs  # type: ignore[assignment]
-            self._last_episode_starts = dones
-            if not continue_training:
-                return False
-        return True
-
-    def _steps(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer, n_steps: int) -> Iterator[Step]:
-        """
-        :param env: The training environment
-        :param rollout_buffer: Buffer, which is told if the environments have to be reset
-        :param n_steps: Number of steps
-        :return: The steps, each taken when it is asked for. Workers that can act by themselves have taken all of them
-        """
-        seeded_env = find_seeded_vec_env(env)
-        if self._workers_act(env):
-            collected = self._collect_in_workers(env, rollout_buffer, n_steps)
-            seeded_env.count_mismatches(collected.mismatches, collected.warnings)
-            return replay_steps(collected, self.policy, seeded_env)
-        obs: Any = self._last_obs
-        return take_steps(self.policy, env, obs, n_steps, self.sde_sample_freq, self.num_timesteps)
-
-    def _collect_in_workers(self, env: VecEnv, rollout_buffer: GroupRolloutBuffer, n_steps: int) -> Collected:
-        """
-        :return: A rollout of the workers. If the episodes of a lost worker cannot go on, all environments begin new ones
-        """
-        seeded_env = find_seeded_vec_env(env)
-        while True:
-            try:
-                return seeded_env.venv.collect(  # type: ignore[attr-defined]
-                    self._policy_recipe(),
-                    self.policy,
-                    obs=self._last_obs,
-                    starts=seeded_env.start_indices,
-                    queue=self.start_queue,
-                    share_starts=seeded_env.share_starts,
-                    n_steps=n_steps,
-                    sde_sample_freq=self.sde_sample_freq,
-                    num_timesteps=self.num_timesteps,
-                )
-            except RolloutLost as error:
-                env_idx, what, _ = error.args
-                warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
-                self._reset_all(env, rollout_buffer)
-
-    def _workers_act(self, env: VecEnv) -> bool:
-        """
-        :param env: The training environment
-        :return: Whether its workers can collect whole rollouts, and no wrapper changes what they return
-        """
-        if not isinstance(find_seeded_vec_env(env).venv, CollectingVecEnv):
-            return False
-        wrapper = data_changing_wrapper(env)
-        if wrapper is not None and wrapper not in self._slow_wrappers:
-            self._slow_wrappers.add(wrapper)
-            warnings.warn(
-                f"{wrapper} needs every step of the workers, so each step is a call to all workers, which takes milliseconds. "
-                f"Use {INSIDE_WORKERS.get(wrapper, 'a wrapper of Gymnasium')} inside the environments instead "
-                "(`make_vec_env(..., wrapper_class=...)`).",
-                UserWarning,
-                stacklevel=2,
-            )
-        return wrapper is None
-
-    def _check_environments(self, observations: VecEnvObs, *step: Any) -> None:
-        """
-        :param observations: Observations of all environments, after a reset or a step
-        :param step: After a step: rewards, whether the episodes ended, and infos, one for each environment
-        :raises ValueError: If a number is NaN or infinite; the message names the environment
-        """
-        check_finite("observation", observations, self.num_timesteps)
-        if step:
-            rewards, dones, infos = step
-            check_finite("reward", rewards, self.num_timesteps)
-            check_final_observations(dones, infos, self.num_timesteps)
 
     # --- updating -----------------------------------------------------------------------------------------------------
 
@@ -639,6 +545,7 @@ class GRPO(OnPolicyAlgorithm):
         self.policy.set_learning_rate(self.lr_schedule(self._current_progress_remaining))
         self.logger.record("train/learning_rate", self.policy.optimizer.param_groups[0]["lr"])
         self.update_metrics = {}
+        self._has_learned = self._has_learned or self.rollout_buffer.has_differences
         if self.rollout_buffer.n_samples > 0:
             self._update()
         if self.policy.normalizer is not None:
@@ -669,7 +576,7 @@ class GRPO(OnPolicyAlgorithm):
             self.policy.load_state_dict(before[0])
             self.policy.optimizer.load_state_dict(before[1])
             self._n_updates, self.kl_coef = n_updates, kl_coef
-            self.kl_penalty.set_state(kl_state)
+            self.kl_penalty.set_state(kl_state, self.policy)
             raise
 
     def _update_policy(self, clip_range: ClipRange) -> dict[str, float]:
@@ -717,8 +624,7 @@ class GRPO(OnPolicyAlgorithm):
     ) -> None:
         """
         Save the model in a zip file, with everything that continuing its run needs: weights, optimizer, kernel baseline, KL
-        reference, start queue and random generators. Transitions that wait for their group, and rollouts that would be reused,
-        are not saved.
+        reference, ledger and random generators. Transitions that wait for their group are not saved.
 
         The file is replaced as a whole: if saving is interrupted, the previous file stays intact.
 
@@ -737,12 +643,7 @@ class GRPO(OnPolicyAlgorithm):
             super().save(content, exclude, include)
         finally:
             self._run_state = None
-        write_format(content)
-        if isinstance(path, (str, pathlib.Path)):
-            path = pathlib.Path(path)
-            replace_file(path if path.suffix else path.with_name(f"{path.name}.zip"), content.getvalue())
-        else:
-            path.write(content.getvalue())
+        write_model(path, content)
 
     @classmethod
     def load(
@@ -788,9 +689,16 @@ class GRPO(OnPolicyAlgorithm):
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         if changed.get("seed") is not None:  # a new run
-            model.start_queue = model._new_start_queue(model.seed)
+            model.ledger = model._new_ledger(model.seed)
             model._random_state = None
         return model
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "kl_penalty", "_random_state", "_printed_settings", "_slow_wrappers"]
+        return [
+            *super()._excluded_save_params(),
+            "kl_penalty",
+            "_random_state",
+            "_printed_settings",
+            "_seeded_env",
+            "_settings",
+        ]

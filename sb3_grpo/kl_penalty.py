@@ -1,20 +1,21 @@
 """The KL penalty: the reference policy and its age, estimates of the divergence, and the adaptive coefficient."""
 
+import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch as th
 from stable_baselines3.common.distributions import Distribution
-from stable_baselines3.common.utils import polyak_update
+from torch.overrides import TorchFunctionMode
 
 from sb3_grpo.buffers.rollout import GroupRolloutBufferSamples
 from sb3_grpo.losses import KL_ESTIMATORS, exact_kl, importance_weighted
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.validation import require_at_least, require_between, require_one_of
+from sb3_grpo.validation import require_at_least, require_one_of
 
 KLEstimator = Literal["exact", "k1", "k2", "k3"]
-KLReference = Literal["old", "initial", "polyak"] | int
+KLReference = Literal["old", "initial"] | int
 
 #: Limits of an adaptive coefficient.
 KL_COEF_BOUNDS = (1e-6, 1e6)
@@ -40,34 +41,36 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
     return kl_coef
 
 
+class ComputedTensorsCopied(TorchFunctionMode):
+    """
+    Within this context, ``copy.deepcopy`` copies the values of tensors that have a gradient function. Otherwise, torch refuses
+    to copy them, and modules hold such tensors after a forward pass: SB3's distributions, gSDE, and ``weight_norm``.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is th.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
 class KLPenalty:
     """
     The divergence KL(pi || reference) that the loss penalises.
 
-    :param reference: ``"old"``, ``"initial"``, ``"polyak"``, or the number of updates between two renewals
-    :param tau: Step size of the moving average ``"polyak"``
+    :param reference: ``"old"``, ``"initial"``, or the number of updates between two renewals
     :param estimator: ``"exact"``, ``"k1"``, ``"k2"`` or ``"k3"``
-    :param make_policy: Constructs a policy like the one that is trained
     :raises ValueError: If an argument is out of range
     """
 
-    def __init__(
-        self,
-        reference: KLReference,
-        tau: float,
-        estimator: KLEstimator,
-        make_policy: Callable[[], ActorPolicy],
-    ):
+    def __init__(self, reference: KLReference, estimator: KLEstimator):
         if isinstance(reference, str):
-            require_one_of("kl_reference", reference, ("old", "initial", "polyak"))
+            require_one_of("kl_reference", reference, ("old", "initial"))
         else:
-            require_at_least("kl_reference", reference, 1, or_else="or 'old', 'initial' or 'polyak'")
-        require_between("kl_reference_tau", tau, 0.0, 1.0)
+            require_at_least("kl_reference", reference, 1, or_else="or 'old' or 'initial'")
         require_one_of("kl_estimator", estimator, ("exact", *KL_ESTIMATORS))
         self.reference = reference
-        self.tau = tau
         self.estimator = estimator
-        self._make_policy = make_policy
         #: The reference policy; ``None`` until an update needs it.
         self.policy: ActorPolicy | None = None
         #: Number of updates since the reference policy was renewed.
@@ -86,19 +89,9 @@ class KLPenalty:
         """
         if self._uses_stored_log_probs():
             return
-        lifetime = math.inf if isinstance(self.reference, str) else self.reference
-        lifetime = 1 if self.reference == "old" else lifetime
-        if self.policy is None:
-            self.policy = self._make_reference(policy.state_dict())
-            self.age = 0
-        elif self.reference == "polyak":
-            polyak_update(policy.parameters(), self.policy.parameters(), self.tau)
-            # Running statistics of a features extractor are averages already, and some of them are integers.
-            for ours, theirs in zip(policy.buffers(), self.policy.buffers(), strict=True):
-                theirs.copy_(ours)
-        elif self.age >= lifetime:
-            self.policy.load_state_dict(policy.state_dict())
-            self.age = 0
+        lifetime = {"old": 1, "initial": math.inf}.get(self.reference, self.reference)  # type: ignore[arg-type]
+        if self.policy is None or self.age >= lifetime:
+            self.policy, self.age = self._copy_of(policy), 0
         self.age += 1
 
     def forget(self) -> None:
@@ -110,12 +103,22 @@ class KLPenalty:
         # The policy at the start of the update has left its log-probabilities in the buffer.
         return self.reference == "old" and not self.is_exact
 
-    def _make_reference(self, weights: dict[str, Any]) -> ActorPolicy:
-        # deepcopy would fail: SB3's distributions hold tensors of the last backward pass.
-        with th.random.fork_rng(devices=[]):
-            reference = self._make_policy()
-        reference.load_state_dict(weights)
-        reference.requires_grad_(False)
+    @staticmethod
+    def _copy_of(policy: ActorPolicy) -> ActorPolicy:
+        """
+        :param policy: Policy, which may have modules that its constructor does not know of
+        :return: A copy that shares nothing with it, without an optimizer
+        :raises TypeError: If it cannot be copied
+        """
+        policy = getattr(policy, "_orig_mod", policy)  # what `torch.compile` wraps
+        try:
+            with ComputedTensorsCopied():
+                reference = copy.deepcopy(policy, {id(policy.optimizer): None})
+        except Exception as error:
+            raise TypeError(
+                f"The KL penalty needs a copy of the policy as its reference, and copying it failed with {error!r}. Define "
+                "`__deepcopy__` for the module that cannot be copied, or pass kl_coef=0."
+            ) from error
         reference.set_training_mode(False)
         return reference
 
@@ -137,7 +140,8 @@ class KLPenalty:
             if self.is_exact:
                 assert distribution is not None
                 return exact_kl(distribution, reference)
-            reference_log_prob, _ = self.policy.evaluate_distribution(reference, batch.actions)
+            with th.no_grad():
+                reference_log_prob, _ = self.policy.evaluate_distribution(reference, batch.actions)
         estimate = KL_ESTIMATORS[self.estimator](log_prob, reference_log_prob)
         return importance_weighted(estimate, log_prob, batch.old_log_prob) if self.estimator == "k1" else estimate
 
@@ -164,9 +168,13 @@ class KLPenalty:
         weights = None if self.policy is None else {k: v.cpu().clone() for k, v in self.policy.state_dict().items()}
         return {"age": self.age, "weights": weights}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any], policy: ActorPolicy) -> None:
         """
         :param state: State from :meth:`get_state`
+        :param policy: The policy that is trained, of which the reference is a copy with other weights
         """
+        self.forget()
+        if state["weights"] is not None:
+            self.policy = self._copy_of(policy)
+            self.policy.load_state_dict(state["weights"])
         self.age = state["age"]
-        self.policy = None if state["weights"] is None else self._make_reference(state["weights"])

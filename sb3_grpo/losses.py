@@ -6,7 +6,6 @@ penalty, ``rho = pi / pi_old`` the importance ratio, ``A`` the advantage. All of
 ``n`` is the number of transitions.
 """
 
-import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -21,26 +20,78 @@ ImportanceSamplingLevel = Literal["step", "trajectory"]
 
 #: Log-ratios are clamped to this magnitude before they are exponentiated, so that no ratio overflows.
 MAX_LOG_RATIO = 20.0
-#: Upper limit of the weight of a reused transition.
-MAX_REUSE_WEIGHT = 2.0
 
 
-def trajectory_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor) -> th.Tensor:
+class MinibatchLoss(NamedTuple):
     """
-    The importance ratio of GSPO-token (https://arxiv.org/abs/2507.18071, equations 7 and 14):
-    ``log s_t = sg[mean_k d_k] + d_t - sg[d_t]``, where ``sg`` stops the gradient and the mean is over the trajectory.
+    The loss of a minibatch of ``n`` transitions, and its parts.
 
-    All transitions of a trajectory have the value of its length-normalised ratio, and each has the gradient of its own ratio.
-    Where all steps of a trajectory have the same advantage, this is GSPO itself.
-
-    :param log_ratio: ``d_t = log pi(a_t|s_t) - log pi_old(a_t|s_t)``, shape ``(n,)``
-    :param trajectories: Integers that tell trajectories apart, shape ``(n,)``. Whole trajectories must be present
-    :return: Log-ratios, shape ``(n,)``
+    :param loss: The loss, a scalar
+    :param policy_gradient_loss: Mean of the clipped surrogate, a scalar
+    :param log_ratio: ``log rho``, shape ``(n,)``
+    :param ratio: Importance ratios before clipping, of steps or of trajectories, shape ``(n,)``
+    :param slope: Derivatives of the surrogate with respect to ``log pi``, shape ``(n,)``
+    :param entropy: Entropies of the policy, or their estimates, shape ``(n,)``
+    :param kl: Divergences from the reference, or their estimates, shape ``(n,)``; empty without a penalty
     """
-    fixed = log_ratio.detach()
-    _, labels, counts = th.unique(trajectories, return_inverse=True, return_counts=True)
-    sums = th.zeros(len(counts), dtype=fixed.dtype, device=fixed.device).index_add(0, labels, fixed)
-    return log_ratio - fixed + (sums / counts)[labels]
+
+    loss: th.Tensor
+    policy_gradient_loss: th.Tensor
+    log_ratio: th.Tensor
+    ratio: th.Tensor
+    slope: th.Tensor
+    entropy: th.Tensor
+    kl: th.Tensor
+
+    def detached(self) -> "MinibatchLoss":
+        """
+        :return: The same without gradients
+        """
+        return MinibatchLoss(*(field.detach() for field in self))
+
+
+def minibatch_loss(
+    log_prob: th.Tensor,
+    old_log_prob: th.Tensor,
+    advantages: th.Tensor,
+    clip_range: float,
+    clip_range_high: float,
+    entropy: th.Tensor | None = None,
+    ent_coef: float = 0.0,
+    kl: th.Tensor | None = None,
+    kl_coef: float = 0.0,
+    weights: th.Tensor | None = None,
+    trajectories: th.Tensor | None = None,
+) -> MinibatchLoss:
+    """
+    ``mean_t w_t (-min(rho_t A_t, clip(rho_t, 1 - c, 1 + c_high) A_t) - c_ent H_t + c_kl KL_t)``: the objective of GRPO
+    (DeepSeekMath, https://arxiv.org/abs/2402.03300, equation 3) as a loss, with an entropy bonus.
+
+    :param log_prob: ``log pi``, shape ``(n,)``
+    :param old_log_prob: ``log pi_old``, shape ``(n,)``
+    :param advantages: ``A``, shape ``(n,)``
+    :param clip_range: ``c``
+    :param clip_range_high: ``c_high``
+    :param entropy: ``H``, the entropies of ``pi``, shape ``(n,)``; ``None`` if they have no closed form, for ``-log pi``
+    :param ent_coef: ``c_ent``
+    :param kl: ``KL``, the divergences from ``pi_ref`` or their estimates, shape ``(n,)``; ``None`` for no penalty
+    :param kl_coef: ``c_kl``
+    :param weights: ``w``, shape ``(n,)``; ``None`` for ones
+    :param trajectories: Labels of trajectories, for :func:`trajectory_log_ratio`; ``None`` for ratios of steps
+    :return: The loss and its parts
+    """
+    entropy = -log_prob if entropy is None else entropy
+    log_ratio = log_prob - old_log_prob
+    level_log_ratio = log_ratio if trajectories is None else trajectory_log_ratio(log_ratio, trajectories)
+    surrogate = clipped_surrogate(level_log_ratio, advantages, clip_range, clip_range_high)
+
+    loss = policy_gradient_loss = weighted_mean(surrogate.loss, weights)
+    if ent_coef != 0:
+        loss = loss - ent_coef * weighted_mean(entropy, weights)
+    if kl is not None:
+        loss = loss + kl_coef * weighted_mean(kl, weights)
+    kl = log_prob.new_empty(0) if kl is None else kl
+    return MinibatchLoss(loss, policy_gradient_loss, log_ratio, surrogate.ratio, surrogate.slope, entropy, kl)
 
 
 class Surrogate(NamedTuple):
@@ -81,6 +132,35 @@ def clipped_surrogate(log_ratio: th.Tensor, advantages: th.Tensor, clip_range: f
     return Surrogate(loss, ratio.detach(), th.where(is_flat, 0.0, loss.detach()))
 
 
+def trajectory_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor) -> th.Tensor:
+    """
+    The importance ratio of GSPO-token (https://arxiv.org/abs/2507.18071, equations 7 and 14):
+    ``log s_t = sg[mean_k d_k] + d_t - sg[d_t]``, where ``sg`` stops the gradient and the mean is over the trajectory.
+
+    All transitions of a trajectory have the value of its length-normalised ratio, and each has the gradient of its own ratio.
+    Where all steps of a trajectory have the same advantage, this is GSPO itself.
+
+    :param log_ratio: ``d_t = log pi(a_t|s_t) - log pi_old(a_t|s_t)``, shape ``(n,)``
+    :param trajectories: Integers that tell trajectories apart, shape ``(n,)``. Whole trajectories must be present
+    :return: Log-ratios, shape ``(n,)``
+    """
+    fixed = log_ratio.detach()
+    _, labels, counts = th.unique(trajectories, return_inverse=True, return_counts=True)
+    sums = th.zeros(len(counts), dtype=fixed.dtype, device=fixed.device).index_add(0, labels, fixed)
+    return log_ratio - fixed + (sums / counts)[labels]
+
+
+def weighted_mean(values: th.Tensor, weights: th.Tensor | None) -> th.Tensor:
+    """
+    ``1/n sum_t w_t x_t``. The sum is not divided by the sum of the weights, whose mean need not be one.
+
+    :param values: ``x``, shape ``(n,)``
+    :param weights: ``w``, shape ``(n,)``; ``None`` for ones
+    :return: The mean, a scalar
+    """
+    return values.mean() if weights is None else (weights * values).mean()
+
+
 def trajectory_loss_weights(lengths: th.Tensor) -> th.Tensor:
     """
     Weights ``mean(|o|) / |o_i|``. They turn the mean over transitions into ``1/m sum_i 1/|o_i| sum_t``, in which all
@@ -103,17 +183,6 @@ def constant_loss_weights(lengths: th.Tensor, horizon: int) -> th.Tensor:
     :return: Weight of the transitions of each trajectory, shape ``(m,)``
     """
     return (lengths.sum() / len(lengths) / horizon).expand(len(lengths))
-
-
-def weighted_mean(values: th.Tensor, weights: th.Tensor | None) -> th.Tensor:
-    """
-    ``1/n sum_t w_t x_t``. The sum is not divided by the sum of the weights, whose mean need not be one.
-
-    :param values: ``x``, shape ``(n,)``
-    :param weights: ``w``, shape ``(n,)``; ``None`` for ones
-    :return: The mean, a scalar
-    """
-    return values.mean() if weights is None else (weights * values).mean()
 
 
 class ClipFractions(NamedTuple):
@@ -147,19 +216,6 @@ def effective_sample_size(ratio: th.Tensor) -> th.Tensor:
     """
     relative = ratio / ratio.max()  # the square of a large ratio would overflow single precision
     return relative.sum() ** 2 / (len(ratio) * (relative**2).sum())
-
-
-def reuse_weights(log_prob: th.Tensor, sampled_log_prob: th.Tensor) -> th.Tensor:
-    """
-    ``min(pi(a|s) / mu(a|s), 2)``: truncated importance weights (Ionides 2008, "Truncated Importance Sampling",
-    https://doi.org/10.1198/106186008X320456) of transitions that are used in a second update, as in Generalized PPO
-    (https://arxiv.org/abs/2111.00072).
-
-    :param log_prob: Log-probabilities of the actions under the current policy ``pi``, shape ``(n,)``
-    :param sampled_log_prob: Log-probabilities under the policy ``mu`` that sampled the actions, shape ``(n,)``
-    :return: Weights, shape ``(n,)``
-    """
-    return th.exp((log_prob - sampled_log_prob).clamp(-MAX_LOG_RATIO, math.log(MAX_REUSE_WEIGHT)))
 
 
 def k1(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:

@@ -43,7 +43,7 @@ class ObservationNormalizer(nn.Module):
             self.slices[name] = slice(n_inputs, n_inputs + int(np.prod(space.shape)))
             n_inputs = self.slices[name].stop
         # The statistics so far
-        self.register_buffer("count", th.zeros((), dtype=th.int64))
+        self.register_buffer("count", th.zeros(()))
         self.register_buffer("mean", th.zeros(n_inputs))
         self.register_buffer("var", th.ones(n_inputs))
         # Those in use

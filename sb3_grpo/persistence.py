@@ -14,7 +14,7 @@ import torch as th
 
 VERSION = pathlib.Path(__file__).with_name("version.txt").read_text(encoding="utf-8").strip()
 #: Version of the file format. It increases when files of earlier formats can no longer be loaded.
-FORMAT = 4
+FORMAT = 5
 #: Name of the archive member that holds the format.
 FORMAT_ENTRY = "_sb3_grpo_format"
 
@@ -91,14 +91,20 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
         raise
 
 
-def write_format(archive: io.BytesIO) -> None:
+def write_model(path: str | pathlib.Path | io.BufferedIOBase, archive: io.BytesIO) -> None:
     """
-    Add the file format to a saved model.
+    Write a saved model, with the file format.
 
+    :param path: Path of the file (``.zip`` is added if it has no suffix), or a file-like object
     :param archive: The model
     """
     with zipfile.ZipFile(archive, "a") as file:
         file.writestr(FORMAT_ENTRY, json.dumps({"format": FORMAT, "version": VERSION}))
+    if isinstance(path, (str, pathlib.Path)):
+        path = pathlib.Path(path)
+        replace_file(path if path.suffix else path.with_name(f"{path.name}.zip"), archive.getvalue())
+    else:
+        path.write(archive.getvalue())
 
 
 def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:

@@ -1,7 +1,7 @@
 """Policies that consist of an actor alone: Stable-Baselines3's actor-critic policies without the critic."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,7 +27,6 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
-from sb3_grpo.fast_actor import LEAN_DISTRIBUTIONS, FastActor, LeanDistribution, fast_actor, has_hooks, is_unaltered
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 from sb3_grpo.observations import take_observations
 from sb3_grpo.validation import require_between, require_bool, require_positive
@@ -41,9 +40,8 @@ ACTOR_CRITIC_HOOKS = {
     "_get_action_dist_from_latent": "override `_distribution`",
 }
 
-#: Maps observations to actions, shape ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the output of the
-#: features extractor, shape ``(n, features_dim)``, or ``None`` if the policy does not expose it.
-Actor = Callable[[PyTorchObs], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
+#: Part of the name of a weight if ``torch.compile`` wraps the module.
+COMPILED = "_orig_mod."
 
 
 class ActorPolicy(BasePolicy):
@@ -279,12 +277,16 @@ class ActorPolicy(BasePolicy):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """
-        :param state_dict: Weights
+        :param state_dict: Weights. It does not matter which modules were compiled, here and where they come from
         :param strict: Whether the names of the weights must be those of this policy
         :param assign: As for :class:`torch.nn.Module`
         :return: As for :class:`torch.nn.Module`
         :raises ValueError: If only one of the weights and this policy standardises observations
         """
+        own_names = {name.replace(COMPILED, ""): name for name in self.state_dict()}
+        renamed = {own_names.get(name.replace(COMPILED, ""), name): value for name, value in state_dict.items()}
+        if renamed.keys() != state_dict.keys():  # otherwise the original, which knows the versions of its modules
+            state_dict = renamed
         has_statistics = any(name.startswith("normalizer.") for name in state_dict)
         if strict and has_statistics != (self.normalizer is not None):
             raise ValueError(
@@ -324,9 +326,7 @@ class ActorPolicy(BasePolicy):
         :param deterministic: Whether to take the mode of the distribution instead of a sample
         :return: Actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
         """
-        if deterministic or self._lean_distribution() is None:
-            return self._sample(self.get_distribution(obs), deterministic)
-        return self.forward_features(self.extract_features(obs, self.features_extractor))
+        return self._sample(self.get_distribution(obs), deterministic)
 
     def forward_features(self, features: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
         """
@@ -335,12 +335,11 @@ class ActorPolicy(BasePolicy):
         :param features: Features, shape ``(n, features_dim)``
         :return: Actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
         """
-        latent = self.policy_net(features)
-        lean = self._lean_distribution()
-        if lean is None:
-            return self._sample(self._distribution(latent))
-        actions, log_prob = lean.sample(self.action_net(latent), getattr(self, "log_std", None))
-        return self._shaped(actions), log_prob
+        return self._sample(self._distribution(self.policy_net(features)))
+
+    def _sample(self, distribution: Distribution, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
+        actions = distribution.get_actions(deterministic=deterministic)
+        return actions.reshape((-1, *self.action_space.shape)), distribution.log_prob(actions)  # type: ignore[misc]
 
     def within_bounds(self, actions: np.ndarray) -> np.ndarray:
         """
@@ -353,38 +352,6 @@ class ActorPolicy(BasePolicy):
             return self.unscale_action(actions)
         return np.clip(actions, self.action_space.low, self.action_space.high)
 
-    def actor(self) -> Actor:
-        """
-        :return: The function that chooses actions during a rollout: the fast actor for eligible policies, else this module
-        """
-        fast = self.fast_actor()
-        overridable = ("__call__", "forward", "forward_features", "extract_features", *self._distribution_methods)
-        if not is_unaltered(self, ActorPolicy, overridable) or has_hooks(self):
-            return lambda obs: (*self(obs), None)
-
-        def act(obs: PyTorchObs) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-            features = self.extract_features(obs, self.features_extractor)
-            if fast is None:
-                return (*self.forward_features(features), features)
-            actions, log_prob = fast.sample(features)
-            return self._shaped(actions), log_prob, features
-
-        return act
-
-    def fast_actor(self) -> FastActor | None:
-        """
-        :return: The same actor without autograd; ``None`` if the policy is not eligible, see
-            :func:`~sb3_grpo.fast_actor.fast_actor`
-        """
-        return fast_actor(self, ActorPolicy, self._lean_distribution())
-
-    def _sample(self, distribution: Distribution, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
-        actions = distribution.get_actions(deterministic=deterministic)
-        return self._shaped(actions), distribution.log_prob(actions)
-
-    def _shaped(self, actions: th.Tensor) -> th.Tensor:
-        return actions.reshape((-1, *self.action_space.shape))  # type: ignore[misc]
-
     # --- evaluating ---------------------------------------------------------------------------------------------------
 
     def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor | None]:
@@ -396,10 +363,6 @@ class ActorPolicy(BasePolicy):
         :return: Log-probabilities of the actions, shape ``(n,)``, and entropies of the policy, shape ``(n,)``; ``None`` for
             the latter if they have no closed form (gSDE with ``squash_output``)
         """
-        lean = self._lean_distribution()
-        if lean is not None:
-            actions = self._flat_actions(actions)
-            return lean.evaluate(self.action_net(self._latent(obs)), getattr(self, "log_std", None), actions)
         return self.evaluate_distribution(self.get_distribution(obs), actions)
 
     def evaluate_distribution(self, distribution: Distribution, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor | None]:
@@ -410,11 +373,8 @@ class ActorPolicy(BasePolicy):
         :param actions: As for :meth:`evaluate_actions`
         :return: As for :meth:`evaluate_actions`
         """
-        return distribution.log_prob(self._flat_actions(actions)), distribution.entropy()
-
-    def _flat_actions(self, actions: th.Tensor) -> th.Tensor:
         # SB3's categorical distribution would broadcast (n, 1) against (n,) to (n, n) without an error.
-        return actions.reshape((-1, *self._flat_action_shape))
+        return distribution.log_prob(actions.reshape((-1, *self._flat_action_shape))), distribution.entropy()
 
     def encode(self, observations: np.ndarray | dict[str, np.ndarray], hidden: bool = False) -> np.ndarray:
         """
@@ -434,22 +394,6 @@ class ActorPolicy(BasePolicy):
             # Double precision comes after the transfer, because not every device has it.
             parts.append(features.cpu().double().numpy())
         return np.concatenate(parts)
-
-    #: Methods between observations and log-probabilities. A subclass that overrides one of them has its own distribution.
-    _distribution_methods: ClassVar[tuple[str, ...]] = (
-        "get_distribution",
-        "_distribution",
-        "_latent",
-        "evaluate_distribution",
-    )
-
-    def _lean_distribution(self) -> LeanDistribution | None:
-        """
-        :return: Functions that give the same numbers as :meth:`get_distribution` in less time, if there are any
-        """
-        if not is_unaltered(self, ActorPolicy, self._distribution_methods):
-            return None
-        return LEAN_DISTRIBUTIONS.get(type(self.action_dist))
 
     def _latent(self, obs: PyTorchObs) -> th.Tensor:
         return self.policy_net(self.extract_features(obs, self.features_extractor))

@@ -7,6 +7,7 @@ baseline may depend on them without bias (Mao et al. 2018, https://arxiv.org/abs
 estimated, and is zero where the members have nothing in common.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,12 +104,9 @@ class RelativeTerm:
     Each group gets the correlation of all *other* groups of this rollout and of all groups of earlier ones, so that the
     coefficient does not depend on the actions it is applied to. Members need not run at the same time: as long as a group is
     not complete, its advantages are kept for members that run in later rollouts.
-
-    :param group_size: Number of trajectories per group
     """
 
-    def __init__(self, group_size: int):
-        self.group_size = group_size
+    def __init__(self) -> None:
         #: Metrics of the last rollout.
         self.metrics: dict[str, float] = {}
         self._sums = np.zeros(6)
@@ -116,19 +114,18 @@ class RelativeTerm:
         self._kept = _NOTHING
 
     def apply(
-        self, advantages: np.ndarray, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray, n_parts: int = 1
+        self, advantages: np.ndarray, groups: np.ndarray, steps: np.ndarray, open_groups: Mapping[int, int]
     ) -> np.ndarray:
         """
         :param advantages: Advantages of a rollout, shape ``(n,)``
-        :param starts: Index of the start of each transition's trajectory, shape ``(n,)``
+        :param groups: Group of each transition's trajectory, shape ``(n,)``
         :param steps: Step within the trajectory, shape ``(n,)``
-        :param dones: Whether the trajectory ended with the transition, shape ``(n,)``
-        :param n_parts: Number of parts of the :class:`~sb3_grpo.start_queue.StartQueue`, of which each has a newest group
+        :param open_groups: For each group that may still get transitions the last step that all of its members have taken, see
+            :meth:`~sb3_grpo.starts.Ledger.open_groups`
         :return: Advantages with the relative term, shape ``(n,)``
         """
         self._rollout += 1
-        groups = starts // self.group_size
-        now = _Kept(groups, steps, np.full(len(starts), self._rollout), advantages)
+        now = _Kept(groups, steps, np.full(len(groups), self._rollout), advantages)
         known = _Kept(*(np.append(mine, earlier) for mine, earlier in zip(now, self._kept, strict=True)))
         peers = np.unique(known.groups * (known.steps.max() + 1) + known.steps, return_inverse=True)[1]
         n_members = np.bincount(peers)[peers]
@@ -144,7 +141,7 @@ class RelativeTerm:
             "train/relative_coefficient": float(coefficient[is_now].mean()),
             "train/relative_variance_removed": A.explained_variance(advantages - relative, advantages),
         }
-        awaited = self._is_awaited(known, starts, steps, dones, n_parts)
+        awaited = self._is_awaited(known, open_groups)
         self._kept = _Kept(*(each[awaited] for each in known))
         return relative
 
@@ -164,25 +161,12 @@ class RelativeTerm:
         self._sums = FORGETTING * (self._sums + normalised_sums(sums.sum(axis=0)))
         return shrunk_correlation(other_sums)[own_group]
 
-    def _is_awaited(self, known: _Kept, starts: np.ndarray, steps: np.ndarray, dones: np.ndarray, n_parts: int) -> np.ndarray:
+    def _is_awaited(self, known: _Kept, open_groups: Mapping[int, int]) -> np.ndarray:
         """
         :return: For each known advantage, whether another member may reach its step in a later rollout
         """
-        # The slowest running member of each group
-        slowest: dict[int, int] = {}
-        parts = starts // self.group_size % n_parts
-        for part in np.unique(parts):
-            newest_group, newest_member = divmod(int(starts[parts == part].max()), self.group_size)
-            if newest_member < self.group_size - 1:  # others may not have begun yet
-                slowest[newest_group] = -1
-        # The last transition of each trajectory
-        members, last = np.unique(starts[::-1], return_index=True)
-        is_running = ~dones[::-1][last]
-        running_groups, reached = members[is_running] // self.group_size, steps[::-1][last][is_running]
-        for group, step in zip(running_groups.tolist(), reached.tolist(), strict=True):
-            slowest[group] = min(slowest.get(group, MAX_STEP), step)
         groups, labels = np.unique(known.groups, return_inverse=True)
-        passed = np.array([slowest.get(group, MAX_STEP) for group in groups.tolist()])[labels]
+        passed = np.array([open_groups.get(group, MAX_STEP) for group in groups.tolist()])[labels]
         return (known.steps > passed) & (known.rollouts > self._rollout - MAX_AGE)
 
     @property

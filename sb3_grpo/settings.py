@@ -41,9 +41,9 @@ FOREIGN_ARGUMENTS = {
     "loss_type": "write `loss_aggregation='step'` (DAPO), 'trajectory' (DeepSeekMath) or 'constant' (Dr. GRPO)",
     "scale_rewards": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
     "multi_objective_aggregation": "write `rollout_buffer_kwargs=dict(component_aggregation=...)`",
-    "sync_ref_model": "write `kl_reference=k` to renew the reference every k updates, or 'polyak'",
+    "sync_ref_model": "write `kl_reference=k` to renew the reference every k updates",
     "ref_model_sync_steps": "write `kl_reference=k` to renew the reference every k updates",
-    "ref_model_mixup_alpha": "write `kl_reference='polyak'` and `kl_reference_tau`",
+    "ref_model_mixup_alpha": "write `kl_reference=k` to renew the reference every k updates",
     "max_completion_length": "set the time limit of the environment, `gym.make(..., max_episode_steps=...)`",
     "temperature": "actions are sampled from the policy as it is; `ent_coef` rewards exploration",
     "generation_batch_size": "the number of transitions per rollout is `n_steps` times the number of environments",
@@ -112,7 +112,7 @@ def check_settings(settings: Mapping[str, Any], chooses_n_steps: bool) -> None:
     for name in ("learning_rate", "clip_range", "clip_range_high"):
         if settings[name] is not None or name != "clip_range_high":
             require_schedule(name, settings[name])
-    for name, smallest in (("batch_size", 1), ("n_epochs", 1), ("n_reused_rollouts", 0)):
+    for name, smallest in (("batch_size", 1), ("n_epochs", 1)):
         require_at_least(name, settings[name], smallest)
     for name in ("normalize_advantage", "share_starts", "use_sde", "normalize_observations"):
         require_bool(name, settings[name])
@@ -174,6 +174,34 @@ def check_policy_kwargs(policy_class: type, policy_kwargs: Mapping[str, Any], st
         )
 
 
+#: Arguments that shape what is built once, and can therefore not be assigned later.
+BUILT_ONCE = {
+    "n_steps",
+    "use_sde",
+    "kl_reference",
+    "kl_estimator",
+    "rollout_buffer_class",
+    "rollout_buffer_kwargs",
+    "normalize_observations",
+    "policy_kwargs",
+    "seed",
+    "device",
+}
+
+
+def refuse_changes(changed: Iterable[str], settings: Mapping[str, Any]) -> None:
+    """
+    :param changed: Names of arguments that were assigned after the model was built
+    :param settings: Their values, by name
+    :raises ValueError: If one of them has no effect any more
+    """
+    for name in sorted(BUILT_ONCE.intersection(changed)):
+        raise ValueError(
+            f"`{name}` was changed to {settings[name]!r} after the model was built, which has no effect: pass it to GRPO, or "
+            f"to `GRPO.load(path, env=env, {name}=...)`, instead."
+        )
+
+
 def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> int:
     """
     :param rollout_size: Desired number of transitions per rollout
@@ -187,7 +215,7 @@ def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> int:
     return max(n_steps // multiple * multiple, min(n_steps, multiple))
 
 
-def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantage: bool, whitens: bool) -> None:
+def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantage: bool) -> None:
     """
     Warn of minibatches that are not full.
 
@@ -195,16 +223,15 @@ def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantag
     :param n_envs: Number of environments
     :param batch_size: Minibatch size
     :param normalize_advantage: Whether advantages are standardised
-    :param whitens: Whether the buffer standardises the advantages of a rollout, all of which are then used
     :raises ValueError: If a rollout is too small
     """
     rollout_size = n_steps * n_envs
-    if rollout_size == 1 and normalize_advantage and whitens:
+    if rollout_size == 1 and normalize_advantage:
         raise ValueError(
             f"n_steps={n_steps} with {n_envs} environment gives rollouts of one transition, whose advantage cannot be "
             "normalised: pass a larger `n_steps`, or normalize_advantage=False."
         )
-    if whitens and rollout_size % batch_size > 0:
+    if rollout_size % batch_size > 0:
         warnings.warn(
             f"batch_size={batch_size} does not divide the rollout of n_steps * n_envs = {n_steps} * {n_envs} = {rollout_size} "
             f"transitions: there will be a truncated mini-batch of size {rollout_size % batch_size} in each epoch. Choose "
@@ -219,8 +246,11 @@ def time_limit(env: VecEnv | None) -> int | None:
     :return: Its time limit in steps, the largest if its environments have several; ``None`` if it is unknown
     """
     # The attribute of Gymnasium's TimeLimit. The `spec` has it too, but not every worker process can send a spec.
-    if env is None or not env.has_attr("_max_episode_steps"):
+    try:
+        if env is None or not env.has_attr("_max_episode_steps"):
+            return None
+        limits = list(env.get_attr("_max_episode_steps"))
+    except Exception:  # the methods of a simulator may do anything
         return None
-    limits = env.get_attr("_max_episode_steps")
     is_known = all(isinstance(limit, int) and limit > 0 for limit in limits)
-    return max(limits) if is_known else None
+    return max(limits) if is_known and limits else None

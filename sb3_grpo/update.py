@@ -1,7 +1,6 @@
-"""The gradient steps of an update: the loss of a minibatch, its gradient, and the metrics of all of them."""
+"""The gradient steps of an update, and the metrics of all of them. The loss itself is in :mod:`sb3_grpo.losses`."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -10,8 +9,9 @@ import torch as th
 
 from sb3_grpo import losses
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
-from sb3_grpo.fast_actor import FastActor, is_unaltered
+from sb3_grpo.fast_actor import FastActor, fast_actor, is_unaltered
 from sb3_grpo.kl_penalty import KLPenalty
+from sb3_grpo.losses import MinibatchLoss
 from sb3_grpo.policies import ActorPolicy
 
 
@@ -22,34 +22,6 @@ class ClipRange(NamedTuple):
 
     low: float
     high: float
-
-
-class MinibatchLoss(NamedTuple):
-    """
-    The loss of a minibatch of ``n`` transitions, and its parts.
-
-    :param loss: The loss, a scalar
-    :param policy_gradient_loss: Mean of the clipped surrogate, a scalar
-    :param log_ratio: Log-ratios of the current and the old probabilities of the actions, shape ``(n,)``
-    :param ratio: Importance ratios before clipping, shape ``(n,)``
-    :param slope: Derivatives of the surrogate with respect to the log-probabilities, shape ``(n,)``
-    :param entropy: Entropies of the policy, or their estimates, shape ``(n,)``
-    :param kl: Divergences from the reference, or their estimates, shape ``(n,)``; empty without a penalty
-    """
-
-    loss: th.Tensor
-    policy_gradient_loss: th.Tensor
-    log_ratio: th.Tensor
-    ratio: th.Tensor
-    slope: th.Tensor
-    entropy: th.Tensor
-    kl: th.Tensor
-
-    def detached(self) -> "MinibatchLoss":
-        """
-        :return: The same without gradients
-        """
-        return MinibatchLoss(*(field.detach() for field in self))
 
 
 @dataclass(frozen=True)
@@ -91,64 +63,55 @@ class Objective:
             for no limit
         :return: The steps that were taken
         """
-        # The gradient of the penalty is left to autograd.
-        fast_actor = policy.fast_actor() if self.kl_coef == 0 else None
+        fast = fast_actor(policy) if self.kl_coef == 0 else None  # the gradient of the penalty is left to autograd
         whole_trajectories = self.importance_sampling_level == "trajectory"
         epochs: list[list[MinibatchLoss]] = []
         gradient_norms: list[th.Tensor] = []
-        with th.no_grad() if fast_actor is not None else nullcontext():
+        with th.set_grad_enabled(fast is None):
             for _ in range(n_epochs):
                 epochs.append([])
                 for rollout_data in rollout_buffer.get(batch_size, whole_trajectories):
-                    minibatch = self.evaluate(policy, rollout_data, fast_actor)
+                    minibatch = self.evaluate(policy, rollout_data, fast)
                     epochs[-1].append(minibatch.detached())
                     if target_kl is not None:
                         approx_kl = losses.approximate_kl(minibatch.log_ratio).item()
                         if approx_kl > 1.5 * target_kl:  # not NaN, which is left to the check of the gradient
                             return GradientSteps(epochs, gradient_norms, approx_kl)
-                    gradient_norms.append(self.set_gradient(policy, minibatch, rollout_data.weights, fast_actor))
+                    gradient_norms.append(self.set_gradient(policy, minibatch, rollout_data.weights, fast))
                     policy.optimizer.step()
         return GradientSteps(epochs, gradient_norms)
 
-    def evaluate(
-        self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples, fast_actor: FastActor | None
-    ) -> MinibatchLoss:
+    def evaluate(self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples, fast: FastActor | None) -> MinibatchLoss:
         """
         :param policy: Policy
         :param rollout_data: Minibatch of ``n`` transitions
-        :param fast_actor: Actor without autograd; ``None`` to use autograd
+        :param fast: Actor without autograd; ``None`` to use autograd
         :return: The loss and its parts
         """
         observations, actions = rollout_data.observations, rollout_data.actions
         distribution = policy.get_distribution(observations) if self.kl_coef > 0 and self.kl_penalty.is_exact else None
-        if fast_actor is not None:
-            features = policy.extract_features(observations, policy.features_extractor)
-            log_prob, entropy = fast_actor.evaluate(features, actions)
-        elif distribution is not None and is_unaltered(policy, ActorPolicy, ("evaluate_actions",)):
+        if fast is not None:
+            log_prob, entropy = fast.evaluate(policy.extract_features(observations), actions)
+        elif distribution is not None and is_unaltered(policy, ("evaluate_actions",)):
             # One pass of the policy serves the surrogate and the divergence.
             log_prob, entropy = policy.evaluate_distribution(distribution, actions)  # type: ignore[assignment]
         else:
             log_prob, entropy = policy.evaluate_actions(observations, actions)  # type: ignore[assignment]
-        if entropy is None:
-            entropy = -log_prob  # an estimate for distributions without a closed form
-        log_ratio = log_prob - rollout_data.old_log_prob
-        level_log_ratio = log_ratio
-        if self.importance_sampling_level == "trajectory":
-            level_log_ratio = losses.trajectory_log_ratio(log_ratio, rollout_data.starts)
-        surrogate = losses.clipped_surrogate(level_log_ratio, rollout_data.advantages, *self.clip_range)
-        weights = rollout_data.weights
-        policy_gradient_loss = losses.weighted_mean(surrogate.loss, weights)
-        loss = policy_gradient_loss
-        if self.ent_coef != 0:
-            loss = loss - self.ent_coef * losses.weighted_mean(entropy, weights)
-        kl = entropy.new_empty(0)
-        if self.kl_coef > 0:
-            kl = self.kl_penalty.estimate(rollout_data, log_prob, distribution)
-            loss = loss + self.kl_coef * losses.weighted_mean(kl, weights)
-        return MinibatchLoss(loss, policy_gradient_loss, log_ratio, surrogate.ratio, surrogate.slope, entropy, kl)
+        return losses.minibatch_loss(
+            log_prob,
+            rollout_data.old_log_prob,
+            rollout_data.advantages,
+            *self.clip_range,
+            entropy=entropy,
+            ent_coef=self.ent_coef,
+            kl=self.kl_penalty.estimate(rollout_data, log_prob, distribution) if self.kl_coef > 0 else None,
+            kl_coef=self.kl_coef,
+            weights=rollout_data.weights,
+            trajectories=rollout_data.trajectories if self.importance_sampling_level == "trajectory" else None,
+        )
 
     def set_gradient(
-        self, policy: ActorPolicy, minibatch: MinibatchLoss, weights: th.Tensor | None, fast_actor: FastActor | None
+        self, policy: ActorPolicy, minibatch: MinibatchLoss, weights: th.Tensor | None, fast: FastActor | None
     ) -> th.Tensor:
         """
         Set the gradients of the policy to those of the loss, and clip them.
@@ -156,10 +119,10 @@ class Objective:
         :param policy: Policy
         :param minibatch: Loss of a minibatch of ``n`` transitions
         :param weights: Weights of the transitions in the loss, shape ``(n,)``; ``None`` for ones
-        :param fast_actor: Actor that evaluated the actions; ``None`` if autograd did
+        :param fast: Actor that evaluated the actions; ``None`` if autograd did
         :return: Norm of the gradient before clipping, a scalar
         """
-        if fast_actor is None:
+        if fast is None:
             policy.optimizer.zero_grad()
             minibatch.loss.backward()
             return th.nn.utils.clip_grad_norm_(policy.parameters(), self.max_grad_norm)
@@ -170,8 +133,8 @@ class Objective:
             grad_entropy = th.full_like(grad_log_prob, -self.ent_coef / n)
             if weights is not None:
                 grad_entropy *= weights
-        fast_actor.backward(grad_log_prob, grad_entropy)
-        return fast_actor.clip_gradient(self.max_grad_norm)
+        fast.backward(grad_log_prob, grad_entropy)
+        return fast.clip_gradient(self.max_grad_norm)
 
 
 class GradientSteps(NamedTuple):

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from sb3_grpo.observations import space_parts
+from sb3_grpo.observations import observation_parts, space_parts
 
 #: Largest range of an action that counts as bounded, because some environments use the largest float as a bound. The initial
 #: standard deviation is a quarter of the range. Actuators in SI units and amounts of money stay below.
@@ -209,37 +209,48 @@ def check_discrete_spaces(observation_space: spaces.Space, action_space: spaces.
             )
 
 
-def check_final_observations(dones: np.ndarray, infos: Sequence[dict[str, Any]], num_timesteps: int) -> None:
+def check_step(
+    observations: Any,
+    rewards: np.ndarray,
+    dones: np.ndarray,
+    infos: Sequence[dict[str, Any]],
+    num_timesteps: int,
+    steps: np.ndarray,
+) -> None:
     """
-    Check the final observations of truncated episodes, which a baseline evaluates.
-
+    :param observations: Observations of all environments after a step
+    :param rewards: Rewards, shape ``(n_envs,)``
     :param dones: Whether the episode ended, shape ``(n_envs,)``
-    :param infos: Infos of the step
-    :param num_timesteps: Number of steps so far
+    :param infos: Infos of the step. The final observations of truncated episodes are in them, which a baseline evaluates
+    :param num_timesteps: Number of timesteps before the step
+    :param steps: Number of steps that each environment had taken in its episode before, shape ``(n_envs,)``
     :raises ValueError: If a number is NaN or infinite; the message names the environment
     """
-    for env in np.flatnonzero(dones).tolist():
+    check_finite("observation", observations, num_timesteps, steps)
+    check_finite("reward", rewards, num_timesteps, steps)
+    for env in np.flatnonzero(dones).tolist() if dones.any() else ():
         final = infos[env].get("terminal_observation")
         if final is not None and infos[env].get("TimeLimit.truncated", False):
-            parts = final if isinstance(final, dict) else {"": final}
-            batch = {key: np.asarray(part)[None] for key, part in parts.items()}
-            check_finite("final observation", batch, num_timesteps, first_env=env)
+            batch = {key: np.asarray(part)[None] for key, part in observation_parts(final).items()}
+            check_finite("final observation", batch, num_timesteps, steps[env : env + 1], first_env=env)
 
 
-def check_finite(what: str, values: Any, num_timesteps: int, first_env: int = 0) -> None:
+def check_finite(what: str, values: Any, num_timesteps: int, steps: np.ndarray | None = None, first_env: int = 0) -> None:
     """
     :param what: Name of the values in the message
     :param values: One entry per environment: an array, or a dict of arrays
-    :param num_timesteps: Number of steps so far
+    :param num_timesteps: Number of timesteps so far
+    :param steps: Number of steps that each environment had taken in its episode, shape ``(n_envs,)``; ``None`` at a reset
     :param first_env: Index of the environment of the first entry
     :raises ValueError: If a number is NaN or infinite; the message names the environment
     """
-    for key, array in values.items() if isinstance(values, dict) else [("", values)]:
+    for key, array in values.items() if isinstance(values, dict) else [(None, values)]:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             row = int(np.argwhere(~np.isfinite(array))[0][0])
-            where = f" under {key!r}" if key else ""
+            where = "" if key is None else f" under {key!r}"
+            when = "the reset" if steps is None else f"step {steps[row] + 1} of its episode"
             raise ValueError(
-                f"Environment {first_env + row} returned a non-finite {what}{where} after {num_timesteps} timesteps: "
-                f"{array[row]}. It was not used for learning, so the model can be saved. Fix the environment and continue "
-                "with `set_env`."
+                f"Environment {first_env + row} returned a non-finite {what}{where} in {when}, after {num_timesteps} "
+                f"timesteps: {array[row]}. It was not used for learning, so the model can be saved. Fix the environment and "
+                "continue with `set_env`."
             )

@@ -14,7 +14,7 @@ from stable_baselines3.common.envs import FakeImageEnv
 from torch import nn
 
 from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy
-from sb3_grpo.fast_actor import LEAN_DISTRIBUTIONS, FastActor, LeanCategorical, LeanGaussian
+from sb3_grpo.fast_actor import FAST_DISTRIBUTIONS, FastActor, FastCategorical, FastGaussian, actor, fast_actor
 from sb3_grpo.update import ClipRange, Objective
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,))
@@ -42,8 +42,8 @@ def fast_and_slow(action_space: spaces.Space, **kwargs: Any) -> tuple[ActorPolic
     if hasattr(policy, "log_std"):
         nn.init.normal_(policy.log_std)
     slow.load_state_dict(policy.state_dict())
-    fast = policy.fast_actor()
-    assert fast is not None and slow.fast_actor() is None
+    fast = fast_actor(policy)
+    assert fast is not None and fast_actor(slow) is None
     return policy, fast, slow
 
 
@@ -57,21 +57,21 @@ def gradients(policy: ActorPolicy) -> list[th.Tensor]:
 def test_a_gaussian_agrees_with_numbers_worked_out_by_hand():
     # Standard deviations 1 and 2, each action one deviation from the mean: -1/2 - 1/2 - log 1 - log 2 - log(2 pi)
     log_std = th.tensor([0.0, math.log(2.0)])
-    log_prob, entropy = LeanGaussian().evaluate(th.zeros(1, 2), log_std, th.tensor([[1.0, -2.0]]))
+    log_prob, entropy = FastGaussian().evaluate(th.zeros(1, 2), log_std, th.tensor([[1.0, -2.0]]))
     assert log_prob.item() == pytest.approx(-1.0 - math.log(2.0) - math.log(2 * math.pi), abs=1e-6)
     assert entropy.item() == pytest.approx(1.0 + math.log(2 * math.pi) + math.log(2.0), abs=1e-6)
 
 
 def test_a_categorical_agrees_with_numbers_worked_out_by_hand():
     logits = th.tensor([[0.25, 0.25, 0.5]]).log() + 3.0
-    log_prob, entropy = LeanCategorical().evaluate(logits, None, th.tensor([2]))
+    log_prob, entropy = FastCategorical().evaluate(logits, None, th.tensor([2]))
     assert log_prob.item() == pytest.approx(-math.log(2.0))
     assert entropy.item() == pytest.approx(1.5 * math.log(2.0))
 
 
 def test_actions_are_as_frequent_as_they_are_probable():
     logits = th.tensor([[0.1, 0.2, 0.7]]).log().expand(40_000, 3)
-    actions, log_prob = LeanCategorical().sample(logits, None)
+    actions, log_prob = FastCategorical().sample(logits, None)
     th.testing.assert_close(th.bincount(actions) / len(actions), th.tensor([0.1, 0.2, 0.7]), atol=0.01, rtol=0)
     th.testing.assert_close(log_prob.exp(), th.tensor([0.1, 0.2, 0.7])[actions])
 
@@ -93,8 +93,8 @@ def test_a_forbidden_action_is_never_taken_and_spoils_neither_entropy_nor_gradie
 
 def test_a_subclass_of_a_distribution_is_not_taken_for_it():
     for distribution in (CategoricalDistribution, DiagGaussianDistribution):
-        assert distribution in LEAN_DISTRIBUTIONS
-        assert type("Other", (distribution,), {}) not in LEAN_DISTRIBUTIONS
+        assert distribution in FAST_DISTRIBUTIONS
+        assert type("Other", (distribution,), {}) not in FAST_DISTRIBUTIONS
 
 
 # --- the same numbers ---
@@ -105,7 +105,7 @@ def test_the_same_random_numbers_give_the_same_actions(space: spaces.Space):
     policy, fast, slow = fast_and_slow(space)
     obs = th.randn(500, 3)
     results = []
-    for act in (slow, policy, policy.actor(), fast.sample):
+    for act in (slow, policy, actor(policy), fast.sample):
         th.manual_seed(1)
         with th.no_grad():
             results.append(act(obs)[:2])
@@ -221,11 +221,13 @@ ACTS_IN_ITS_OWN_WAY = {
     "extract_features": lambda: make_policy(cls=OwnFeatures),
     "get_distribution": lambda: make_policy(cls=Slow),
     "_latent": lambda: make_policy(cls=OwnLatent),
-    "evaluate_distribution": lambda: make_policy(cls=OwnEvaluation),
     "hook on the policy": altered(listen),
+    "compiled": lambda: th.compile(make_policy(), backend="eager"),
 }
 NOT_ELIGIBLE = {
     **ACTS_IN_ITS_OWN_WAY,
+    "evaluate_distribution": lambda: make_policy(cls=OwnEvaluation),
+    "compiled layers": altered(lambda policy: setattr(policy, "policy_net", th.compile(policy.policy_net, backend="eager"))),
     "method of the object": altered(lambda policy: setattr(policy, "evaluate_actions", lambda obs, actions: None)),
     "activation": lambda: make_policy(activation_fn=nn.ELU),
     "several activations": with_net(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.ReLU()),
@@ -254,8 +256,8 @@ NOT_ELIGIBLE = {
 
 @pytest.mark.parametrize("make", NOT_ELIGIBLE.values(), ids=NOT_ELIGIBLE)
 def test_an_unusual_policy_has_no_fast_actor(make: Callable[[], ActorPolicy]):
-    assert make_policy().fast_actor() is not None
-    assert make().fast_actor() is None
+    assert fast_actor(make_policy()) is not None
+    assert fast_actor(make()) is None
 
 
 def test_a_policy_that_evaluates_in_its_own_way_is_asked_itself():
@@ -270,23 +272,23 @@ def test_a_policy_that_evaluates_in_its_own_way_is_asked_itself():
 def test_a_hook_on_all_modules_is_noticed():
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert make_policy().fast_actor() is None
+        assert fast_actor(make_policy()) is None
     finally:
         handle.remove()
-    assert make_policy().fast_actor() is not None
+    assert fast_actor(make_policy()) is not None
 
 
 @pytest.mark.parametrize("make", ACTS_IN_ITS_OWN_WAY.values(), ids=ACTS_IN_ITS_OWN_WAY)
 def test_a_policy_that_acts_in_its_own_way_is_asked_itself(make: Callable[[], ActorPolicy]):
     policy, obs = make(), th.randn(N, 3)
     results = []
-    for act in (policy.actor(), policy):
+    for act in (actor(policy), policy):
         th.manual_seed(1)
         results.append(act(obs)[:2])
     th.testing.assert_close(results[0], results[1], rtol=0, atol=0)
     # Its features may not be those that the extractor gives.
-    assert policy.actor()(obs)[2] is None
-    assert make_policy().actor()(obs)[2] is not None
+    assert actor(policy)(obs)[2] is None
+    assert actor(make_policy())(obs)[2] is not None
 
 
 # --- in the algorithm ---
@@ -321,7 +323,7 @@ def test_runs_are_the_same_with_autograd_and_without(env: str, options: dict[str
     watchers = [Actions(), Actions()]
     fast = GRPO("MlpPolicy", env, **settings).learn(192, callback=watchers[0])
     slow = GRPO(Slow, env, **settings).learn(192, callback=watchers[1])
-    assert fast.policy.fast_actor() is not None and slow.policy.fast_actor() is None
+    assert fast_actor(fast.policy) is not None and fast_actor(slow.policy) is None
     np.testing.assert_allclose(watchers[0].actions, watchers[1].actions, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(watchers[0].log_probs, watchers[1].log_probs, rtol=1e-3, atol=1e-4)
     th.testing.assert_close(*(dict(model.policy.named_parameters()) for model in (fast, slow)), rtol=1e-3, atol=1e-5)
@@ -341,10 +343,10 @@ def test_the_gradient_of_a_minibatch_is_that_of_its_loss(ent_coef: float, weight
         samples = samples._replace(weights=th.rand(32))
     objective = Objective(ClipRange(0.2, 0.2), "step", ent_coef, 0.0, model.kl_penalty, 0.5)
     found = []
-    for fast_actor in (None, model.policy.fast_actor()):
-        with th.set_grad_enabled(fast_actor is None):
-            minibatch = objective.evaluate(model.policy, samples, fast_actor)
-            norm = objective.set_gradient(model.policy, minibatch, samples.weights, fast_actor)
+    for fast in (None, fast_actor(model.policy)):
+        with th.set_grad_enabled(fast is None):
+            minibatch = objective.evaluate(model.policy, samples, fast)
+            norm = objective.set_gradient(model.policy, minibatch, samples.weights, fast)
         found.append([norm, minibatch.loss.detach(), *gradients(model.policy)])
     assert 0 < (minibatch.slope == 0).sum() < 32
     assert found[0][0] > 0.01

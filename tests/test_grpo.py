@@ -670,7 +670,7 @@ def test_a_step_on_a_full_batch_is_ppos_step_on_the_same_data(noise: float, acti
         th.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("reference", ["polyak", 2, "initial"])
+@pytest.mark.parametrize("reference", [2, "initial"])
 def test_an_update_that_fails_halfway_leaves_the_model_as_it_was(reference: Any):
     model = make_model(kl_coef=0.5, adaptive_kl_target=1e3, kl_reference=reference, n_epochs=3).learn(32 * 3)
 
@@ -700,7 +700,7 @@ def test_an_update_that_fails_halfway_leaves_the_model_as_it_was(reference: Any)
     after = state()
     assert after["numbers"][0] == before["numbers"][0] + 3 and after["numbers"][1] == 0.5 * before["numbers"][1]
     # The age that the failed update had counted would show here.
-    assert after["numbers"][2] == {"polyak": before["numbers"][2] + 1, "initial": before["numbers"][2] + 1, 2: 2}[reference]
+    assert after["numbers"][2] == {"initial": before["numbers"][2] + 1, 2: 2}[reference]
 
 
 def test_an_update_that_spoils_the_policy_is_undone():

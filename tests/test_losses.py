@@ -313,13 +313,6 @@ def test_clip_fractions_are_as_worked_out_by_hand(clip_range_high: float, low: f
     assert losses.clip_fractions(th.tensor([0.75, 1.0, 1.25, 1.5]), 0.25, 0.5) == (0.0, 0.0)
 
 
-def test_reused_transitions_count_by_their_importance_weight_up_to_two():
-    log_prob, sampled = th.tensor([-1.0, -3.0, -1.0, 0.0, -2000.0]), th.tensor([-1.0, -2.0, -1.5, -50.0, 0.0])
-    # 1, 1/e, sqrt(e) = 1.6487, e^50 truncated, nothing
-    assert losses.reuse_weights(log_prob, sampled).tolist() == pytest.approx([1.0, 0.367879, 1.648721, 2.0, 0.0], abs=1e-6)
-    assert (losses.reuse_weights(log_prob, sampled) > 0).all()
-
-
 def test_the_effective_sample_size_is_as_worked_out_by_hand_and_has_its_limits():
     # (1 + 3)^2 / (2 * (1 + 9)) = 0.8; (1 + 1 + 2)^2 / (3 * (1 + 1 + 4)) = 16 / 18 = 0.888889
     assert losses.effective_sample_size(th.tensor([1.0, 3.0])).item() == pytest.approx(0.8, rel=1e-6)

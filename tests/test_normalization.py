@@ -82,6 +82,15 @@ def test_the_statistics_are_those_of_all_observations():
     np.testing.assert_allclose(normalizer(th.as_tensor(everything)), expected, atol=1e-4)
 
 
+def test_all_entries_of_a_state_dict_are_floating_point_and_a_count_that_was_saved_as_an_integer_is_taken():
+    normalizer, other = ObservationNormalizer(VECTOR), ObservationNormalizer(VECTOR)
+    normalizer.observe(ROLLOUTS[0])
+    state = normalizer.state_dict()
+    assert all(value.is_floating_point() for value in state.values())
+    other.load_state_dict({**state, "count": state["count"].long()})
+    assert other.count.dtype == th.float32 and other.count == len(ROLLOUTS[0])
+
+
 def test_the_first_observations_are_used_at_once_and_later_ones_only_after_renewal():
     normalizer = ObservationNormalizer(VECTOR)
     x = th.as_tensor(ROLLOUTS[0])

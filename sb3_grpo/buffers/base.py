@@ -1,14 +1,15 @@
 """The base of all group rollout buffers: it stores a rollout and hands out the minibatches of an update."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import BaseBuffer
 from stable_baselines3.common.preprocessing import get_obs_shape, is_image_space
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_grpo import advantages as A
 from sb3_grpo import losses
@@ -22,6 +23,7 @@ from sb3_grpo.buffers.rollout import (
 )
 from sb3_grpo.observations import Observations, map_observations, space_parts
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
+from sb3_grpo.starts import Position
 from sb3_grpo.validation import require_at_least
 
 #: The smallest groups, because they give a rollout the most distinct starts.
@@ -39,31 +41,12 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     :param gae_lambda: Lambda of generalized advantage estimation; not used by all buffers
     :param gamma: Discount factor
     :param n_envs: Number of environments
-    :param group_size: Number of trajectories per group; the largest number if it changes during training
+    :param group_size: Number of trajectories per group
     :param horizon: Time limit of the environment in steps; ``None`` if it is unknown
     :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
     :raises ValueError: If ``horizon`` or ``reward_weights`` is invalid; in :meth:`add`, if an environment does not report the
         components
     """
-
-    #: Whether advantages are standardised over the rollout if ``normalize_advantage`` is set. It is off for
-    #: buffers that compare within groups, because a shift of the whole rollout would give tied groups an advantage.
-    whitens: ClassVar[bool] = False
-    #: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at
-    default_rollout_size: ClassVar[int] = 2048
-    #: Whether the buffer takes the environments' own rewards instead of those of a ``VecNormalize``.
-    takes_original_rewards: ClassVar[bool] = False
-    #: Number of parts of the start queue, one for each worker that resets environments by itself.
-    n_parts: int = 1
-    #: The largest group size that the buffer chooses by itself.
-    max_group_size: int = DEFAULT_GROUP_SIZE
-    #: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is ``None`` and
-    #: starts are shared.
-    preferred_group_size: int = DEFAULT_GROUP_SIZE
-    #: Metrics that say nothing about the updates of this buffer. They are not logged.
-    unlogged: Collection[str] = ()
-    #: A line about a setting that the buffer has chosen by itself. GRPO prints it if ``verbose`` is at least 1.
-    notice: str = ""
 
     def __init__(
         self,
@@ -89,12 +72,13 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.reward_weights = checked_reward_weights(reward_weights)
         #: Metrics of the last rollout. GRPO logs those under ``rollout/`` at once and those under ``train/`` with the update.
         self.metrics: dict[str, float] = {}
+        #: Returns of the members of each group that was completed in the last rollout.
+        self.group_returns: list[list[float]] = []
+        #: For each group that may still get transitions the last step that all of its members have taken.
+        self.open_groups: Mapping[int, int] = {}
         self._rollout = 0
-        self._elapsed = np.zeros(n_envs, dtype=np.int64)
-        self._group_returns = GroupReturns(n_envs, group_size)
+        self._running_returns = GroupReturns(n_envs)
         self._update: GroupRolloutBufferSamples | None = None
-        # Updates of the previous rollouts, the latest first.
-        self._earlier: list[GroupRolloutBufferSamples] = []
         parts = space_parts(observation_space).values()
         #: Whether observations are images, or contain images: arrays with three axes, of whatever type of numbers.
         self.has_images = any(isinstance(part, spaces.Box) and len(part.shape) > 2 for part in parts)
@@ -118,8 +102,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.actions = np.zeros((*shape, self.action_dim), dtype=dtype)
         self.rewards = np.zeros(shape, dtype=np.float32)
         self.log_probs = np.zeros(shape, dtype=np.float32)
-        self.starts = np.zeros(shape, dtype=np.int64)
-        self.steps = np.zeros(shape, dtype=np.int64)
+        self.groups, self.members, self.steps = (np.zeros(shape, dtype=np.int64) for _ in Position._fields)
         self.dones = np.zeros(shape, dtype=bool)
         self.components = np.zeros((*shape, len(self.reward_weights)), dtype=np.float32)
 
@@ -127,6 +110,11 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     def n_samples(self) -> int:
         """Number of transitions in the update; zero if there is nothing to train on."""
         return 0 if self._update is None else len(self._update.advantages)
+
+    @property
+    def has_differences(self) -> bool:
+        """Whether the update prefers some actions to others."""
+        return self._update is not None and bool((self._update.advantages != 0).any())
 
     def reset(self) -> None:
         """Prepare for the next rollout."""
@@ -136,10 +124,67 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
 
     def forget_trajectories(self) -> None:
         """Forget the unfinished trajectories, because all environments were reset."""
-        self._elapsed[:] = 0
-        self._group_returns.clear()
-        self._earlier = []
+        self._running_returns.clear()
         self.pos = 0
+
+    # --- what buffers may do differently ------------------------------------------------------------------------------
+
+    @classmethod
+    def rollout_size(cls) -> int:
+        """
+        :return: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at
+        """
+        return 2048
+
+    @classmethod
+    def update_size(cls, rollout_size: int) -> int | None:
+        """
+        :param rollout_size: Number of transitions per rollout
+        :return: Number of transitions per update; ``None`` if it varies
+        """
+        return None
+
+    def reward_normalizer(self, env: VecEnv) -> VecNormalize | None:
+        """
+        :param env: The training environment
+        :return: The ``VecNormalize`` whose original rewards the buffer takes; ``None`` for the rewards as they come
+        """
+        return None
+
+    def suggested_group_size(self) -> int:
+        """
+        :return: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is
+            ``None`` and starts are shared
+        """
+        return DEFAULT_GROUP_SIZE
+
+    def remark(self) -> str:
+        """
+        :return: A sentence about a setting that the buffer has chosen by itself, which GRPO prints; empty without one
+        """
+        return ""
+
+    def _scaled(self, advantages: np.ndarray, normalize_advantage: bool) -> np.ndarray:
+        """
+        :param advantages: Advantages of the update, at least one, shape ``(n,)``
+        :param normalize_advantage: Argument of GRPO
+        :return: The advantages that the loss gets. A buffer that compares within groups leaves them as they are, because a
+            shift of the whole rollout would give tied groups an advantage
+        """
+        return advantages
+
+    def _describe_groups(self, returns: list[list[float]]) -> dict[str, float]:
+        """
+        :param returns: Returns of the members of each group that was completed in the rollout
+        :return: Metrics
+        """
+        metrics = {"rollout/groups_completed": float(len(returns))}
+        if len(returns) > 0:
+            metrics["rollout/group_return_mean"] = float(np.mean(np.concatenate(returns)))
+            metrics["rollout/group_return_spread"] = float(np.mean([max(members) - min(members) for members in returns]))
+        return metrics
+
+    # --- collecting ---------------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -148,8 +193,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         reward: np.ndarray,
         done: np.ndarray,
         log_prob: th.Tensor,
-        start: np.ndarray,
-        infos: list[dict[str, Any]],
+        position: Position,
+        infos: Sequence[dict[str, Any]],
         features: th.Tensor | None = None,
     ) -> None:
         """
@@ -160,7 +205,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         :param reward: Rewards, shape ``(n_envs,)``
         :param done: Whether the episode ended with this step, shape ``(n_envs,)``
         :param log_prob: Log-probabilities of the actions, shape ``(n_envs,)``
-        :param start: Index of the start of each trajectory, shape ``(n_envs,)``
+        :param position: Group, member and step of each environment before the step
         :param infos: Infos of the step, with ``terminal_observation`` and ``TimeLimit.truncated``
         :param features: Output of the policy's features extractor for ``obs``, shape ``(n_envs, features_dim)``, if it is
             known. Buffers that need it later can keep it
@@ -175,19 +220,16 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         store(self.actions, action)
         self.rewards[:, self.pos] = reward
         self.log_probs[:, self.pos] = log_prob.detach().cpu().numpy().reshape(-1)
-        self.starts[:, self.pos] = start
-        self.steps[:, self.pos] = self._elapsed
+        self.groups[:, self.pos], self.members[:, self.pos], self.steps[:, self.pos] = position
         self.dones[:, self.pos] = done
-        self._group_returns.add(reward, done, start)
-        self._elapsed += 1
-        for env in np.flatnonzero(done) if done.any() else ():
-            self._elapsed[env] = 0
+        self._running_returns.add(reward, done, position.groups)
+        for env in np.flatnonzero(done).tolist() if done.any() else ():
             if infos[env].get("TimeLimit.truncated", False) and infos[env].get("terminal_observation") is not None:
-                self._final_observations.append((int(env), self.pos, infos[env]["terminal_observation"]))
+                self._final_observations.append((env, self.pos, infos[env]["terminal_observation"]))
         self.pos += 1
         self.full = self.pos == self.buffer_size
 
-    def _components_and_their_sum(self, infos: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    def _components_and_their_sum(self, infos: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
         names, weights = list(self.reward_weights), np.array(list(self.reward_weights.values()))
         components = np.array([reward_components(info, names, env) for env, info in enumerate(infos)])
         sums = components @ weights
@@ -202,38 +244,33 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self,
         last_obs: Observations,
         policy: ActorPolicy,
+        open_groups: Mapping[int, int],
         normalize_advantage: bool = False,
         loss_aggregation: losses.LossAggregation = "step",
-        n_reused_rollouts: int = 0,
     ) -> None:
         """
         Form the update from a full rollout.
 
         :param last_obs: Observations after the last step, shape ``(n_envs, *obs_shape)`` or a dict of such
         :param policy: The policy that is about to be updated
-        :param normalize_advantage: Whether to standardise the advantages of the rollout, if the buffer :attr:`whitens`
+        :param open_groups: For each group that may still get transitions the last step that all of its members have taken, see
+            :meth:`~sb3_grpo.starts.Ledger.open_groups`
+        :param normalize_advantage: Whether to standardise the advantages, for buffers that do so
         :param loss_aggregation: Mean by which transitions enter the loss, see :data:`~sb3_grpo.losses.LossAggregation`
-        :param n_reused_rollouts: Number of previous rollouts that are added to the update
         """
         self._rollout += 1
-        last = self.pos - 1
-        complete = self._group_returns.pop_complete(self.starts[:, last], self.dones[:, last], self.n_parts)
-        self.metrics = self._describe_groups(complete)
+        self.open_groups = open_groups
+        self.group_returns = self._running_returns.pop_complete(open_groups)
+        self.metrics = self._describe_groups(self.group_returns)
         rollout = self._flatten(self.pos)
         self.pos = 0  # transitions of an interrupted rollout are recognised by a position above zero
         transitions, advantages = self._form_update(rollout, last_obs, policy)
         self._check_advantages("_form_update", advantages, len(transitions))
         if len(advantages) > 0:
-            if self.whitens:  # buffers that compare within groups subtract the mean of the group
-                self.metrics["train/advantage_mean"] = float(np.mean(advantages))
             self.metrics["train/advantage_std"] = float(np.std(advantages))
-        advantages = advantages.astype(np.float32)
-        if self.whitens and normalize_advantage:
-            advantages = A.whiten(advantages).astype(np.float32)
-        update = self._to_samples(transitions, advantages)
-        if n_reused_rollouts > 0 and len(advantages) > 0:
-            update = self._with_earlier(update, policy, n_reused_rollouts)
-        self._update = update._replace(weights=self._loss_weights(update.starts, loss_aggregation))
+            advantages = self._scaled(advantages.astype(np.float32), normalize_advantage)
+        update = self._to_samples(transitions, advantages.astype(np.float32))
+        self._update = update._replace(weights=self._loss_weights(update.trajectories, loss_aggregation))
 
     def _check_advantages(self, hook: str, advantages: np.ndarray, n_transitions: int) -> None:
         """
@@ -270,18 +307,6 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         """:return: Log-probabilities of the actions under a policy, shape ``(n,)``"""
         return th.cat([policy.evaluate_actions(each.observations, each.actions)[0] for each in samples.split(ENCODING_BATCH)])
 
-    @staticmethod
-    def _describe_groups(returns: list[list[float]]) -> dict[str, float]:
-        """
-        :param returns: Returns of the members of each group that was completed in the rollout
-        :return: Metrics
-        """
-        metrics = {"rollout/groups_completed": float(len(returns))}
-        if len(returns) > 0:
-            metrics["rollout/group_return_mean"] = float(np.mean(np.concatenate(returns)))
-            metrics["rollout/group_return_spread"] = float(np.mean([max(members) - min(members) for members in returns]))
-        return metrics
-
     @abstractmethod
     def _form_update(
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
@@ -304,7 +329,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             actions=flat(self.actions),
             rewards=flat(self.rewards),
             log_probs=flat(self.log_probs),
-            starts=flat(self.starts),
+            groups=flat(self.groups),
+            members=flat(self.members),
             steps=flat(self.steps),
             dones=flat(self.dones),
             rollouts=np.full(self.n_envs * n_steps, self._rollout, dtype=np.int64),
@@ -325,43 +351,19 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             actions,
             to_device(transitions.log_probs),
             to_device(advantages),
-            to_device(transitions.starts),
+            to_device(transitions.trajectories),
         )
 
-    @th.no_grad()
-    def _with_earlier(
-        self, update: GroupRolloutBufferSamples, policy: ActorPolicy, n_rollouts: int
-    ) -> GroupRolloutBufferSamples:
+    def _loss_weights(self, trajectories: th.Tensor, aggregation: losses.LossAggregation) -> th.Tensor | None:
         """
-        Add the updates of the previous rollouts, as if the current policy had sampled them: their log-probabilities become
-        the current ones, and their advantages are multiplied by :func:`~sb3_grpo.losses.reuse_weights`.
-
-        :param update: Update of the latest rollout
-        :param policy: The policy that is about to be updated
-        :param n_rollouts: Number of previous rollouts
-        :return: The whole update
-        """
-        latest = update.map(th.clone)  # the update shares the memory of the storage, which the next rollout overwrites
-        parts, weights = [update], []
-        for earlier in self._earlier:
-            log_prob = self._log_probs(earlier, policy)
-            weights.append(losses.reuse_weights(log_prob, earlier.old_log_prob))
-            parts.append(earlier._replace(old_log_prob=log_prob, advantages=earlier.advantages * weights[-1]))
-        if weights:
-            self.metrics["train/reuse_effective_sample_size"] = losses.effective_sample_size(th.cat(weights)).item()
-        self._earlier = [latest, *self._earlier][:n_rollouts]
-        return parts[0].map(lambda *tensors: th.cat(tensors), *parts[1:])
-
-    def _loss_weights(self, starts: th.Tensor, aggregation: losses.LossAggregation) -> th.Tensor | None:
-        """
-        :param starts: Start of each transition of the update, shape ``(n,)``
+        :param trajectories: Label of each transition's trajectory, shape ``(n,)``
         :param aggregation: Mean by which transitions enter the loss. The length of a trajectory is the number of its
             transitions in the update. ``"constant"`` divides by the time limit, or by ``n_steps`` if that is unknown
         :return: Weights in the loss, shape ``(n,)``; ``None`` for ones
         """
-        if aggregation == "step" or len(starts) == 0:
+        if aggregation == "step" or len(trajectories) == 0:
             return None
-        _, labels, lengths = th.unique(starts.cpu(), return_inverse=True, return_counts=True)
+        _, labels, lengths = th.unique(trajectories.cpu(), return_inverse=True, return_counts=True)
         if aggregation == "trajectory":
             weights = losses.trajectory_loss_weights(lengths.double())
         else:
@@ -390,7 +392,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             yield from self._update.take(permutation).split(size)
 
     def _whole_trajectories(self, update: GroupRolloutBufferSamples, batch_size: int) -> Iterator[GroupRolloutBufferSamples]:
-        trajectories = A.label_by_appearance(update.starts.cpu().numpy())
+        trajectories = A.label_by_appearance(update.trajectories.cpu().numpy())
         order = np.random.permutation(len(np.unique(trajectories)))
         batches = A.batch_trajectories(trajectories, order, batch_size)
         for batch in batches:

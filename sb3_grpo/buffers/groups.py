@@ -8,13 +8,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_grpo import advantages as A
-from sb3_grpo.buffers.base import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
+from sb3_grpo.buffers.base import GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
 from sb3_grpo.observations import Observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import require_at_least, require_bool, require_one_of
+from sb3_grpo.wrappers import reward_normalizer
 
 ComponentAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
@@ -50,11 +52,10 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     :param component_aggregation: How several reward components are combined. ``"sum_then_normalize"`` compares their weighted
         sum. ``"normalize_then_sum"`` compares each component separately and adds up the weighted advantages, so that the scale
         of a component does not matter (GDPO, https://arxiv.org/abs/2601.05242, without its normalisation over the batch)
-    :raises ValueError: If an argument is out of range, or if a subclass sets ``max_group_size``
+    :raises ValueError: If an argument is out of range
     """
 
     default_scale: ClassVar[A.Scale] = "group"
-    takes_original_rewards = True
 
     def __init__(
         self,
@@ -85,11 +86,6 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
             horizon,
             reward_weights,
         )
-        if self.max_group_size > DEFAULT_GROUP_SIZE:
-            raise ValueError(
-                f"`{type(self).__name__}.max_group_size` is {self.max_group_size}, and groups that are compared as a whole "
-                "cannot change their size: leave it out, and pass `group_size` to GRPO."
-            )
         if scale is not None:
             require_one_of("scale", scale, ("group", "batch", "none"))
         require_one_of("tied_groups", tied_groups, ("keep", "skip"))
@@ -108,8 +104,8 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         self.dropped = 0
         self._max_waiting = max_waiting
         self._waiting: Transitions | None = None
-        # Newest group that was dropped, for each part of the start queue. The parts advance at different speeds
-        self._last_dropped: dict[int, int] = {}
+        # Groups that were dropped, as long as further members of them may come
+        self._dropped_groups: set[int] = set()
         self._has_warned = False
 
     @property
@@ -117,6 +113,9 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         """Number of transitions that may wait for their group."""
         longest_wait = 2 * (self.horizon or 0) * (self.group_size + self.n_envs)
         return self._max_waiting or max(16 * self.buffer_size * self.n_envs, 20_000, longest_wait)
+
+    def reward_normalizer(self, env: VecEnv) -> VecNormalize | None:
+        return reward_normalizer(env)
 
     def reset(self) -> None:
         if self.pos > 0:
@@ -129,7 +128,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         if self._waiting is not None:
             self.dropped += len(self._waiting)
             self._waiting = None
-        self._last_dropped = {}
+        self._dropped_groups = set()
         super().forget_trajectories()
 
     def _waiting_and(self, rollout: Transitions) -> Transitions:
@@ -137,32 +136,29 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         return rollout if self._waiting is None else self._waiting.followed_by(rollout)
 
     def _without_dropped(self, transitions: Transitions) -> Transitions:
-        groups = transitions.starts // self.group_size
-        last_dropped = np.array([self._last_dropped.get(part, -1) for part in range(self.n_parts)])
-        is_live = groups > last_dropped[groups % self.n_parts]
-        self.dropped += len(groups) - int(is_live.sum())
+        is_live = ~np.isin(transitions.groups, list(self._dropped_groups))
+        self.dropped += len(transitions) - int(is_live.sum())
         return transitions.take(is_live)
 
     def _form_update(
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
     ) -> tuple[Transitions, np.ndarray]:
         collected = self._waiting_and(rollout)
-        groups = collected.starts // self.group_size
-        ended, n_ended = np.unique(groups[collected.dones], return_counts=True)
-        is_complete = np.isin(groups, ended[n_ended == self.group_size])
+        self._dropped_groups &= self.open_groups.keys()
+        is_complete = ~np.isin(collected.groups, list(self.open_groups))
 
         self._waiting = self._drop_excess(collected.take(~is_complete))
         age = self._rollout - self._waiting.rollouts
         self.metrics.update(
             {
-                "rollout/groups_completed": float((n_ended == self.group_size).sum()),
+                "rollout/groups_completed": float(len(np.unique(collected.groups[is_complete]))),
                 "rollout/transitions_waiting": float(len(self._waiting)),
                 "rollout/transitions_waiting_age": float(age.max()) if len(age) else 0.0,
                 "rollout/transitions_dropped": float(self.dropped),
             }
         )
         update = collected.take(is_complete)
-        update = update.take(np.lexsort((update.steps, update.starts)))
+        update = update.take(np.lexsort((update.steps, update.members, update.groups)))
         if len(update) == 0:
             return update, np.empty(0)
         return self._compare_groups(update)
@@ -206,7 +202,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         :return: Number of transitions and group of each trajectory, groups as integers from 0 on, both of shape ``(m,)``
         """
         lengths = update.steps[update.dones] + 1
-        return lengths, np.unique(update.starts[update.dones] // self.group_size, return_inverse=True)[1]
+        return lengths, np.unique(update.groups[update.dones], return_inverse=True)[1]
 
     def _drop_excess(self, waiting: Transitions) -> Transitions:
         """
@@ -215,11 +211,10 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         """
         if len(waiting) <= self.max_waiting:
             return waiting
-        groups, first, counts = np.unique(waiting.starts // self.group_size, return_index=True, return_counts=True)
+        groups, first, counts = np.unique(waiting.groups, return_index=True, return_counts=True)
         newest_first = np.lexsort((groups, waiting.rollouts[first]))[::-1]
         fits = np.cumsum(counts[newest_first]) <= self.max_waiting
-        for group in sorted(groups[newest_first[~fits]].tolist()):
-            self._last_dropped[group % self.n_parts] = group
+        self._dropped_groups.update(groups[newest_first[~fits]].tolist())
         kept = self._without_dropped(waiting)
         if not self._has_warned:
             self._has_warned = True

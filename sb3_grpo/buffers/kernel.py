@@ -1,7 +1,7 @@
 """The buffer of the kernel baseline."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -10,12 +10,13 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
 
 from sb3_grpo import advantages as A
-from sb3_grpo.buffers.base import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
+from sb3_grpo.buffers.base import GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
 from sb3_grpo.kernel import KernelBaseline, calibration_slope, eligibility_traces, predict_by_fold
 from sb3_grpo.observations import Observations, map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
+from sb3_grpo.starts import Position
 from sb3_grpo.validation import require_at_least, require_between, require_bool, require_one_of, require_positive
 
 #: The kernel baseline solves a linear system with as many unknowns as it has inputs.
@@ -110,11 +111,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :raises ValueError: If an argument is out of range
     """
 
-    whitens = True
-    # Trajectories need not be complete, so updates can follow each other quickly.
-    default_rollout_size = 1024
-    max_group_size = LARGE_GROUP
-
     def __init__(
         self,
         buffer_size: int,
@@ -163,10 +159,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             require_bool(name, flag)
         self.target_lambda = gae_lambda if target_lambda is None else target_lambda
         self.n_folds = n_folds
+        self._remark = ""
         n_inputs = 0 if self.has_images else get_flattened_obs_dim(observation_space)
         if n_inputs > MAX_INPUTS and not actor_features:
             actor_features = True
-            self.notice = (
+            self._remark = (
                 f"Observations have {n_inputs} numbers, and the kernel baseline can be fitted to {MAX_INPUTS} at most: it "
                 "uses the actor's last hidden layer instead (actor_features=True)."
             )
@@ -174,19 +171,38 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         # SB3 has seeded numpy's global generator with the model's seed at this point.
         seed = np.random.randint(np.iinfo(np.int32).max)
         self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed, lstd=fit == "lstd")
-        self.relative_term = RelativeTerm(group_size) if relative else None
-        if not relative:
-            self.max_group_size = DEFAULT_GROUP_SIZE
-        # Updates do not depend on complete groups. Their returns are those of Monitor, unless rewards are weighted.
-        self.unlogged = ["rollout/groups_completed", "rollout/group_return_spread"]
-        if not self.reward_weights:
-            self.unlogged.append("rollout/group_return_mean")
+        self.relative_term = RelativeTerm() if relative else None
         self._longest = 1
         # The fit keeps its unit of time, also in environments with another time limit.
         self._fitted_horizon = self.horizon
         # Features of images, which are expensive to encode again; shape (n_envs, buffer_size, features_dim).
         self._features = th.empty(0, 0, 0)
         self._n_features_kept = 0
+
+    @classmethod
+    def rollout_size(cls) -> int:
+        # Trajectories need not be complete, so updates can follow each other quickly.
+        return 1024
+
+    @classmethod
+    def update_size(cls, rollout_size: int) -> int | None:
+        return rollout_size
+
+    def suggested_group_size(self) -> int:
+        is_large = self.relative_term is not None and self.relative_term.correlation > LARGE_GROUP_ABOVE
+        return LARGE_GROUP if is_large else super().suggested_group_size()
+
+    def remark(self) -> str:
+        return self._remark
+
+    def _scaled(self, advantages: np.ndarray, normalize_advantage: bool) -> np.ndarray:
+        self.metrics["train/advantage_mean"] = float(np.mean(advantages))
+        return A.whiten(advantages) if normalize_advantage else advantages
+
+    def _describe_groups(self, returns: list[list[float]]) -> dict[str, float]:
+        # Updates do not depend on complete groups. Their returns are those of Monitor, unless rewards are weighted.
+        metrics = super()._describe_groups(returns)
+        return {name: value for name, value in metrics.items() if self.reward_weights and name == "rollout/group_return_mean"}
 
     def reset(self) -> None:
         super().reset()
@@ -204,8 +220,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         reward: np.ndarray,
         done: np.ndarray,
         log_prob: th.Tensor,
-        start: np.ndarray,
-        infos: list[dict[str, Any]],
+        position: Position,
+        infos: Sequence[dict[str, Any]],
         features: th.Tensor | None = None,
     ) -> None:
         are_inputs = self.has_images and not self.actor_features
@@ -215,7 +231,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
                 self._features = th.zeros(shape, dtype=features.dtype, device=features.device)
             self._features[:, self.pos] = features
             self._n_features_kept += 1
-        super().add(obs, action, reward, done, log_prob, start, infos, features)
+        super().add(obs, action, reward, done, log_prob, position, infos, features)
 
     def policy_changed(self, policy: ActorPolicy) -> None:
         super().policy_changed(policy)
@@ -286,10 +302,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         """
         if self.relative_term is None:
             return advantages
-        advantages = self.relative_term.apply(advantages, rollout.starts, rollout.steps, rollout.dones, self.n_parts)
+        advantages = self.relative_term.apply(advantages, rollout.groups, rollout.steps, self.open_groups)
         self.metrics.update(self.relative_term.metrics)
-        is_large = self.relative_term.correlation > LARGE_GROUP_ABOVE
-        self.preferred_group_size = LARGE_GROUP if is_large else DEFAULT_GROUP_SIZE
         return advantages
 
     def _fit_regression(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:

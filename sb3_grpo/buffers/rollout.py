@@ -1,6 +1,6 @@
 """The data of a rollout: observations, transitions, minibatches, reward components, and the returns of groups."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,10 +23,9 @@ class GroupRolloutBufferSamples(NamedTuple):
 
     :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
     :param actions: Actions as ``evaluate_actions`` takes them, shape ``(n, action_dim)``, or ``(n,)`` for Discrete
-    :param old_log_prob: Log-probabilities under the policy that sampled the actions, shape ``(n,)``. For reused rollouts:
-        under the policy at the start of the update
+    :param old_log_prob: Log-probabilities under the policy that sampled the actions, shape ``(n,)``
     :param advantages: Advantages, shape ``(n,)``
-    :param starts: Index of the start of each transition's trajectory, shape ``(n,)``; it tells trajectories apart
+    :param trajectories: Label of each transition's trajectory, shape ``(n,)``
     :param weights: Weights in the loss, shape ``(n,)``; ``None`` for ones
     """
 
@@ -34,7 +33,7 @@ class GroupRolloutBufferSamples(NamedTuple):
     actions: th.Tensor
     old_log_prob: th.Tensor
     advantages: th.Tensor
-    starts: th.Tensor
+    trajectories: th.Tensor
     weights: th.Tensor | None = None
 
     def map(self, function: Callable[..., th.Tensor], *others: "GroupRolloutBufferSamples") -> "GroupRolloutBufferSamples":
@@ -73,7 +72,8 @@ class Transitions:
     :param actions: Actions, shape ``(n, action_dim)``
     :param rewards: Rewards, shape ``(n,)``
     :param log_probs: Log-probabilities under the policy that sampled the actions, shape ``(n,)``
-    :param starts: Index of the start (see :class:`~sb3_grpo.start_queue.StartQueue`) of each trajectory, shape ``(n,)``
+    :param groups: Group of each trajectory (see :class:`~sb3_grpo.starts.Ledger`), shape ``(n,)``
+    :param members: Member of the group, shape ``(n,)``
     :param steps: Step within the trajectory, shape ``(n,)``
     :param dones: Whether the trajectory ended with this transition, shape ``(n,)``
     :param rollouts: Number of the rollout in which the transition was sampled, shape ``(n,)``
@@ -85,7 +85,8 @@ class Transitions:
     actions: np.ndarray
     rewards: np.ndarray
     log_probs: np.ndarray
-    starts: np.ndarray
+    groups: np.ndarray
+    members: np.ndarray
     steps: np.ndarray
     dones: np.ndarray
     rollouts: np.ndarray
@@ -93,6 +94,11 @@ class Transitions:
 
     def __len__(self) -> int:
         return len(self.rewards)
+
+    @property
+    def trajectories(self) -> np.ndarray:
+        """Label of each transition's trajectory, an integer, shape ``(n,)``."""
+        return self.groups * (self.members.max(initial=0) + 1) + self.members
 
     def take(self, index: np.ndarray) -> "Transitions":
         """
@@ -115,23 +121,21 @@ class GroupReturns:
     Collects the returns of groups while their trajectories end one by one.
 
     :param n_envs: Number of environments
-    :param group_size: Largest number of trajectories per group. A smaller group is complete once a later one has begun
     """
 
-    def __init__(self, n_envs: int, group_size: int):
-        self.group_size = group_size
+    def __init__(self, n_envs: int):
         self._running = np.zeros(n_envs)
         self._ended: dict[int, list[float]] = {}
 
-    def add(self, reward: np.ndarray, done: np.ndarray, start: np.ndarray) -> None:
+    def add(self, reward: np.ndarray, done: np.ndarray, groups: np.ndarray) -> None:
         """
         :param reward: Rewards of one step, shape ``(n_envs,)``
         :param done: Whether the trajectory ended with the step, shape ``(n_envs,)``
-        :param start: Index of the start of each trajectory, shape ``(n_envs,)``
+        :param groups: Group of each trajectory, shape ``(n_envs,)``
         """
         self._running += reward
         for env in np.flatnonzero(done) if done.any() else ():
-            self._ended.setdefault(int(start[env]) // self.group_size, []).append(float(self._running[env]))
+            self._ended.setdefault(int(groups[env]), []).append(float(self._running[env]))
             self._running[env] = 0.0
 
     def clear(self) -> None:
@@ -139,22 +143,12 @@ class GroupReturns:
         self._running[:] = 0.0
         self._ended.clear()
 
-    def pop_complete(self, start: np.ndarray, done: np.ndarray, n_parts: int = 1) -> list[list[float]]:
+    def pop_complete(self, open_groups: Container[int]) -> list[list[float]]:
         """
-        :param start: Index of the start of each trajectory at the last step, shape ``(n_envs,)``
-        :param done: Whether the trajectory ended with it, shape ``(n_envs,)``
-        :param n_parts: Number of parts of the :class:`~sb3_grpo.start_queue.StartQueue`, of which each has a newest group
+        :param open_groups: Groups of which a member has not ended
         :return: Returns of the members of each group that was completed since the last call
         """
-        groups = start // self.group_size
-        running = set(groups[~done].tolist())
-        newest = {int(part): int(groups[groups % n_parts == part].max()) for part in groups % n_parts}
-        complete = [
-            group
-            for group, members in self._ended.items()
-            if len(members) == self.group_size or (group < newest[group % n_parts] and group not in running)
-        ]
-        return [self._ended.pop(group) for group in complete]
+        return [self._ended.pop(group) for group in [each for each in self._ended if each not in open_groups]]
 
 
 def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> list[float]:

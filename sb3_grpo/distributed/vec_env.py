@@ -13,17 +13,16 @@ import numpy as np
 import ray
 import torch as th
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
+from sb3_grpo.collection import Collected
 from sb3_grpo.distributed.cluster import connect
 from sb3_grpo.distributed.worker import Description, History, RolloutWorker
 from sb3_grpo.observations import map_observations, same_values, take_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.resets import EnvironmentFault, RolloutLost
-from sb3_grpo.start_queue import StartQueue
-from sb3_grpo.starts import CollectingVecEnv
-from sb3_grpo.steps import Collected
+from sb3_grpo.starts import EnvironmentFault, Ledger, RolloutLost
 from sb3_grpo.validation import require_at_least, require_positive
 
 #: How long to wait for a new worker.
@@ -35,7 +34,7 @@ CLOSE_TIMEOUT_S = 5.0
 Request = tuple[int, str, tuple[Any, ...], dict[str, Any]]
 
 
-class RayVecEnv(CollectingVecEnv):
+class RayVecEnv(VecEnv):
     """
     A ``VecEnv`` whose environments live in workers of a Ray cluster::
 
@@ -87,15 +86,17 @@ class RayVecEnv(CollectingVecEnv):
             slice(self.worker_of_env.index(w), n_envs - self.worker_of_env[::-1].index(w)) for w in range(self.n_workers)
         ]
         self._env_fns = [pickled[own] for own in self._slices]
-        # For each worker, how many were started in all, and how many were lost since the last transitions
-        self._n_started, self._n_lost = [0] * self.n_workers, [0] * self.n_workers
+        # For each worker, how many were lost since the last transitions
+        self._n_lost = [0] * self.n_workers
         started = [self._start_worker(w) for w in range(self.n_workers)]
         self._workers = [worker for worker, _ in started]
         self._described = [self._await_description(w, building) for w, (_, building) in enumerate(started)]
         first = self._described[0]
-        self._histories = [History() for _ in range(n_envs)]
+        self._histories = [History(None, []) for _ in range(n_envs)]
         # Values that `set_attr` has set, by name and environment: a new worker needs them
         self._attributes: dict[str, dict[int, Any]] = {}
+        #: Whether environments that are done are reset at once, see :class:`~sb3_grpo.starts.adapters.VecEnvAdapter`.
+        self.autoreset = True
         # Latest observations; None before the first reset
         self._obs: Any = None
         # Set if a new worker could not bring its episodes back; raised when they are to go on
@@ -123,9 +124,8 @@ class RayVecEnv(CollectingVecEnv):
         # from crowding on one machine.
         n_cpus = 1 if len(ray.nodes()) > 1 else 0
         options = dict(num_cpus=n_cpus, max_restarts=0, scheduling_strategy="SPREAD")
-        worker: Any = ray.remote(RolloutWorker).options(**options).remote(w, self._slices[w].start)
-        self._n_started[w] += 1
-        return worker, worker.build.remote(self._env_fns[w], VERSION, self._n_started[w] - 1)
+        worker: Any = ray.remote(RolloutWorker).options(**options).remote(self._slices[w].start)
+        return worker, worker.build.remote(self._env_fns[w], VERSION)
 
     def _await_description(self, w: int, building: Any) -> Description:
         """
@@ -153,11 +153,7 @@ class RayVecEnv(CollectingVecEnv):
         try:
             return ray.get(reference, timeout=max(timeout, 0.0))
         except RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, Exception) else error
-            if isinstance(cause, EnvironmentFault):
-                env_idx, what, hint = cause.args
-                raise EnvironmentFault(self._slices[w].start + env_idx, what, hint) from error
-            raise cause from error
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
 
     def _ask(self, requests: Sequence[Request]) -> list[Any]:
         """
@@ -240,7 +236,7 @@ class RayVecEnv(CollectingVecEnv):
             obstacle = "Not all of its environments were reset with a seed"
         elif any(len(history) > self.max_replay for history in histories):
             obstacle = f"One of its episodes is longer than max_replay={self.max_replay} steps"
-        wanted = [History() for _ in histories] if obstacle else histories
+        wanted = [History(None, []) for _ in histories] if obstacle else histories
         found = self._wait(w, self._workers[w].restore.remote(wanted), self.timeout)
         before = [take_observations(self._obs, env_idx) for env_idx in range(own.start, own.stop)]
         if not obstacle and not all(map(is_stored_as, found, before)):
@@ -271,7 +267,8 @@ class RayVecEnv(CollectingVecEnv):
         self._obs = self._rollout_lost = None
         self._pending = []
         answers = self._ask_all("reset", [(seeds[own], options[own]) for own in self._slices])
-        self._histories = [History(seed, each) for seed, each in zip(seeds, options, strict=True)]
+        # An environment that was reset with options is not brought back.
+        self._histories = [History(None if each else seed, []) for seed, each in zip(seeds, options, strict=True)]
         self._seeds = [None] * self.num_envs  # both are for one reset
         self.set_options()
         self.reset_infos = list(chain(*(infos for _, infos in answers)))
@@ -290,8 +287,9 @@ class RayVecEnv(CollectingVecEnv):
             )
         if self._rollout_lost is not None:
             raise self._rollout_lost
-        self._histories = [History() for _ in range(self.num_envs)]  # the actions are not kept
-        self._pending = [worker.step.remote(actions[own]) for worker, own in zip(self._workers, self._slices, strict=True)]
+        self._histories = [History(None, []) for _ in range(self.num_envs)]  # the actions are not kept
+        workers = zip(self._workers, self._slices, strict=True)
+        self._pending = [worker.step.remote(actions[own], self.autoreset) for worker, own in workers]
 
     def step_wait(self) -> VecEnvStepReturn:
         pending, self._pending = self._pending, []
@@ -306,6 +304,21 @@ class RayVecEnv(CollectingVecEnv):
         self._n_lost = [0] * self.n_workers
         return self._obs, np.concatenate(rewards), np.concatenate(dones), list(chain(*infos))
 
+    def reset_envs(self, env_indices: list[int], seeds: list[int | None]) -> tuple[list[Any], list[dict[str, Any]]]:
+        """
+        Reset some of the environments.
+
+        :param env_indices: Indices of those to reset
+        :param seeds: Seed of each; ``None`` for no seed
+        :return: First observation of each, and its info
+        """
+        seed_of = dict(zip(env_indices, seeds, strict=True))
+        resets = self._ask_workers(
+            env_indices, lambda own, local: ("reset_envs", (local, [seed_of[env_idx] for env_idx in own]), {})
+        )
+        observations, infos = zip(*resets, strict=True)
+        return list(observations), list(infos)
+
     def close(self) -> None:
         if self._closed:
             return
@@ -318,16 +331,27 @@ class RayVecEnv(CollectingVecEnv):
     def _call_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """:return: Results of a method of the workers' ``VecEnv``, one for each of the requested environments"""
         wanted = self._numbers(indices)
-        workers = sorted({self.worker_of_env[env_idx] for env_idx in wanted})
-        of_worker = {w: [env_idx for env_idx in wanted if self.worker_of_env[env_idx] == w] for w in workers}
+        return self._ask_workers(wanted, lambda _, local: ("run", (method, *args), {**kwargs, "indices": local}))
+
+    def _ask_workers(
+        self, env_indices: list[int], request: Callable[[list[int], list[int]], tuple[str, tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Any]:
+        """
+        :param env_indices: Indices of environments
+        :param request: Method, arguments and keyword arguments for a worker, from the indices of its environments among all,
+            and from those in the worker
+        :return: The answer of each environment
+        """
         requests: list[Request] = []
-        for w in workers:
-            local = [env_idx - self._slices[w].start for env_idx in of_worker[w]]
-            requests.append((w, "run", (method, *args), {**kwargs, "indices": local}))
+        asked: list[list[int]] = []
+        for w in sorted({self.worker_of_env[env_idx] for env_idx in env_indices}):
+            own = [env_idx for env_idx in env_indices if self.worker_of_env[env_idx] == w]
+            asked.append(own)
+            requests.append((w, *request(own, [env_idx - self._slices[w].start for env_idx in own])))
         by_env: dict[int, Any] = {}
-        for w, answer in zip(workers, self._ask(requests), strict=True):
-            by_env.update(zip(of_worker[w], answer or [None] * len(of_worker[w]), strict=True))
-        return [by_env.get(env_idx) for env_idx in wanted]
+        for own, answer in zip(asked, self._ask(requests), strict=True):
+            by_env.update(zip(own, answer or [None] * len(own), strict=True))
+        return [by_env.get(env_idx) for env_idx in env_indices]
 
     def _numbers(self, indices: VecEnvIndices) -> list[int]:
         numbers = range(self.num_envs)
@@ -355,13 +379,12 @@ class RayVecEnv(CollectingVecEnv):
 
     # --- whole rollouts -----------------------------------------------------------------------------------------------
 
-    def collect(
+    def collect_by_workers(
         self,
         make_policy: Callable[[], ActorPolicy],
         policy: ActorPolicy,
         obs: VecEnvObs,
-        starts: np.ndarray,
-        queue: StartQueue,
+        ledger: Ledger,
         share_starts: bool,
         n_steps: int,
         sde_sample_freq: int,
@@ -373,14 +396,13 @@ class RayVecEnv(CollectingVecEnv):
         :param make_policy: Function that makes a policy with the architecture of ``policy``
         :param policy: Policy that acts
         :param obs: Present observations
-        :param starts: Index of the start of each trajectory, shape ``(n_envs,)``
-        :param queue: Queue of the run
+        :param ledger: Ledger of the run, which learns what the workers have done
         :param share_starts: Whether resets get the seed of their start
         :param n_steps: Number of steps of each environment
-        :param sde_sample_freq: See :func:`~sb3_grpo.steps.take_steps`
-        :param num_timesteps: See :func:`~sb3_grpo.steps.take_steps`
+        :param sde_sample_freq: See :func:`~sb3_grpo.collection.take_steps`
+        :param num_timesteps: See :func:`~sb3_grpo.collection.take_steps`
         :return: The transitions of all environments
-        :raises EnvironmentFault: If an environment raises an error, or a worker is lost more than ``max_retries`` times
+        :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
         :raises RolloutLost: If a worker was lost, now or since the last rollout, and its environments cannot be brought back
         """
         seed = int(th.randint(2**31 - 1, ()))
@@ -389,29 +411,30 @@ class RayVecEnv(CollectingVecEnv):
         sent = ray.put((cloudpickle.dumps(make_policy), weights))
 
         arguments = []
-        for w, own in enumerate(self._slices):
+        for w, (own, part) in enumerate(zip(self._slices, ledger.split(), strict=True)):
             own_seed = int(np.random.SeedSequence((seed, w)).generate_state(1)[0])
-            settings = queue, share_starts, n_steps, sde_sample_freq, num_timesteps, own_seed
-            arguments.append((sent, take_observations(obs, own), starts[own], *settings))
+            settings = share_starts, n_steps, sde_sample_freq, num_timesteps, own_seed
+            arguments.append((sent, take_observations(obs, own), part, *settings))
         parts = self._ask_all("collect", arguments)
         self._n_lost = [0] * self.n_workers
-        for w, part in enumerate(parts):
-            queue.follow(part.queue, w)
         whole = Collected.joined(parts)
-        self._note_histories(whole, policy.within_bounds(whole.actions), queue, share_starts)
+        ledger.join(whole.ledgers)
+        seeds = [ledger.seed_of(group) if share_starts else None for group in ledger.position.groups.tolist()]
+        self._note_histories(whole, policy.within_bounds(whole.actions), seeds)
         return whole
 
-    def _note_histories(self, whole: Collected, taken: np.ndarray, queue: StartQueue, share_starts: bool) -> None:
+    def _note_histories(self, whole: Collected, taken: np.ndarray, seeds: list[int | None]) -> None:
         """Note from which start, and with which actions, each environment came to its present state."""
         self._obs = take_observations(whole.obs, -1)
-        for env_idx in range(self.num_envs):
+        for env_idx, history in enumerate(self._histories):
             ends = np.flatnonzero(whole.dones[:, env_idx])
-            if len(ends) == 0:
-                self._histories[env_idx].add(taken[:, env_idx], self.max_replay)
-                continue
-            seed = queue.start(int(whole.starts[-1, env_idx])).seed if share_starts else None
-            self._histories[env_idx] = History(seed)
-            self._histories[env_idx].add(taken[ends[-1] + 1 :, env_idx], self.max_replay)
+            first = 0
+            if len(ends) > 0:
+                first = ends[-1] + 1
+                history = History(seeds[env_idx], [])
+            if len(history) <= self.max_replay:  # beyond, the environment is not brought back
+                history.actions.append(taken[first:, env_idx].copy())  # a part of an array would keep the whole array
+            self._histories[env_idx] = history
 
 
 def is_stored_as(observation: Any, stored: Any) -> bool:

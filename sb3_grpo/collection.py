@@ -1,0 +1,328 @@
+"""Collecting a rollout: the policy acts in a vectorised environment, in this process or in workers."""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.utils import obs_as_tensor
+from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
+
+from sb3_grpo.buffers import GroupRolloutBuffer
+from sb3_grpo.fast_actor import actor
+from sb3_grpo.observations import map_observations, take_observations
+from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.starts import Ledger, Position, RolloutLost, SeededVecEnv
+from sb3_grpo.validation import check_step
+from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper
+
+
+class Step(NamedTuple):
+    """
+    One step of all environments.
+
+    :param obs_tensor: Observations before the step, as the policy got them
+    :param actions: Actions as sampled, shape ``(n_envs, *action_shape)``
+    :param clipped_actions: Actions as the environments took them, same shape
+    :param log_probs: Log-probabilities of the actions, shape ``(n_envs,)``
+    :param features: Output of the policy's features extractor, shape ``(n_envs, features_dim)``, if it is known
+    :param position: Where the environments were before the step
+    :param new_obs: Observations after the step, shape ``(n_envs, *obs_shape)`` or a dict of such
+    :param rewards: Rewards, shape ``(n_envs,)``
+    :param dones: Whether the episode ended, shape ``(n_envs,)``
+    :param infos: Info of each environment
+    """
+
+    obs_tensor: th.Tensor | dict[str, th.Tensor]
+    actions: np.ndarray
+    clipped_actions: np.ndarray
+    log_probs: th.Tensor
+    features: th.Tensor | None
+    position: Position
+    new_obs: VecEnvObs
+    rewards: np.ndarray
+    dones: np.ndarray
+    infos: list[dict[str, Any]]
+
+
+def collect(
+    self: Any,
+    env: VecEnv,
+    callback: BaseCallback,
+    rollout_buffer: GroupRolloutBuffer,
+    n_rollout_steps: int,
+    starts: SeededVecEnv,
+) -> bool:
+    """
+    Fill the buffer. The local names are those of SB3's ``collect_rollouts``, ``self`` among them, because callbacks read them.
+
+    :param self: The algorithm
+    :param env: The training environment
+    :param callback: Callback, called at every step and at the beginning of the rollout
+    :param rollout_buffer: Buffer to fill
+    :param n_rollout_steps: Number of steps per environment
+    :param starts: The layer through which the environments are reset and stepped
+    :return: False if the callback asked to stop; the last step is kept
+    :raises ValueError: If an observation, a reward or the output of the policy is not finite
+    :raises RuntimeError: If the callback resets the environments
+    """
+    normalizer = rollout_buffer.reward_normalizer(env)
+    n_steps = 0
+    rollout_buffer.reset()
+    self.policy.set_training_mode(False)
+
+    callback.on_rollout_start()
+
+    workers_act = _workers_act(env, starts)
+    for step in _steps(self, starts, n_rollout_steps, workers_act):
+        obs_tensor, actions, clipped_actions, log_probs, features, position, new_obs, rewards, dones, infos = step
+        check_step(new_obs, rewards, dones, infos, self.num_timesteps, position.steps)
+
+        self.num_timesteps += env.num_envs
+
+        callback.update_locals(locals())
+        continue_training = callback.on_step()
+        if starts.was_reset:
+            raise RuntimeError(
+                "A callback reset the training environment in the course of a rollout: pass `EvalCallback` (or "
+                "`evaluate_policy`) a separate environment, for example `make_vec_env('CartPole-v1')`."
+            )
+
+        self._update_info_buffer(infos, dones)
+        n_steps += 1
+        rollout_buffer.add(
+            self._last_obs,
+            actions,
+            rewards if normalizer is None else normalizer.get_original_reward(),
+            dones,
+            log_probs,
+            position,
+            infos,
+            features,
+        )
+        # A copy, because the arrays of a wrapper may be those of its next step.
+        self._last_obs = map_observations(np.array, new_obs)
+        self._last_episode_starts = dones
+        if not continue_training:
+            if workers_act and n_steps < n_rollout_steps:
+                self._last_obs = None  # the environments are ahead
+            return False
+    return True
+
+
+def _steps(self: Any, starts: SeededVecEnv, n_steps: int, workers_act: bool) -> Iterator[Step]:
+    """
+    :param self: The algorithm
+    :param starts: The layer through which the environments are reset and stepped
+    :param n_steps: Number of steps
+    :param workers_act: Whether workers take all steps by themselves
+    :return: The steps. Without such workers, each is taken when it is asked for
+    """
+    if workers_act:
+        collected = _collect_in_workers(self, starts, n_steps)
+        return replay_steps(collected, self.policy)
+    return take_steps(self.policy, starts, self._last_obs, n_steps, self.sde_sample_freq, self.num_timesteps)
+
+
+def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:
+    """
+    :param env: The training environment
+    :param starts: The layer through which it is stepped
+    :return: Whether its workers can collect whole rollouts, and no wrapper changes what they return
+    """
+    if not hasattr(starts.venv, "collect_by_workers"):
+        return False
+    wrapper = data_changing_wrapper(env)
+    if wrapper is not None:
+        starts.warn(
+            f"{wrapper} needs every step of the workers, so each step is a call to all workers, which takes milliseconds. "
+            f"Use {INSIDE_WORKERS.get(wrapper, 'a wrapper of Gymnasium')} inside the environments instead "
+            "(`make_vec_env(..., wrapper_class=...)`)."
+        )
+    return wrapper is None
+
+
+def _collect_in_workers(self: Any, starts: SeededVecEnv, n_steps: int) -> "Collected":
+    """
+    :return: A rollout of the workers. If the episodes of a lost worker cannot go on, all environments begin new ones
+    """
+    while True:
+        try:
+            collected = starts.venv.collect_by_workers(  # type: ignore[attr-defined]
+                self._policy_recipe(),
+                self.policy,
+                self._last_obs,
+                starts.ledger,
+                starts.share_starts,
+                n_steps,
+                self.sde_sample_freq,
+                self.num_timesteps,
+            )
+        except RolloutLost as error:
+            env_idx, what, _ = error.args
+            warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
+            self._begin_episodes(starts, starts.env.reset)
+            continue
+        starts.add_mismatches(collected.mismatches, collected.warnings)
+        return collected
+
+
+def take_steps(
+    policy: ActorPolicy,
+    starts: SeededVecEnv,
+    obs: VecEnvObs,
+    n_steps: int,
+    sde_sample_freq: int,
+    num_timesteps: int,
+) -> Iterator[Step]:
+    """
+    :param policy: Policy that acts
+    :param starts: The layer through which the environments are reset and stepped
+    :param obs: Present observations
+    :param n_steps: Number of steps
+    :param sde_sample_freq: Number of steps between two noise samples of gSDE; -1 for one sample per rollout
+    :param num_timesteps: Number of transitions before the first step, for messages
+    :return: The steps, each taken when it is asked for
+    :raises ValueError: If the output of the policy is not finite
+    """
+    policy.set_training_mode(False)
+    act, device, n_envs = actor(policy), policy.device, starts.venv.num_envs
+    if policy.use_sde:
+        policy.reset_noise(n_envs)
+    for n in range(n_steps):
+        if policy.use_sde and sde_sample_freq > 0 and n % sde_sample_freq == 0:
+            policy.reset_noise(n_envs)
+        obs_tensor = obs_as_tensor(obs, device)  # type: ignore[arg-type]
+        with th.no_grad():
+            actions, log_probs, features = act(obs_tensor)
+        check_policy_output(log_probs, num_timesteps + n * n_envs)
+        sampled = actions.cpu().numpy()
+        clipped = policy.within_bounds(sampled)
+        position = starts.ledger.position
+        # A copy, because an environment may change the action that it is given.
+        obs, rewards, dones, infos = starts.step(clipped.copy())
+        yield Step(obs_tensor, sampled, clipped, log_probs, features, position, obs, rewards, dones, infos)
+
+
+def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
+    """
+    :param log_probs: Log-probabilities of the sampled actions, shape ``(n_envs,)``
+    :param num_timesteps: Number of transitions so far
+    :raises ValueError: If one of them is NaN or infinite
+    """
+    if not math.isfinite(log_probs.sum().item()):
+        raise ValueError(
+            f"The output of the policy is not finite after {num_timesteps} timesteps: the sampled actions have "
+            f"log-probabilities {log_probs.tolist()}. Check the weights and the features extractor."
+        )
+
+
+class Infos:
+    """
+    The infos of a rollout, column by column. A key that all of them have, with numbers of one type, becomes an array.
+
+    :param infos: Info of each environment, step by step
+    """
+
+    def __init__(self, infos: list[list[dict[str, Any]]]):
+        self.shape = len(infos), len(infos[0])
+        self.arrays: dict[str, tuple[type, np.ndarray]] = {}
+        self.others: dict[tuple[int, int], dict[str, Any]] = {}
+        for key in dict.fromkeys(key for step in infos for info in step for key in info):
+            values = [info.get(key) for step in infos for info in step]
+            kind = type(values[0])
+            if kind in (bool, int, float, np.float32, np.float64) and all(type(value) is kind for value in values):
+                self.arrays[key] = kind, np.array(values).reshape(self.shape)
+                continue
+            for t, step in enumerate(infos):
+                for env, info in enumerate(step):
+                    if key in info:
+                        self.others.setdefault((t, env), {})[key] = info[key]
+
+    def at(self, t: int) -> list[dict[str, Any]]:
+        """
+        :param t: Step of the rollout
+        :return: Info of each environment
+        """
+        columns = [map(kind, array[t].tolist()) for kind, array in self.arrays.values()]
+        rows = [dict(zip(self.arrays, values, strict=True)) for values in zip(*columns, strict=True)]
+        rows = rows or [{} for _ in range(self.shape[1])]
+        for env, row in enumerate(rows):
+            row.update(self.others.get((t, env), {}))
+        return rows
+
+
+class Collected(NamedTuple):
+    """
+    A rollout, or the part that one worker has collected: ``n`` environments over ``n_steps``.
+
+    :param obs: Observations before each step and after the last, shape ``(n_steps + 1, n, *obs_shape)`` or a dict of such
+    :param actions: Actions as sampled, shape ``(n_steps, n, *action_shape)``
+    :param log_probs: Their log-probabilities, shape ``(n_steps, n)``
+    :param groups: Group of each trajectory, before each step, shape ``(n_steps, n)``
+    :param members: Member of its group, shape ``(n_steps, n)``
+    :param steps: Step of the trajectory, shape ``(n_steps, n)``
+    :param rewards: Rewards, shape ``(n_steps, n)``
+    :param dones: Whether the episode ended, shape ``(n_steps, n)``
+    :param infos: Infos, for each worker
+    :param ledgers: For each worker the ledger of its environments after the last step
+    :param mismatches: Number of starts that did not begin like their group's first member
+    :param warnings: Warnings of the worker
+    """
+
+    obs: Any
+    actions: np.ndarray
+    log_probs: np.ndarray
+    groups: np.ndarray
+    members: np.ndarray
+    steps: np.ndarray
+    rewards: np.ndarray
+    dones: np.ndarray
+    infos: list[Infos]
+    ledgers: list[Ledger]
+    mismatches: int
+    warnings: list[str]
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Collected]") -> "Collected":
+        """
+        :param parts: The part of each worker
+        :return: The whole rollout
+        """
+
+        def along_envs(*arrays: np.ndarray) -> np.ndarray:
+            return np.concatenate(arrays, axis=1)
+
+        *transitions, infos, ledgers, mismatches, warnings = zip(*parts, strict=True)
+        arrays = (map_observations(along_envs, *each) for each in transitions)
+        lists = (list(chain(*infos)), list(chain(*ledgers)), sum(mismatches), list(chain(*warnings)))
+        return cls._make([*arrays, *lists])
+
+
+def replay_steps(collected: Collected, policy: ActorPolicy) -> Iterator[Step]:
+    """
+    :param collected: A rollout that workers have collected
+    :param policy: Policy that acted
+    :return: Its steps, as :func:`take_steps` would have given them
+    """
+    clipped = policy.within_bounds(collected.actions)
+    log_probs = th.as_tensor(collected.log_probs)
+    obs_tensors = obs_as_tensor(collected.obs, policy.device)
+    for t in range(len(collected.rewards)):
+        yield Step(
+            take_observations(obs_tensors, t),
+            collected.actions[t],
+            clipped[t],
+            log_probs[t],
+            None,
+            Position(collected.groups[t], collected.members[t], collected.steps[t]),
+            take_observations(collected.obs, t + 1),
+            collected.rewards[t],
+            collected.dones[t],
+            [info for infos in collected.infos for info in infos.at(t)],
+        )

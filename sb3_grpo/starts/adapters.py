@@ -1,0 +1,306 @@
+"""
+How each kind of ``VecEnv`` takes the steps of a rollout, such that an environment whose episode ends is reset once, with the
+seed of its next start.
+
+SB3 has no means for this: the automatic reset at the end of an episode passes no seed. So the adapters below do what
+``step_wait`` of their kind does, with the seed in the reset. They change neither the ``VecEnv`` nor its environments.
+
+They rely on the following private or undocumented parts of SB3. ``tests/test_adapters.py`` has a test for each of them, which
+fails when SB3 changes it:
+
+- ``VecEnv._seeds`` holds the seeds of the next ``reset()``, which forgets them.
+- ``DummyVecEnv`` keeps its environments in ``envs``, the actions of a step in ``actions``, and what a step returned in
+  ``buf_rews``, ``buf_dones`` and ``buf_infos``; ``_save_obs`` and ``_obs_from_buf`` write and read observations.
+- ``SubprocVecEnv.remotes`` and ``.processes`` hold the pipes to the workers and the workers, in the order of environments.
+- A worker answers ``("env_method", ("step", (action,), {}))`` with the result of ``step``, and ``("reset", (seed, options))``
+  with an observation and an info.
+- ``SubprocVecEnv.waiting`` says whether answers are due; ``close()`` does nothing if ``.closed`` is true.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from multiprocessing import connection
+from typing import Any
+
+import numpy as np
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
+
+from sb3_grpo.observations import map_observations, observation_parts, space_parts
+from sb3_grpo.starts.faults import EnvironmentFault, name_environment
+
+#: How long to wait until the operating system reports that a worker has ended.
+DEAD_WORKER_TIMEOUT_S = 5.0
+
+#: Ends the trajectory of an environment, given by its index, and returns the seed of its reset; ``None`` for no seed.
+Restart = Callable[[int], int | None]
+
+
+class VecEnvAdapter:
+    """
+    The adapter of any ``VecEnv`` that the package does not know.
+
+    Its environments can be reset with seeds if it has a method ``reset_envs(env_indices, seeds)``, which resets these
+    environments and no others, and returns the list of their observations and the list of their infos. It is then called
+    after the ``VecEnv``'s own reset, unless the ``VecEnv`` has an attribute ``autoreset``: while that is False, ``step_wait``
+    must leave environments that are done as they are. An attribute ``unseeded_because`` with a reason says that seeds cannot
+    be taken after all.
+
+    :param venv: The base ``VecEnv``
+    """
+
+    def __init__(self, venv: VecEnv):
+        self.venv = venv
+
+    @property
+    def takes_seeds(self) -> bool:
+        """Whether single environments can be reset with a seed."""
+        return callable(getattr(self.venv, "reset_envs", None)) and getattr(self.venv, "unseeded_because", None) is None
+
+    @property
+    def lanes(self) -> list[int]:
+        """The worker of each environment that collects by itself; zeros if none does."""
+        return list(getattr(self.venv, "worker_of_env", [0] * self.venv.num_envs))
+
+    def reset(self) -> VecEnvObs:
+        """
+        Reset all environments, with the seeds that were set by ``seed()`` or in ``_seeds``.
+
+        :return: First observations
+        """
+        return self.venv.reset()
+
+    def step_async(self, actions: np.ndarray) -> None:
+        """
+        :param actions: Actions, shape ``(n_envs, *action_shape)``
+        """
+        with self._without_autoreset():
+            self.venv.step_async(actions)
+
+    def step_wait(self, restart: Restart) -> VecEnvStepReturn:
+        """
+        Wait for the step, and reset the environments that are done.
+
+        :param restart: Gives the seed of the reset of an environment that is done
+        :return: As of ``VecEnv.step_wait``
+        """
+        with self._without_autoreset() as defers:
+            observations, rewards, dones, infos = self.venv.step_wait()
+        # Copies, because a simulator may write the next step into the same arrays.
+        observations = map_observations(np.array, observations)
+        done = np.flatnonzero(dones).tolist()
+        seeds = [restart(env_idx) for env_idx in done]
+        if done and (defers or any(seed is not None for seed in seeds)):
+            first, reset_infos = self.venv.reset_envs(done, seeds)  # type: ignore[attr-defined]
+            reset_infos_of_all = list(self.venv.reset_infos)
+            for env_idx, observation, info in zip(done, first, reset_infos, strict=True):
+                reset_infos_of_all[env_idx] = info
+                for key, batch in observation_parts(observations).items():
+                    batch[env_idx] = observation if key is None else observation[key]
+            self.venv.reset_infos = reset_infos_of_all
+        return observations, np.array(rewards), np.array(dones), infos
+
+    @contextmanager
+    def _without_autoreset(self) -> Iterator[bool]:
+        """Yield whether the ``VecEnv`` leaves environments that are done as they are."""
+        if not (self.takes_seeds and hasattr(self.venv, "autoreset")):
+            yield False
+            return
+        self.venv.autoreset = False
+        try:
+            yield True
+        finally:
+            self.venv.autoreset = True
+
+
+class DummyVecEnvAdapter(VecEnvAdapter):
+    """
+    The adapter of a ``DummyVecEnv``.
+
+    :param venv: The ``DummyVecEnv``
+    :param first_env: Index of its first environment among all, for messages
+    """
+
+    venv: DummyVecEnv
+    takes_seeds = True
+
+    def __init__(self, venv: DummyVecEnv, first_env: int = 0):
+        super().__init__(venv)
+        self.first_env = first_env
+        parts = space_parts(venv.observation_space)
+        self._sizes = {key: int(np.prod(part.shape)) for key, part in parts.items() if part.shape is not None}
+
+    def step_wait(self, restart: Restart | None) -> VecEnvStepReturn:
+        """
+        :param restart: See :meth:`VecEnvAdapter.step_wait`; ``None`` to leave environments that are done as they are
+        :return: As of ``VecEnv.step_wait``
+        """
+        venv = self.venv
+        for env_idx, env in enumerate(venv.envs):
+            try:
+                observation, reward, terminated, truncated, info = env.step(venv.actions[env_idx])
+            except Exception as error:
+                name_environment(error, self.first_env + env_idx, "step")
+                raise
+            self._check_size(env_idx, observation)
+            venv.buf_rews[env_idx] = reward
+            venv.buf_dones[env_idx] = terminated or truncated
+            info["TimeLimit.truncated"] = truncated and not terminated
+            venv.buf_infos[env_idx] = info
+            if terminated or truncated:
+                # A copy, because an environment may write its first observation into the same array.
+                info["terminal_observation"] = deepcopy(observation)
+                if restart is not None:
+                    observation = self.reset_env(env_idx, restart(env_idx))
+            venv._save_obs(env_idx, observation)
+        infos = [_copied(info) for info in venv.buf_infos]
+        return venv._obs_from_buf(), venv.buf_rews.copy(), venv.buf_dones.copy(), infos
+
+    def reset_env(self, env_idx: int, seed: int | None) -> Any:
+        """
+        :param env_idx: Index of an environment
+        :param seed: Seed; ``None`` for no seed
+        :return: Its first observation
+        """
+        try:
+            seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
+            observation, self.venv.reset_infos[env_idx] = self.venv.envs[env_idx].reset(**seeded)
+        except Exception as error:
+            name_environment(error, self.first_env + env_idx, "reset")
+            raise
+        self._check_size(env_idx, observation)
+        return observation
+
+    def _check_size(self, env_idx: int, observation: Any) -> None:
+        # numpy would broadcast a part of an observation to the whole.
+        parts = observation_parts(observation)
+        for key, size in self._sizes.items():
+            if np.size(parts.get(key, ())) != size:
+                name = "an observation" if key is None else f"an observation with {key!r}"
+                expected = space_parts(self.venv.observation_space)[key].shape
+                what = f"returned {name} of shape {np.shape(parts.get(key, ()))}, but its space has shape {expected}"
+                raise EnvironmentFault(self.first_env + env_idx, what)
+
+
+#: Types of values that nobody can change.
+IMMUTABLE = frozenset({bool, int, float, str, bytes, type(None), np.float32, np.float64, np.bool_, np.int64})
+
+
+def _copied(info: dict[str, Any]) -> dict[str, Any]:
+    """The same as ``deepcopy``, in a tenth of the time for what most infos contain."""
+    return {key: value if type(value) in IMMUTABLE else deepcopy(value) for key, value in info.items()}
+
+
+class SubprocVecEnvAdapter(VecEnvAdapter):
+    """
+    The adapter of a ``SubprocVecEnv``. Workers reset an environment right after the last step of its episode, before a seed
+    could reach them, if they are asked for a step. They do not if they are asked for a method of the environment, ``step``.
+
+    :param venv: The ``SubprocVecEnv``
+    """
+
+    venv: SubprocVecEnv
+    takes_seeds = True
+
+    def reset(self) -> VecEnvObs:
+        with self._all_or_no_answers():
+            if self.venv.waiting:  # for the answers to a step that was interrupted
+                for env_idx in range(self.venv.num_envs):
+                    self._receive(env_idx)
+                self.venv.waiting = False
+            try:
+                return self.venv.reset()
+            except (EOFError, OSError) as error:
+                raise self._fault_of_dead_worker() from error
+
+    def step_async(self, actions: np.ndarray) -> None:
+        with self._all_or_no_answers():
+            for env_idx, action in enumerate(actions):
+                self._send(env_idx, ("env_method", ("step", (action,), {})))
+            self.venv.waiting = True
+
+    def step_wait(self, restart: Restart) -> VecEnvStepReturn:
+        with self._all_or_no_answers():
+            answers = [self._receive(env_idx) for env_idx in range(self.venv.num_envs)]
+            self.venv.waiting = False
+            steps, rewards, terminated, truncated, infos = zip(*answers, strict=True)
+            observations, dones = list(steps), np.logical_or(terminated, truncated)
+            done = np.flatnonzero(dones).tolist()
+            for info, has_terminated, is_truncated in zip(infos, terminated, truncated, strict=True):
+                info["TimeLimit.truncated"] = is_truncated and not has_terminated
+            for env_idx in done:
+                infos[env_idx]["terminal_observation"] = observations[env_idx]
+                self._send(env_idx, ("reset", (restart(env_idx), {})))
+            reset_infos = list(self.venv.reset_infos)
+            for env_idx in done:
+                observations[env_idx], reset_infos[env_idx] = self._receive(env_idx)
+            self.venv.reset_infos = reset_infos
+        stacked = map_observations(lambda *each: np.stack(each), *observations)
+        return stacked, np.stack(rewards), dones, list(infos)
+
+    @contextmanager
+    def _all_or_no_answers(self) -> Iterator[None]:
+        """
+        Stop the workers if an error or an interrupt leaves some answers unread, which would be mistaken for later ones.
+
+        :raises EnvironmentFault: If the workers were stopped before
+        """
+        if self.venv.closed:
+            raise EnvironmentFault(0, "has no process: all workers were closed, or were stopped after an earlier error")
+        try:
+            yield
+        except BaseException:
+            # `close()` would wait for their answers.
+            for process in self.venv.processes:
+                process.kill()
+            for process, remote in zip(self.venv.processes, self.venv.remotes, strict=True):
+                process.join(DEAD_WORKER_TIMEOUT_S)
+                remote.close()
+            self.venv.waiting, self.venv.closed = False, True
+            raise
+
+    def _send(self, env_idx: int, message: tuple[str, Any]) -> None:
+        try:
+            self.venv.remotes[env_idx].send(message)
+        except OSError as error:
+            raise self._fault(env_idx) from error
+
+    def _receive(self, env_idx: int) -> Any:
+        # A forked worker keeps the pipes of the others open, so the end of one is no end of file.
+        remote = self.venv.remotes[env_idx]
+        if remote not in connection.wait([remote, self.venv.processes[env_idx].sentinel]):
+            raise self._fault(env_idx)
+        try:
+            return remote.recv()
+        except (EOFError, OSError) as error:
+            raise self._fault(env_idx) from error
+
+    def _fault(self, env_idx: int) -> EnvironmentFault:
+        process = self.venv.processes[env_idx]
+        process.join(DEAD_WORKER_TIMEOUT_S)
+        what = f"is gone: its process has ended with exit code {process.exitcode}, and its own error is above"
+        return EnvironmentFault(env_idx, what)
+
+    def _fault_of_dead_worker(self) -> EnvironmentFault:
+        for process in self.venv.processes:
+            process.join(DEAD_WORKER_TIMEOUT_S / 10)
+        dead = [env_idx for env_idx, process in enumerate(self.venv.processes) if not process.is_alive()]
+        return self._fault(dead[0] if dead else 0)
+
+
+def adapter_of(venv: VecEnv) -> VecEnvAdapter:
+    """
+    :param venv: A base ``VecEnv``
+    :return: Its adapter. A ``VecEnv`` that steps in a way of its own has the general one, whatever it derives from
+    """
+
+    def steps_like(kind: type[VecEnv]) -> bool:
+        methods = ("step_async", "step_wait", "reset")
+        return all(getattr(getattr(venv, name), "__func__", None) is getattr(kind, name) for name in methods)
+
+    if isinstance(venv, DummyVecEnv) and steps_like(DummyVecEnv):
+        return DummyVecEnvAdapter(venv)
+    if isinstance(venv, SubprocVecEnv) and steps_like(SubprocVecEnv):
+        return SubprocVecEnvAdapter(venv)
+    return VecEnvAdapter(venv)

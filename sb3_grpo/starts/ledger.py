@@ -1,0 +1,216 @@
+"""
+The ledger of starts: the one place that knows which start each environment runs, and where it is in its trajectory.
+
+A *start* is the beginning of a trajectory. The starts of a group have the same seed, so its members begin in the same state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from sb3_grpo.validation import require_at_least
+
+
+class Start(NamedTuple):
+    """
+    The start of one trajectory.
+
+    :param group: Number of its group, counted from 0 over the run
+    :param member: Number of the trajectory within the group, from 0
+    :param seed: Seed of the reset, the same for all members of a group
+    """
+
+    group: int
+    member: int
+    seed: int
+
+
+class Position(NamedTuple):
+    """
+    Where the environments are in their trajectories. The arrays are replaced and never modified, so callers may keep them.
+
+    :param groups: Group of each environment's trajectory, shape ``(n_envs,)``
+    :param members: Member of that group, shape ``(n_envs,)``
+    :param steps: Number of steps taken since the start, shape ``(n_envs,)``
+    """
+
+    groups: np.ndarray
+    members: np.ndarray
+    steps: np.ndarray
+
+    def take(self, index: Sequence[int]) -> "Position":
+        """
+        :param index: Indices of environments
+        :return: Their positions
+        """
+        return Position(*(array[list(index)] for array in self))
+
+
+@dataclass
+class Progress:
+    """
+    A group some of whose members have not ended.
+
+    :param size: Number of its members
+    :param begun: Number of those that have begun
+    :param ended: Number of those that have ended
+    """
+
+    size: int
+    begun: int = 0
+    ended: int = 0
+
+
+class Ledger:
+    """
+    Hands out the starts of a run, and records where each environment is.
+
+    The j-th start of a run belongs to group ``j // group_size``, whichever environment takes it. The seed of a group is a
+    function of ``(seed, group)``, so the ledger has no random state and continues identically after pickling.
+
+    Environments may be divided into *lanes*, one for each worker that collects by itself. Each lane fills groups of its own,
+    so a worker need not know what the others have taken.
+
+    :param group_size: Number of trajectories in each group to come, at least 2. It may change in the course of a run
+    :param seed: Seed of the run, not negative; ``None`` for a random number from numpy's global generator, as in SB3
+    :raises ValueError: If ``group_size`` is not an integer of at least 2, or ``seed`` not one of at least 0
+    """
+
+    def __init__(self, group_size: int, seed: int | None = None):
+        require_at_least("group_size", group_size, 2)
+        if seed is None:
+            seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))
+        require_at_least("seed", seed, 0)
+        self.group_size = int(group_size)
+        self.seed = int(seed)
+        self.position = Position(*(np.zeros(0, dtype=np.int64) for _ in Position._fields))
+        self._next_group, self._stride = 0, 1
+        # Lane of each environment, and the group that each lane fills
+        self._lanes: list[int] = []
+        self._filling: dict[int, int] = {}
+        self._open: dict[int, Progress] = {}
+        self._restarted: dict[int, Start] = {}
+
+    def begin_all(self, lanes: Sequence[int]) -> list[Start]:
+        """
+        Begin a new trajectory in every environment, and new groups. Those in progress stay incomplete.
+
+        :param lanes: Lane of each environment, zeros if there is only one
+        :return: Start of each environment
+        """
+        self._lanes = list(lanes)
+        self._open, self._filling, self._restarted = {}, {}, {}
+        starts = [self._take(lane) for lane in self._lanes]
+        groups, members, _ = np.array(starts, dtype=np.int64).T
+        self.position = Position(groups, members, np.zeros(len(starts), dtype=np.int64))
+        return starts
+
+    def restart(self, env_idx: int) -> Start:
+        """
+        End the trajectory of an environment with the present step, which :meth:`advance` completes.
+
+        :param env_idx: Index of the environment
+        :return: Its next start
+        """
+        group = int(self.position.groups[env_idx])
+        self._open[group].ended += 1
+        if self._open[group].ended == self._open[group].size:
+            del self._open[group]
+        self._restarted[env_idx] = start = self._take(self._lanes[env_idx])
+        return start
+
+    def advance(self) -> None:
+        """Note that all environments have taken a step. Those that were restarted during it are at the start again."""
+        groups, members, steps = self.position
+        steps = steps + 1
+        if self._restarted:
+            groups, members = groups.copy(), members.copy()
+            for env_idx, start in self._restarted.items():
+                groups[env_idx], members[env_idx], steps[env_idx] = start.group, start.member, 0
+            self._restarted = {}
+        self.position = Position(groups, members, steps)
+
+    def _take(self, lane: int) -> Start:
+        group = self._filling.get(lane, -1)
+        progress = self._open.get(group)
+        if progress is None or progress.begun == progress.size:
+            group = self._new_group()
+            self._filling[lane] = group
+            progress = self._open[group] = Progress(self.group_size)
+        progress.begun += 1
+        return Start(group, progress.begun - 1, self.seed_of(group))
+
+    def _new_group(self) -> int:
+        group = self._next_group
+        self._next_group += self._stride
+        return group
+
+    def seed_of(self, group: int) -> int:
+        """
+        :param group: Number of a group
+        :return: Seed with which its members are reset
+        """
+        return self._derive_seed(group)
+
+    def seed_apart(self) -> int:
+        """
+        :return: A seed for resets that are not starts of this run. It differs from the seeds of all groups, and changes as
+            starts are taken
+        """
+        return self._derive_seed(self._next_group, 0)
+
+    def _derive_seed(self, *spawn_key: int) -> int:
+        # 31 bits, because some environments pass the seed to functions that take signed 32-bit integers.
+        return int(np.random.SeedSequence(self.seed, spawn_key=spawn_key).generate_state(1)[0] >> 1)
+
+    def is_open(self, group: int) -> bool:
+        """
+        :param group: Number of a group
+        :return: Whether a member of it has not ended, or not even begun
+        """
+        return group in self._open
+
+    def open_groups(self) -> dict[int, int]:
+        """
+        :return: For each group that may still get transitions, the last step that all of its members have taken, from 0; -1 if
+            one of them has taken none
+        """
+        # Of several members of a group, the slowest comes last and stays.
+        order = np.argsort(-self.position.steps)
+        slowest = dict(zip(self.position.groups[order].tolist(), self.position.steps[order].tolist(), strict=True))
+        return {group: slowest[group] - 1 if progress.begun == progress.size else -1 for group, progress in self._open.items()}
+
+    def split(self) -> list["Ledger"]:
+        """
+        :return: A ledger for each lane, with which a worker can go on by itself. Their new groups have different numbers
+        """
+        n_lanes = max(self._lanes) + 1
+        parts = []
+        for lane in range(n_lanes):
+            envs = [env_idx for env_idx, each in enumerate(self._lanes) if each == lane]
+            part = Ledger(self.group_size, self.seed)
+            part.position = self.position.take(envs)
+            part._lanes = [0] * len(envs)
+            own = {*part.position.groups.tolist(), self._filling[lane]} & self._open.keys()
+            part._open = {group: replace(self._open[group]) for group in own}
+            part._filling = {0: self._filling[lane]}
+            part._next_group, part._stride = self._next_group + lane, n_lanes
+            parts.append(part)
+        return parts
+
+    def join(self, parts: Sequence["Ledger"]) -> None:
+        """
+        Take over what the ledgers of :meth:`split` have recorded.
+
+        :param parts: These ledgers, in their order
+        """
+        joined = [np.zeros(len(self._lanes), dtype=np.int64) for _ in Position._fields]
+        for lane, part in enumerate(parts):
+            for whole, own in zip(joined, part.position, strict=True):
+                whole[np.array(self._lanes) == lane] = own
+        self.position = Position(*joined)
+        self._open = {group: progress for part in parts for group, progress in part._open.items()}
+        self._filling = {lane: part._filling[0] for lane, part in enumerate(parts)}
+        self._next_group = max(part._next_group - lane for lane, part in enumerate(parts))

@@ -1,0 +1,239 @@
+"""
+Shared starts: the layer right around the base ``VecEnv`` through which environments are reset with the seeds of the ledger.
+
+The layer is in place only while the algorithm resets or steps the environments. Callbacks, and whoever uses the environments
+between rollouts, find them as they were passed.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
+
+from sb3_grpo.observations import map_observations, observation_parts, same_values
+from sb3_grpo.starts.adapters import VecEnvAdapter, adapter_of
+from sb3_grpo.starts.ledger import Ledger
+from sb3_grpo.validation import check_finite, check_step
+from sb3_grpo.wrappers import normalizes_directly
+
+
+def base_of(env: VecEnv) -> tuple[VecEnvWrapper | None, VecEnv]:
+    """
+    :param env: An environment, with or without wrappers
+    :return: The innermost wrapper, ``None`` without one, and the base ``VecEnv`` in it. A wrapper around something that is no
+        ``VecEnv``, as EnvPool's examples have it, is a base
+    """
+    wrapper, base = None, env
+    while isinstance(base, VecEnvWrapper) and isinstance(base.venv, VecEnv):
+        wrapper, base = base, base.venv
+    return wrapper, base
+
+
+class SeededVecEnv:
+    """
+    Resets and steps the environments of a run, and gives each reset the seed of the next start in the ledger.
+
+    :param env: The training environment, with or without wrappers
+    :param ledger: Ledger of the run
+    :param share_starts: Whether resets get the seed of their start. If not, starts are only recorded
+    :param adapter: Adapter of the base; ``None`` for the one that belongs to its kind
+    """
+
+    def __init__(self, env: VecEnv, ledger: Ledger, share_starts: bool, adapter: VecEnvAdapter | None = None):
+        self.env = env
+        self._wrapper, self.venv = base_of(env)
+        self.adapter = adapter or adapter_of(self.venv)
+        self.ledger = ledger
+        self.wants_shared_starts = share_starts
+        #: Whether the members of a group share their start.
+        self.share_starts = share_starts and self.adapter.takes_seeds
+        #: Number of starts whose first observation differed from that of their group's first member.
+        self.mismatches = 0
+        #: Number of transitions before the present rollout, for messages.
+        self.num_timesteps = 0
+        # Running statistics must not see values that are not finite. Other wrappers may be there to replace them.
+        self._checks = normalizes_directly(env)
+        # First observation of each group whose members have not all begun
+        self._first: dict[int, Any] = {}
+        self._first_raw: VecEnvObs | None = None
+        # The lists of the base after the last reset of ours, see `was_reset`
+        self._lists: tuple[Any, Any] = (None, None)
+        self._seeds_apart: Any = None
+        self._warned: set[str] = set()
+        if share_starts and not self.share_starts:
+            remedy = "To share starts, define `reset_envs(env_indices, seeds)` in the class, which resets these environments "
+            remedy += "and no others, and returns their observations and their infos."
+            reason = getattr(self.venv, "unseeded_because", None)
+            self.warn(
+                f"`{type(self.venv).__name__}` cannot reset single environments with a seed, so the members of a group do not "
+                f"share their start. Training works without that. {remedy if reason is None else f'The reason: {reason}.'}"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for attributes that this class does not have; a wrapper may ask for those of the base.
+        if name == "venv":
+            raise AttributeError(name)
+        return getattr(self.venv, name)
+
+    # --- for the algorithm --------------------------------------------------------------------------------------------
+
+    @property
+    def was_reset(self) -> bool:
+        """Whether somebody else has reset the environments, so that they are elsewhere than the ledger says."""
+        # Every reset of a base makes new lists of seeds and of options.
+        before, now = self._lists, self._present_lists()
+        return before[0] is not None and all(mine is not other for mine, other in zip(before, now, strict=True))
+
+    def begin(self, reset: Callable[[], VecEnvObs]) -> VecEnvObs:
+        """
+        Reset all environments, each with the seed of a new start.
+
+        :param reset: Resets them once, and returns their observations
+        :return: A copy of them
+        :raises ValueError: If a first observation is not finite
+        """
+        starts = self.ledger.begin_all(self.adapter.lanes)
+        self._first = {}
+        if self.share_starts:
+            self.venv._seeds = [start.seed for start in starts]
+        self._first_raw = None
+        with self._in_place():
+            observations = reset()
+        raw = observations if self._wrapper is None else self._first_raw
+        if self.share_starts and raw is not None:
+            for env_idx, start in enumerate(starts):
+                self._verify(env_idx, start.group, raw)
+        self._lists = self._present_lists()
+        check_finite("observation", observations, self.num_timesteps)
+        return map_observations(np.array, observations)  # a copy, because a simulator may write into the same arrays
+
+    def step(self, actions: np.ndarray) -> VecEnvStepReturn:
+        """
+        :param actions: Actions, shape ``(n_envs, *action_shape)``
+        :return: As of ``VecEnv.step`` of the training environment
+        """
+        if self._wrapper is None:
+            self.step_async(actions)
+            return self.step_wait()
+        with self._in_place():
+            return self.env.step(actions)
+
+    def release(self) -> None:
+        """
+        Leave the environments to others until the next rollout. Members of one group leave equal random generators behind:
+        without other seeds, later resets would draw equal starts. Seeds that a user has set take precedence.
+        """
+        seeds = vars(self.venv).get("_seeds")
+        if not self.share_starts or seeds is None:
+            return
+        if all(seed is None for seed in seeds) or seeds is self._seeds_apart:
+            is_known = not self.was_reset
+            self.venv.seed(self.ledger.seed_apart())
+            self._seeds_apart = self.venv._seeds
+            if is_known:
+                self._lists = self._present_lists()
+
+    def add_mismatches(self, number: int, messages: Sequence[str]) -> None:
+        """
+        :param number: Number of mismatches that workers have found
+        :param messages: Their warnings, each printed once
+        """
+        self.mismatches += number
+        for message in messages:
+            self.warn(message)
+
+    # --- in the place of the base -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Take the place of the base under the wrappers."""
+        if self._wrapper is None:
+            yield
+            return
+        self._wrapper.venv = self  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self._wrapper.venv = self.venv
+
+    def reset(self) -> VecEnvObs:
+        """
+        :return: First observations of all environments
+        """
+        self._first_raw = self.adapter.reset()
+        if self._wrapper is not None:
+            self._wrapper.venv = self.venv  # SB3 goes on to set up callbacks, which find the environments as they are
+        if self._checks:
+            check_finite("observation", self._first_raw, self.num_timesteps)
+        return self._first_raw
+
+    def step_async(self, actions: np.ndarray) -> None:
+        """
+        :param actions: Actions, shape ``(n_envs, *action_shape)``
+        """
+        self.adapter.step_async(actions)
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """
+        :return: Observations, rewards, dones and infos. The observations of environments that are done are those of the reset
+        :raises EnvironmentFault: If the process of an environment has ended, or its observation has another shape
+        """
+        before = self.ledger.position
+        observations, rewards, dones, infos = self.adapter.step_wait(self._restart)
+        self.ledger.advance()
+        if self.share_starts and dones.any():
+            for env_idx in np.flatnonzero(dones).tolist():
+                self._verify(env_idx, int(self.ledger.position.groups[env_idx]), observations)
+        if self._checks:
+            check_step(observations, rewards, dones, infos, self.num_timesteps, before.steps)
+        self.num_timesteps += self.venv.num_envs
+        return observations, rewards, dones, infos
+
+    def _restart(self, env_idx: int) -> int | None:
+        start = self.ledger.restart(env_idx)
+        return start.seed if self.share_starts else None
+
+    def _present_lists(self) -> tuple[Any, Any]:
+        return vars(self.venv).get("_seeds"), vars(self.venv).get("_options")
+
+    def _verify(self, env_idx: int, group: int, observations: VecEnvObs) -> None:
+        """Compare the first observation of an environment with that of the group's first member."""
+        observation = {key: np.array(batch[env_idx]) for key, batch in observation_parts(observations).items()}
+        if group not in self._first:
+            if len(self._first) > 2 * self.venv.num_envs:
+                self._first = {each: first for each, first in self._first.items() if self.ledger.is_open(each)}
+            self._first[group] = observation
+        elif not same_values(observation, self._first[group]):
+            self.mismatches += 1
+            if self.mismatches == 1:
+                self.warn(
+                    f"The environment {self._env_name(env_idx)!r} does not reproduce its initial state: two calls of "
+                    "`reset(seed=...)` with the same seed returned different observations, so the members of a group do not "
+                    "share their start. In the environment and in each of its wrappers, call `super().reset(seed=seed)` first "
+                    "and draw random numbers only from `self.np_random`. Or pass share_starts=False to GRPO, for example with "
+                    "a wrapper that does not reset at every end of an episode (Atari's `EpisodicLifeEnv`)."
+                )
+
+    def _env_name(self, env_idx: int) -> str:
+        """The id of the environment, or the name of its class."""
+        try:
+            # Not `get_attr("spec")`, because a spec that cannot be pickled would end the worker.
+            description = str(self.venv.env_method("__str__", indices=[env_idx])[0])
+        except Exception:  # the methods of a simulator may do anything
+            return type(self.venv).__name__
+        # "<Wrapper<Class<id>>>" or "<Wrapper<Class instance>>"
+        innermost = re.search(r"<([^<>]+?)(?: instance)?>+$", description)
+        return innermost.group(1) if innermost else description
+
+    def warn(self, message: str) -> None:
+        """
+        :param message: A warning, which is printed once for these environments
+        """
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, UserWarning, stacklevel=2)

@@ -1,0 +1,404 @@
+"""Gymnasium's vector environments as SB3's ``VecEnv``: the same transitions as ``DummyVecEnv``."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers.vector import (
+    ClipReward,
+    DictInfoToList,
+    NormalizeObservation,
+    NormalizeReward,
+    RecordEpisodeStatistics,
+)
+from helpers import HWC, VECTOR, AnyEnv
+from stable_baselines3 import PPO
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
+
+from sb3_grpo import GRPO
+from sb3_grpo.gymnasium_vector import GymnasiumVecEnv, wrap_vector_env
+
+N_ENVS = 3
+NEXT_STEP, SAME_STEP, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
+OBSERVATION_SPACES = [
+    pytest.param(VECTOR, id="Box"),
+    pytest.param(spaces.Discrete(4), id="Discrete"),
+    pytest.param(spaces.Box(-1.0, 1.0, (), np.float32), id="scalar"),
+    pytest.param(spaces.Dict({"a": VECTOR, "b": spaces.Discrete(4), "eye": HWC}), id="Dict"),
+]
+MODES = [pytest.param(mode, id=mode.name) for mode in AutoresetMode]
+KINDS = (
+    [pytest.param(SyncVectorEnv, {}, mode, id=f"sync-{mode.name}") for mode in AutoresetMode]
+    + [pytest.param(AsyncVectorEnv, {}, mode, id=f"async-{mode.name}") for mode in AutoresetMode]
+    + [
+        pytest.param(SyncVectorEnv, dict(copy=False), NEXT_STEP, id="sync-one-buffer"),
+        pytest.param(AsyncVectorEnv, dict(copy=False), DISABLED, id="async-one-buffer"),
+        pytest.param(AsyncVectorEnv, dict(shared_memory=False), SAME_STEP, id="async-pipes-SAME_STEP"),
+        pytest.param(AsyncVectorEnv, dict(shared_memory=False), DISABLED, id="async-pipes-DISABLED"),
+    ]
+)
+
+
+class Talkative(AnyEnv):
+    """An ``AnyEnv`` with infos of every kind, some of them only in some steps. It counts its resets."""
+
+    n_resets = 0
+    label = "talkative"
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.n_resets += 1
+        self.seed, self.options = seed, options
+        observation, _ = super().reset(seed=seed, options=options)
+        return observation, {"resets": self.n_resets, "length": self.steps_left}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        info: dict[str, Any] = {"steps_left": self.steps_left, "parts": {"half": reward / 2, "name": "x"}, "_private": True}
+        if self.steps_left % 2 == 0:
+            info.update(even=True, position=np.full(2, self.steps_left), words=["a"])
+        return observation, reward, terminated, truncated, info
+
+    def double(self, value: int) -> int:
+        return 2 * value
+
+
+def env_fns(observation_space: spaces.Space = VECTOR, wrapper: Callable = lambda env: env) -> list[Callable[[], gym.Env]]:
+    return [lambda: wrapper(Talkative(observation_space)) for _ in range(N_ENVS)]
+
+
+def sync(mode: AutoresetMode = NEXT_STEP, observation_space: spaces.Space = VECTOR) -> GymnasiumVecEnv:
+    return GymnasiumVecEnv(SyncVectorEnv(env_fns(observation_space), autoreset_mode=mode))
+
+
+def native(n_envs: int = 2) -> Any:
+    return GymnasiumVecEnv(gym.make_vec("CartPole-v1", n_envs))
+
+
+def history(env: VecEnv, n_steps: int = 30, actions: Any = None, seed: int = 5) -> list[tuple[Any, ...]]:
+    """
+    :return: Observations and infos of a reset, and then of each step what ``step`` returns and the infos of the last resets
+    """
+    rng = np.random.default_rng(1)
+    env.seed(seed)
+    # No copies: what has been returned must not change later.
+    found: list[tuple[Any, ...]] = [(env.reset(), list(env.reset_infos))]
+    for _ in range(n_steps):
+        found.append((*env.step(rng.integers(3, size=N_ENVS) if actions is None else actions), list(env.reset_infos)))
+    return found
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    np.testing.assert_equal(found, expected)
+    arrays = [array for step in found[1:] for array in step[:3] if isinstance(array, np.ndarray)]
+    assert [array.dtype for array in arrays] == [
+        array.dtype for step in expected[1:] for array in step[:3] if isinstance(array, np.ndarray)
+    ]
+
+
+@pytest.fixture(params=[SyncVectorEnv, AsyncVectorEnv], ids=["sync", "async"])
+def vec_env(request: pytest.FixtureRequest) -> Iterator[GymnasiumVecEnv]:
+    with closing(GymnasiumVecEnv(request.param(env_fns()))) as env:
+        env.seed(0)
+        env.reset()
+        yield env
+
+
+# --- transitions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "arguments", "mode"), KINDS)
+def test_transitions_infos_and_resets_are_those_of_a_dummy_vec_env(
+    kind: Callable[..., VectorEnv], arguments: dict[str, Any], mode: AutoresetMode
+) -> None:
+    expected = history(DummyVecEnv(env_fns()))
+    assert sum(dones.sum() for _, _, dones, _, _ in expected[1:]) > 5
+    with closing(GymnasiumVecEnv(kind(env_fns(), autoreset_mode=mode, **arguments))) as env:
+        assert_same(history(env), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("observation_space", OBSERVATION_SPACES)
+def test_every_observation_space_has_the_observations_of_a_dummy_vec_env(
+    observation_space: spaces.Space, mode: AutoresetMode
+) -> None:
+    assert_same(history(sync(mode, observation_space)), history(DummyVecEnv(env_fns(observation_space))))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_wrappers_of_vector_environments_transform_what_the_environments_return(mode: AutoresetMode) -> None:
+    env = GymnasiumVecEnv(DictInfoToList(ClipReward(SyncVectorEnv(env_fns(), autoreset_mode=mode), 0.5, 1.5)))
+    for found, expected in zip(history(env)[1:], history(DummyVecEnv(env_fns()))[1:], strict=True):
+        np.testing.assert_equal(found[0], expected[0])
+        np.testing.assert_equal(found[1], np.clip(expected[1], 0.5, 1.5))
+        np.testing.assert_equal(found[2], expected[2])
+        assert [info["steps_left"] for info in found[3]] == [info["steps_left"] for info in expected[3]]
+
+
+@pytest.mark.parametrize("wrapper", [RecordEpisodeStatistics, NormalizeReward])
+def test_with_resets_in_the_next_step_an_episode_ends_one_step_later_and_is_otherwise_the_same(
+    wrapper: Callable[[VectorEnv], VectorEnv],
+) -> None:
+    with pytest.warns(UserWarning, match=rf"one step more, .* Pass it without {wrapper.__name__}"):
+        env = GymnasiumVecEnv(wrapper(SyncVectorEnv(env_fns())))
+    # With the same action in each step, it does not matter that the environments take other actions than the references.
+    found, expected = history(env, actions=np.ones(N_ENVS, int)), history(DummyVecEnv(env_fns()), actions=np.ones(N_ENVS, int))
+    for env_idx in range(N_ENVS):
+        steps = [[part[env_idx] for part in step] for step in found[1:]]
+        references = [[part[env_idx] for part in step] for step in expected[1:]]
+        ends = [index for index, (_, _, done, _, _) in enumerate(steps) if done]
+        assert len(ends) >= 3
+        for index in ends:
+            # An idle step, from the terminal observation and with the info of the step before, which had none
+            before, (_, reward, _, info, _) = steps[index - 1], steps[index]
+            np.testing.assert_equal(info["terminal_observation"], before[0])
+            assert reward == 0 and before[3] == {"TimeLimit.truncated": False}
+        # The end of the last step is still to come.
+        merged = [step for index, step in enumerate(steps[:-1]) if index + 1 not in ends]
+        for (observation, _, done, info, reset_info), reference in zip(merged, references, strict=False):
+            info.pop("episode", None)
+            np.testing.assert_equal([observation, done, info, reset_info], [reference[0], *reference[2:]])
+
+
+def test_a_native_vector_environment_warns_of_its_idle_steps_and_says_how_to_do_without_them() -> None:
+    with pytest.warns(
+        UserWarning, match=r"one step more, whose action has no effect .* vectorization_mode='sync'\) or SB3's `make_vec_env"
+    ):
+        env = native(N_ENVS)
+    observations, lengths = env.reset(), np.zeros(N_ENVS)
+    n_episodes = 0
+    for _ in range(100):
+        before = observations
+        observations, rewards, dones, infos = env.step(np.ones(N_ENVS, int))
+        has_fallen = np.abs(before[:, 2]) > env.vector_env.theta_threshold_radians
+        np.testing.assert_array_equal(dones, has_fallen)
+        np.testing.assert_array_equal(rewards, np.where(dones, 0.0, 1.0))
+        assert np.all(np.abs(observations[dones]) < 0.05)
+        for env_idx in np.flatnonzero(dones):
+            np.testing.assert_array_equal(infos[env_idx]["terminal_observation"], before[env_idx])
+        n_episodes += dones.sum()
+        lengths = np.where(dones, 0, lengths + 1)
+    assert n_episodes > 10
+
+
+def test_a_full_reset_forgets_an_end_that_was_not_reported_yet() -> None:
+    with pytest.warns(UserWarning, match="one step more"):
+        env = native(1)
+    observations = env.reset()
+    while abs(observations[0, 2]) <= env.vector_env.theta_threshold_radians:
+        observations = env.step(np.ones(1, int))[0]
+    env.reset()
+    _, rewards, dones, _ = env.step(np.ones(1, int))
+    assert rewards[0] == 1 and not dones[0]
+
+
+# --- resets ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "arguments", "mode"), [kind for kind in KINDS if SAME_STEP not in kind.values])
+def test_each_episode_has_one_reset_with_the_seed_that_the_caller_gives(
+    kind: Callable[..., VectorEnv], arguments: dict[str, Any], mode: AutoresetMode
+) -> None:
+    with closing(GymnasiumVecEnv(kind(env_fns(), autoreset_mode=mode, **arguments))) as env:
+        assert env.unseeded_because is None
+        env.autoreset = False
+        env.seed(0)
+        env.reset()
+        n_episodes = np.ones(N_ENVS, int)
+        for _ in range(30):
+            _, _, dones, infos = env.step(np.ones(N_ENVS, int))
+            n_episodes += dones
+            done = np.flatnonzero(dones).tolist()
+            assert all("terminal_observation" in infos[env_idx] for env_idx in done)
+            observations = env.reset_envs(done, [100 + env_idx for env_idx in done])[0] if done else []
+            for env_idx, observation in zip(done, observations, strict=True):
+                np.testing.assert_array_equal(observation, Talkative().reset(seed=100 + env_idx)[0])
+        assert env.get_attr("n_resets") == n_episodes.tolist()
+        assert env.get_attr("seed") == [100, 101, 102]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "mode"), KINDS)
+def test_reset_envs_resets_these_environments_and_no_others(
+    kind: Callable[..., VectorEnv], arguments: dict[str, Any], mode: AutoresetMode
+) -> None:
+    with closing(GymnasiumVecEnv(kind(env_fns(), autoreset_mode=mode, **arguments))) as env:
+        env.seed(0)
+        env.reset()
+        env.step(np.ones(N_ENVS, int))
+        resets, steps_left = env.get_attr("n_resets"), env.get_attr("steps_left")
+        seeds: Any = np.array([7, 7])
+        observations, infos = env.reset_envs([2, 0], seeds)
+        start, _ = Talkative().reset(seed=7)
+        np.testing.assert_array_equal(observations, [start, start])
+        assert [info["length"] for info in infos] == env.get_attr("steps_left", [2, 0])
+        assert env.reset_infos[2] == infos[0] and env.reset_infos[0] == infos[1]
+        assert env.get_attr("n_resets") == [resets[0] + 1, resets[1], resets[2] + 1]
+        assert env.get_attr("steps_left", 1) == [steps_left[1]]
+
+
+def test_reset_envs_without_seeds_continues_the_random_generators() -> None:
+    env, reference = sync(), Talkative()
+    env.seed(3)
+    env.reset()
+    reference.reset(seed=4)
+    np.testing.assert_array_equal(env.reset_envs([1], [None])[0][0], reference.reset()[0])
+
+
+@pytest.mark.parametrize(
+    ("vector_env", "reason"),
+    [
+        pytest.param(lambda: SyncVectorEnv(env_fns(), autoreset_mode=SAME_STEP), "AutoresetMode.SAME_STEP", id="SAME_STEP"),
+        pytest.param(lambda: RecordEpisodeStatistics(SyncVectorEnv(env_fns())), "RecordEpisodeStatistics", id="wrapper"),
+        pytest.param(lambda: NormalizeObservation(SyncVectorEnv(env_fns())), "NormalizeObservation", id="normalised"),
+        pytest.param(lambda: gym.make_vec("CartPole-v1", num_envs=2), "CartPoleVectorEnv takes one seed", id="native"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*one step more")
+def test_an_environment_whose_resets_take_no_seed_says_why(vector_env: Callable[[], VectorEnv], reason: str) -> None:
+    env: Any = GymnasiumVecEnv(vector_env())
+    assert reason in env.unseeded_because
+    env.reset()
+    assert sum(env.step(np.ones(env.num_envs, int))[2].any() for _ in range(30)) > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*one step more")
+def test_a_native_vector_environment_is_never_reset_as_a_whole_by_reset_envs() -> None:
+    env = native()
+    env.reset()
+    state = env.vector_env.state.copy()
+    with pytest.raises(NotImplementedError, match=r"cannot reset the environments \[1\]"):
+        env.reset_envs([1], [None])
+    np.testing.assert_array_equal(env.vector_env.state, state)
+
+
+def test_seeds_and_options_hold_for_one_reset(vec_env: GymnasiumVecEnv) -> None:
+    vec_env.seed(10)
+    vec_env.set_options({"difficulty": 2})
+    vec_env.reset()
+    assert vec_env.get_attr("seed") == [10, 11, 12]
+    assert vec_env.get_attr("options") == [{"difficulty": 2}] * N_ENVS
+    vec_env.reset()
+    assert vec_env.get_attr("seed") == vec_env.get_attr("options") == [None] * N_ENVS
+
+
+@pytest.mark.filterwarnings("ignore:.*one step more")
+def test_the_one_generator_of_a_native_vector_environment_gets_the_first_seed() -> None:
+    env = native()
+    env.seed(np.int64(3))
+    expected, _ = gym.make_vec("CartPole-v1", num_envs=2).reset(seed=3)
+    np.testing.assert_array_equal(env.reset(), expected)
+
+
+# --- questions ---------------------------------------------------------------------------------------------------------
+
+
+def test_attributes_are_read_and_set_for_single_environments(vec_env: GymnasiumVecEnv) -> None:
+    vec_env.set_attr("label", ["new"], indices=[1])
+    assert vec_env.get_attr("label") == ["talkative", ["new"], "talkative"]
+    assert vec_env.get_attr("label", 1) == [["new"]]
+    vec_env.set_attr("label", "all")
+    assert vec_env.get_attr("label", [0, 2]) == ["all", "all"]
+    assert vec_env.env_method("double", 4) == [8, 8, 8]
+
+
+def test_a_missing_attribute_is_reported_and_ends_no_worker(vec_env: GymnasiumVecEnv) -> None:
+    assert vec_env.has_attr("label") and not vec_env.has_attr("action_masks")
+    with pytest.raises(AttributeError, match="action_masks"):
+        vec_env.get_attr("action_masks")
+    with pytest.raises(AttributeError, match="action_masks"):
+        vec_env.env_method("action_masks")
+    vec_env.step(np.ones(N_ENVS, int))
+
+
+def test_methods_of_single_environments_are_called_where_the_vector_environment_can() -> None:
+    assert sync().env_method("double", 4, indices=[1, 2]) == [8, 8]
+    with closing(GymnasiumVecEnv(AsyncVectorEnv(env_fns()))) as env:
+        for method, indices in (("double", [1]), ("reset", None)):
+            with pytest.raises(NotImplementedError, match=method):
+                env.env_method(method, indices=indices)
+        env.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*one step more")
+def test_the_attributes_of_an_object_that_simulates_all_environments_are_those_of_each() -> None:
+    env = native()
+    env.set_attr("gravity", 1.5)
+    assert env.get_attr("gravity") == [1.5, 1.5]
+    assert env.env_is_wrapped(Monitor, [0]) == [False]
+    with pytest.raises(NotImplementedError, match="'gravity' for all environments, not for \\[0\\] alone"):
+        env.set_attr("gravity", 2.0, indices=0)
+    with pytest.raises(AttributeError, match="no method 'double'"):
+        env.env_method("double", 1)
+
+
+@pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
+def test_environments_in_a_monitor_are_not_monitored_twice(kind: Callable[..., VectorEnv]) -> None:
+    with closing(wrap_vector_env(kind(env_fns(wrapper=Monitor)))) as env:
+        assert type(env) is GymnasiumVecEnv and env.env_is_wrapped(Monitor) == [True] * N_ENVS
+    with closing(wrap_vector_env(kind(env_fns()))) as env:
+        assert type(env) is VecMonitor and env.env_is_wrapped(Monitor) == [False] * N_ENVS
+
+
+def test_images_of_the_environments_are_rendered() -> None:
+    env: Any = wrap_vector_env(gym.make_vec("CartPole-v1", 2, "sync", render_mode="rgb_array"))
+    env.reset()
+    assert env.render().shape == (2 * 400, 600, 3)
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_environment_that_does_not_say_when_it_resets_is_refused() -> None:
+    vector_env = SyncVectorEnv(env_fns())
+    vector_env.metadata = {}
+    with pytest.raises(ValueError, match=r"metadata\['autoreset_mode'\] is None: set it .* `make_vec_env"):
+        GymnasiumVecEnv(vector_env)
+
+
+def test_workers_that_would_reset_twice_are_refused() -> None:
+    with (
+        closing(AsyncVectorEnv(env_fns(), shared_memory=False)) as vector_env,
+        pytest.raises(ValueError, match=r"resets twice: pass .* shared_memory=True"),
+    ):
+        GymnasiumVecEnv(vector_env)
+
+
+def test_an_environment_that_hides_its_terminal_observations_is_refused_when_it_does() -> None:
+    class Forgetful(gym.vector.VectorWrapper):
+        def step(self, actions: Any) -> Any:
+            return *super().step(actions)[:-1], {}
+
+    env = GymnasiumVecEnv(Forgetful(SyncVectorEnv(env_fns(), autoreset_mode=SAME_STEP)))
+    env.reset()
+    with pytest.raises(ValueError, match="must return the terminal observations as 'final_obs'"):
+        for _ in range(10):
+            env.step(np.ones(N_ENVS, int))
+
+
+def test_options_that_differ_between_environments_are_refused(vec_env: GymnasiumVecEnv) -> None:
+    vec_env.set_options([{"a": 1}, {}, {}])
+    with pytest.raises(ValueError, match="the same options for all environments"):
+        vec_env.reset()
+
+
+# --- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO])
+def test_training_logs_the_returns_of_the_episodes(algorithm: Any) -> None:
+    env = wrap_vector_env(gym.make_vec("CartPole-v1", 2, "sync"))
+    model = algorithm("MlpPolicy", env, n_steps=64, batch_size=64, seed=0).learn(128)
+    assert [episode["r"] for episode in model.ep_info_buffer] == [episode["l"] for episode in model.ep_info_buffer] != []
+
+
+def test_a_model_learns_the_same_from_a_vector_environment_as_from_a_dummy_vec_env() -> None:
+    weights: list[Any] = []
+    for env in (wrap_vector_env(SyncVectorEnv(env_fns())), VecMonitor(DummyVecEnv(env_fns()))):
+        model: Any = PPO("MlpPolicy", env, n_steps=32, batch_size=32, n_epochs=1, seed=0).learn(96)
+        weights.append(model.policy.action_net.weight.detach().numpy())
+    np.testing.assert_array_equal(weights[0], weights[1])
