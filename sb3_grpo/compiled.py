@@ -32,7 +32,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
 from sb3_grpo import machine_code
-from sb3_grpo.buffers.rollout import GroupRolloutBufferSamples
+from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.machine_code import BERNOULLI, CATEGORICAL, GAUSSIAN, RELU, TANH, Batch, Metrics, Network, Optimizer, Settings
 from sb3_grpo.policies import ActorPolicy
 
@@ -134,10 +134,17 @@ def is_unaltered(policy: ActorPolicy, methods: Sequence[str]) -> bool:
     :param methods: Names of methods of ``ActorPolicy``
     :return: Whether no subclass, no attribute of the policy and no wrapper of ``torch.compile`` replaces one of them
     """
-    is_policy = isinstance(policy, ActorPolicy)
-    return is_policy and all(
-        getattr(getattr(policy, name), "__func__", None) is getattr(ActorPolicy, name) for name in methods
-    )
+    return isinstance(policy, ActorPolicy) and all(_is_from(policy, ActorPolicy, name) for name in methods)
+
+
+def _is_from(instance: object, base: type, method: str) -> bool:
+    """
+    :param instance: Instance of a class
+    :param base: One of its base classes
+    :param method: Name of a method
+    :return: Whether the method is that of the base class, and neither a subclass nor the instance has replaced it
+    """
+    return getattr(getattr(instance, method), "__func__", None) is getattr(base, method)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -151,17 +158,43 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
 
 
+def actor(policy: ActorPolicy) -> Actor:
+    """
+    :param policy: Policy
+    :return: The function that chooses actions during a rollout, in machine code if that is possible, else in torch
+    """
+    compiled = compiled_policy(policy)
+    if not isinstance(compiled, str):
+        return compiled.actor(policy)
+    if not is_unaltered(policy, ACTING) or has_hooks(policy):
+        return lambda obs: (*policy(obs), None)
+
+    def act(obs: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        features = policy.extract_features(obs)
+        return (*policy.forward_features(features), features)
+
+    return act
+
+
 def compiled_policy(
     policy: ActorPolicy,
-    updates: bool = False,
+    rollout_buffer: GroupRolloutBuffer | None = None,
     importance_sampling_level: str = "step",
     kl_estimator: str = "exact",
 ) -> "CompiledPolicy | str":
     """
-    The conditions of machine code, for acting and for updates.
+    The conditions of machine code. It is for policies that
+
+    - have linear layers with a bias, and tanh or ReLU between them, on a CPU and in single precision;
+    - have a ``FlattenExtractor`` and no images, and distributions from ``FAMILIES``, so no gSDE;
+    - choose and evaluate actions as :class:`~sb3_grpo.policies.ActorPolicy` does, without hooks;
+    - have no other parameters, and train all of them;
+
+    and for updates by Adam without extras, from minibatches that the buffer does not choose in its own way, with importance
+    ratios of steps and the exact KL penalty.
 
     :param policy: Policy
-    :param updates: Whether it is for updates, which need an unaltered optimizer and the next two arguments
+    :param rollout_buffer: Buffer of an update; ``None`` for acting, for which the other arguments do not matter
     :param importance_sampling_level: Level of the importance ratios
     :param kl_estimator: Estimator of the KL penalty
     :return: The policy in machine code, which shares its memory, or a reason why torch is used, a clause
@@ -169,13 +202,15 @@ def compiled_policy(
     parts = _parts(policy)
     if isinstance(parts, str):
         return parts
-    if updates:
-        reason = _unusual_optimizer(policy)
+    if rollout_buffer is not None:
+        own = [name for name in ("get", "permutation") if not _is_from(rollout_buffer, GroupRolloutBuffer, name)]
+        if own:
+            return f"{type(rollout_buffer).__name__} overrides `{own[0]}`"
         if importance_sampling_level != "step":
-            reason = f"`importance_sampling_level` is {importance_sampling_level!r}"
+            return f"`importance_sampling_level` is {importance_sampling_level!r}"
         if kl_estimator != "exact":
-            reason = f"`kl_estimator` is {kl_estimator!r}"
-        if reason:
+            return f"`kl_estimator` is {kl_estimator!r}"
+        if reason := _unusual_optimizer(policy):
             return reason
     functions = compile_functions()
     if isinstance(functions, str):
@@ -183,7 +218,7 @@ def compiled_policy(
     compiled = getattr(policy, "_compiled", None)
     if compiled is None or not compiled.fits(parts):
         compiled = policy._compiled = CompiledPolicy(functions, parts)
-    compiled.take_over(policy.optimizer if updates else None)
+    compiled.take_over(None if rollout_buffer is None else policy.optimizer)
     return compiled
 
 
@@ -241,7 +276,7 @@ def _unusual_optimizer(policy: ActorPolicy) -> str:
         return f"the optimizer is {type(optimizer).__name__}"
     for group in optimizer.param_groups:
         for option in OTHER_OPTIONS:
-            if group[option]:
+            if group.get(option):
                 return f"the optimizer has {option}={group[option]}"
     if {tensor for group in optimizer.param_groups for tensor in group["params"]} != set(policy.parameters()):
         return "the optimizer is not for all parameters"

@@ -23,6 +23,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_grpo import losses
 from sb3_grpo.buffers import BUFFERS, DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.collection import collect
+from sb3_grpo.compiled import compiled_policy
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.normalization import normalized_parts
@@ -423,8 +424,10 @@ class GRPO(OnPolicyAlgorithm):
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
             self.rollout_buffer.horizon = time_limit(self.env)
         self._warn_without_vec_normalize()
-        if self.verbose >= 1 and self._printed_settings != self._describe_settings():
-            self._printed_settings = self._describe_settings()
+        # This compiles what is not compiled yet, before the clock of the first rollout runs.
+        settings = f"{self._describe_settings()}\n{self._describe_arithmetic()}"
+        if self.verbose >= 1 and self._printed_settings != settings:
+            self._printed_settings = settings
             print(self._printed_settings)
         return tuple(result)
 
@@ -443,6 +446,18 @@ class GRPO(OnPolicyAlgorithm):
             f"Using the {buffer} buffer, groups of {self.ledger.group_size} ({starts} starts), rollouts of "
             f"{self.n_steps * self.n_envs} transitions, observations {observations}"
         )
+
+    def _describe_arithmetic(self) -> str:
+        """
+        :return: Whether this run acts and updates in machine code
+        """
+        acting = compiled_policy(self.policy)
+        updating = self._objective(self._current_clip_range()).compiled_policy(self.policy, self.rollout_buffer)
+        if isinstance(acting, str):
+            return f"Acting and updating with torch, because {acting}"
+        if isinstance(updating, str):
+            return f"Acting in machine code, and updating with torch, because {updating}"
+        return "Acting and updating in machine code"
 
     def _has_normalized_observations(self) -> bool:
         vec_normalize = self.get_vec_normalize_env()
@@ -585,15 +600,18 @@ class GRPO(OnPolicyAlgorithm):
         :return: Metrics
         :raises ValueError: If a gradient, or a parameter after the update, is not finite
         """
-        objective = Objective(
-            clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
-        )
+        objective = self._objective(clip_range)
         steps = objective.optimize(self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl)
         self._n_updates += len(steps.epochs)
         if steps.excessive_kl is not None and self.verbose >= 1:
             print(f"Early stopping at epoch {len(steps.epochs) - 1} due to reaching max kl: {steps.excessive_kl:.2f}")
-        check_update(self.policy, steps.gradient_norms)
-        return describe_update(steps, clip_range)
+        check_update(self.policy, steps.epochs)
+        return describe_update(steps.epochs)
+
+    def _objective(self, clip_range: ClipRange) -> Objective:
+        return Objective(
+            clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
+        )
 
     def _current_clip_range(self) -> ClipRange:
         low = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
