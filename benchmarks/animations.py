@@ -27,19 +27,18 @@ from stable_baselines3.common.env_util import make_vec_env
 from sb3_grpo import GRPO
 
 FOLDER = Path(__file__).parents[1] / "docs" / "animations"
-#: Environment: steps of training, and steps from one frame to the next
+#: Environment: steps of training, steps from one frame to the next, and frames. No file is larger than 200 kB
 RECORDED = {
-    "CartPole-v1": (100_000, 2),
-    "LunarLander-v3": (600_000, 3),
-    "HalfCheetah-v5": (300_000, 1),
-    "sb3_grpo/LoadBalancing-v0": (200_000, 1),
+    "CartPole-v1": (100_000, 2, 100),
+    "LunarLander-v3": (600_000, 3, 100),
+    "HalfCheetah-v5": (300_000, 1, 45),
+    "sb3_grpo/LoadBalancing-v0": (200_000, 1, 100),
 }
 #: How to render where the default does not do: the camera of MuJoCo stays behind
 RENDERING: dict[str, dict[str, Any]] = {
     "HalfCheetah-v5": dict(render_mode="rgb_array", camera_name="track", width=480, height=320),
     "sb3_grpo/LoadBalancing-v0": {},
 }
-N_FRAMES = 100
 FRAMES_PER_SECOND = 25
 #: Width of one picture in pixels, and height of the strip with its title
 WIDTH, STRIP = 300, 26
@@ -100,16 +99,17 @@ def side_by_side(pictures: list[np.ndarray], titles: list[str]) -> Image.Image:
     return whole
 
 
-def record(models: dict[str, BaseAlgorithm], env_id: str, path: Path, every: int = 2) -> None:
+def record(models: dict[str, BaseAlgorithm], env_id: str, path: Path, every: int = 2, n_frames: int = 100) -> None:
     """
     :param models: Models by title
     :param env_id: Environment to show them in
     :param path: File of the animation, ``.webp`` or ``.gif``
     :param every: Steps from one frame to the next
+    :param n_frames: Number of frames
     """
     envs = [gym.make(env_id, **RENDERING.get(env_id, dict(render_mode="rgb_array"))) for _ in models]
     films = [frames(model, env, SEED, every) for model, env in zip(models.values(), envs, strict=True)]
-    images = [side_by_side(list(pictures), list(models)) for pictures in islice(zip(*films, strict=True), N_FRAMES)]
+    images = [side_by_side(list(pictures), list(models)) for pictures in islice(zip(*films, strict=True), n_frames)]
     images[0].save(
         path, save_all=True, append_images=images[1:], duration=1000 // FRAMES_PER_SECOND, loop=0, quality=25, method=6
     )
@@ -124,11 +124,11 @@ def main() -> None:
     th.set_num_threads(1)
     FOLDER.mkdir(exist_ok=True)
     for env_id in args.envs:
-        timesteps, every = RECORDED[env_id]
+        timesteps, *cut = RECORDED[env_id]
         untrained, trained = (GRPO("MlpPolicy", make_vec_env(env_id, n_envs=8, seed=0), seed=0) for _ in range(2))
         trained.learn(timesteps, progress_bar=True)
         path = FOLDER / f"{env_id.split('/')[-1].split('-')[0].lower()}.webp"
-        record({"before training": untrained, f"after {timesteps:,} steps": trained}, env_id, path, every)
+        record({"before training": untrained, f"after {timesteps:,} steps": trained}, env_id, path, *cut)
         print(f"{path}: {path.stat().st_size / 1024:.0f} kB")
 
 

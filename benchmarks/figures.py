@@ -1,7 +1,9 @@
 """Figures of finished runs: learning curves and performance profiles."""
 
+import io
 import math
 import pathlib
+import re
 from typing import Any
 
 import matplotlib
@@ -18,17 +20,23 @@ from benchmarks.statistics import N_CURVE_RESAMPLES, Curve, interquartile_curve,
 
 #: Colours, fonts and sizes of all figures of the documentation
 STYLE = pathlib.Path(__file__).parents[1] / "docs" / "figures.mplstyle"
-#: Points of a line
-N_POINTS = 80
+#: Points of a line, in a figure of few panels and in one of many
+N_POINTS, N_PANEL_POINTS = 80, 20
 
 
 def save(figure: Figure, path: pathlib.Path) -> None:
     """
     :param figure: Figure to save and close
-    :param path: File, ``.svg``; the same figure gives the same bytes
+    :param path: File, ``.svg``; the same figure gives the same bytes. Coordinates are rounded to a tenth of a point, and
+        line breaks are left out, so that the file is half as large
     """
-    figure.savefig(path, metadata={"Date": None})
+    content = io.StringIO()
+    figure.savefig(content, format="svg", metadata={"Date": None})
     plt.close(figure)
+
+    svg = re.sub(r"\d+\.\d{4,}", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), content.getvalue())
+    svg = re.sub(r" ?\n(?=L )|\n\s+(?=<)", "", svg).replace("L ", "L")
+    path.write_text(svg, encoding="utf-8")
 
 
 def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
@@ -50,7 +58,7 @@ def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
                 if (arm := suite.arm_in(each, env)) is None:
                     continue
                 curves = suite.curves(arm, env)
-                steps = np.linspace(max(curve.steps[0] for curve in curves), suite.timesteps[env], N_POINTS)
+                steps = np.linspace(max(curve.steps[0] for curve in curves), suite.timesteps[env], N_PANEL_POINTS)
                 returns = np.array([curve.smoothed(steps) for curve in curves])
                 style = "--" if "defaults" in name else "-"
                 (handles[name],) = axis.plot(steps, returns.mean(axis=0), style, color=f"C{i}")

@@ -17,7 +17,7 @@ from sb3_contrib import TRPO
 from stable_baselines3 import PPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 
-from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
+from sb3_grpo import GRPO, CompleteGroupRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.zoo.experiment import HYPERPARAMS
@@ -47,40 +47,8 @@ NEUTRAL: dict[str, Any] = dict(
 )
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """
-    Defaults of a generation where they are not those of today.
-
-    :param algorithm: Arguments of GRPO
-    :param buffer: Options of the kernel buffer
-    :param policy: Arguments of the policy
-    :param rollout_size: Transitions per rollout with ``n_steps=None``
-    """
-
-    algorithm: dict[str, Any] = field(default_factory=dict)
-    buffer: dict[str, Any] = field(default_factory=dict)
-    policy: dict[str, Any] = field(default_factory=dict)
-    rollout_size: int | None = None
-
-
 #: How entries, which have the arguments of the policy in a string, ask for the neutral value of one
 LR_CONSTANT = re.compile("(, )?lr_follows_std=False")
-
-#: The newest generation of default settings, see `matrix.yml`, and earlier ones
-LATEST_GENERATION = 4
-_SECOND = Defaults(
-    dict(normalize_observations=False),
-    dict(bandwidth=0.5),
-    dict(log_std_init=0.0, lr_follows_std=False),
-    2048,
-)
-FORMER = {
-    1: _SECOND,
-    2: _SECOND,
-    3: Defaults(policy=dict(lr_follows_std=False)),
-    4: Defaults(),
-}
 
 
 @dataclass(frozen=True)
@@ -96,7 +64,6 @@ class Run:
     :param threshold: Mean return of 20 training episodes whose first step and second are recorded
     :param n_episodes: Episodes of the evaluation
     :param entry: Hyperparameters, as in a file of rl-zoo3
-    :param generation: Generation of GRPO's defaults
     :param is_continuous: Whether actions have a standard deviation
     """
 
@@ -108,7 +75,6 @@ class Run:
     threshold: float
     n_episodes: int
     entry: dict[str, Any] = field(default_factory=dict)
-    generation: int = LATEST_GENERATION
     is_continuous: bool = False
 
     def settings_hash(self) -> str:
@@ -117,32 +83,17 @@ class Run:
         if self.algo in RIVALS:
             settings = {**defaults(RIVALS[self.algo]), **settings}
         elif self.algo == "grpo":
-            former = FORMER[self.generation]
-            settings = {**defaults(GRPO), **former.algorithm, **settings}
-            if settings["n_steps"] is None and former.rollout_size is None:
-                rollout_size = resolve_buffer_class(settings["rollout_buffer_class"]).default_rollout_size
-                settings["n_steps"] = f"{rollout_size} in all"
-            settings["lr_follows_std"] = lr_follows_std(self.generation) and self.is_continuous
+            settings = {**defaults(GRPO), **settings}
+            if settings["n_steps"] is None:
+                settings["n_steps"] = f"{default_rollout_size(settings['rollout_buffer_class'])} in all"
+            settings["lr_follows_std"] = defaults(ActorPolicy)["lr_follows_std"] and self.is_continuous
             if LR_CONSTANT.search(policy_kwargs := str(settings["policy_kwargs"])):
                 others = LR_CONSTANT.sub("", policy_kwargs)
                 settings.update(lr_follows_std=False, policy_kwargs=None if others == "dict()" else others)
-            buffer = buffer_settings(settings, former.buffer)
+            buffer = buffer_settings(settings)
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """:return: The entry, with what the present version has to be told to have the defaults of the generation"""
-        if self.algo != "grpo" or self.generation == LATEST_GENERATION:
-            return self.entry
-        former = FORMER[self.generation]
-        entry = {**former.algorithm, **self.entry}
-        if former.rollout_size is not None:
-            entry.setdefault("n_steps", former.rollout_size // self.entry.get("n_envs", 1))
-        entry["policy_kwargs"] = f"{former.policy} | ({entry.get('policy_kwargs') or {}})"  # rl-zoo3 evaluates it
-        if entry.get("rollout_buffer_class", "kernel") == "kernel":
-            entry["rollout_buffer_kwargs"] = {**former.buffer, **evaluated(entry.get("rollout_buffer_kwargs"))}
-        return entry
 
     def key(self) -> tuple[str, str, str]:
         """:return: Environment, seed and hash as they are in the CSV, which identify the row of the run"""
@@ -170,12 +121,12 @@ def defaults(callable_class: type) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
-def lr_follows_std(generation: int) -> bool:
+def default_rollout_size(buffer: str | None) -> int:
     """
-    :param generation: Generation of GRPO's defaults
-    :return: Whether the learning rate falls with the standard deviation by default
+    :param buffer: Short name of a rollout buffer, ``None`` for the default
+    :return: Transitions per rollout with ``n_steps=None``
     """
-    return FORMER[generation].policy.get("lr_follows_std", defaults(ActorPolicy)["lr_follows_std"])
+    return resolve_buffer_class(buffer).default_rollout_size
 
 
 def buffer_defaults(buffer: str | None) -> dict[str, Any]:
@@ -190,15 +141,12 @@ def buffer_defaults(buffer: str | None) -> dict[str, Any]:
     return merged
 
 
-def buffer_settings(settings: dict[str, Any], former: dict[str, Any]) -> dict[str, Any]:
+def buffer_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """
     :param settings: All arguments of GRPO, defaults included
-    :param former: Defaults of the buffer that were others
     :return: All arguments of its rollout buffer, defaults included
     """
-    present = buffer_defaults(settings["rollout_buffer_class"])
-    own = {key: value for key, value in former.items() if key in present}
-    return {**present, **own, **evaluated(settings["rollout_buffer_kwargs"])}
+    return {**buffer_defaults(settings["rollout_buffer_class"]), **evaluated(settings["rollout_buffer_kwargs"])}
 
 
 def evaluated(kwargs: str | dict[str, Any] | None) -> dict[str, Any]:
@@ -232,32 +180,21 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
     :param matrix: From :func:`load_matrix`
     :param suite: Name of one of its suites
     :param changes: Other settings, for trials
-    :return: For each arm in each environment of the suite, or for each of its cases, a run with seed 0, and the seeds
+    :return: For each arm in each environment of the suite, a run with seed 0, and the seeds
     """
     chosen = matrix["suites"][suite]
-    generation = chosen.get("generation", LATEST_GENERATION)
     n_episodes = chosen.get("eval_episodes", 20)
 
     def cell(arm: str, env: str, timesteps: int, threshold: float, settings: dict[str, Any]) -> Run:
         algo = settings["algo"]
-        entry = entry_of(settings, env, matrix["environments"][env], generation)
+        entry = entry_of(settings, env, matrix["environments"][env])
         entry["n_timesteps"] = timesteps
         for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
             entry[key] = {**entry[key], **value} if both_mappings else value
-        if generation == 1 and algo == "grpo":
-            entry = before_relative_term(entry)
         is_continuous = "half_range" in matrix["environments"][env]
-        return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry, generation, is_continuous)
+        return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry, is_continuous)
 
-    if "cases" in chosen:
-        return [
-            (
-                cell(name, case["env"], case["timesteps"], case["threshold"], {"algo": "grpo", "entry": "default", **case}),
-                case["seeds"],
-            )
-            for name, case in chosen["cases"].items()
-        ]
     thresholds = {**{env: about["threshold"] for env, about in matrix["environments"].items()}, **chosen.get("thresholds", {})}
     seeds = {env: chosen.get("seeds_of", {}).get(env, chosen["seeds"]) for env in chosen["timesteps"]}
     return [
@@ -270,7 +207,7 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
 
 def name_in_file(settings: dict[str, Any], env: str, about: dict[str, Any]) -> str:
     """
-    :param settings: Arm or case of the matrix
+    :param settings: Arm of the matrix
     :param env: Gymnasium environment
     :param about: Entry of the environment in the matrix
     :return: The environment whose entry in the hyperparameter file the settings begin with
@@ -288,50 +225,37 @@ def has_entry(settings: dict[str, Any], env: str, about: dict[str, Any]) -> bool
     return settings["entry"] != "zoo" or name_in_file(settings, env, about) in hyperparameter_file(settings["algo"])
 
 
-def before_relative_term(entry: dict[str, Any]) -> dict[str, Any]:
+def entry_of(settings: dict[str, Any], env: str, about: dict[str, Any]) -> dict[str, Any]:
     """
-    :param entry: Hyperparameters of GRPO
-    :return: Those with which the present version does what earlier ones did: groups of two, and no relative term
-    """
-    old = {"group_size": 2, **entry}
-    if old.get("rollout_buffer_class", "kernel") == "kernel":
-        old["rollout_buffer_kwargs"] = {"relative": False, **evaluated(old.get("rollout_buffer_kwargs"))}
-    return old
-
-
-def entry_of(settings: dict[str, Any], env: str, about: dict[str, Any], generation: int) -> dict[str, Any]:
-    """
-    :param settings: Arm or case of the matrix
+    :param settings: Arm of the matrix
     :param env: Gymnasium environment
     :param about: Entry of the environment in the matrix
-    :param generation: Generation of GRPO's defaults
     :return: The hyperparameters that the settings begin with, as in a file of rl-zoo3
     """
     if settings["entry"] == "zoo":
         return copy.deepcopy(hyperparameter_file(settings["algo"])[name_in_file(settings, env, about)])
     matched = {}
     if settings["entry"] == "matched":
-        matched = matched_settings(about, settings.get("normalize_rewards", False), generation)
+        matched = matched_settings(about, settings.get("normalize_rewards", False))
     return {"policy": "MlpPolicy", **matched, **{key: about[key] for key in ("env_wrapper",) if key in about}}
 
 
-def matched_settings(about: dict[str, Any], normalize_rewards: bool, generation: int) -> dict[str, Any]:
+def matched_settings(about: dict[str, Any], normalize_rewards: bool) -> dict[str, Any]:
     """
     :param about: Entry of the environment in the matrix
     :param normalize_rewards: Whether PPO gets normalised rewards, on which GRPO's default does not depend
-    :param generation: Generation of GRPO's defaults
     :return: Arguments that give PPO the default settings of GRPO with 8 environments, including normalised observations, the
         initial deviation and the learning rate that follows it. Only its critic differs
     """
     ours = defaults(GRPO)
     same = ("learning_rate", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
-    settings = {"n_envs": 8, "n_steps": KernelRolloutBuffer.default_rollout_size // 8, **{name: ours[name] for name in same}}
+    settings = {"n_envs": 8, "n_steps": default_rollout_size("kernel") // 8, **{name: ours[name] for name in same}}
     normalize_observations = about.get("normalize", True)
     if normalize_observations or normalize_rewards:
         settings["normalize"] = f"dict(norm_obs={normalize_observations}, norm_reward={normalize_rewards})"
     if "half_range" in about:
         settings["policy_kwargs"] = f"dict(log_std_init={math.log(0.5 * about['half_range'])})"
-        if lr_follows_std(generation):
+        if defaults(ActorPolicy)["lr_follows_std"]:
             settings["callback"] = "benchmarks.rates.RateFollowsStd"
     return settings
 

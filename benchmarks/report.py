@@ -1,5 +1,5 @@
 """
-Write tables and figures of finished runs into the pages of `docs/`, the README and the log.
+Write tables and figures of finished runs into the pages of `docs/` and the README.
 
     python -m benchmarks.report                     # from the rows in benchmarks/results alone; nothing is run
     python -m benchmarks.report --print             # to the terminal, pages stay as they are
@@ -18,8 +18,6 @@ from benchmarks.figures import N_POINTS, draw_curves, draw_profiles, draw_scores
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
     NO_ROWS,
-    ablation_table,
-    learning_table,
     progress,
     throughput_table,
     variance_table,
@@ -44,7 +42,6 @@ DOCS = ROOT / "docs"
 TABLES_ON = ("benchmark", "benchmark_details", "when_groups_win", "from_trl", "images_and_gpus", "zoo", "diagnostics")
 PAGES = (
     ROOT / "README.md",
-    ROOT / "benchmarks" / "LOG.md",
     *(DOCS / f"{name}.md" for name in TABLES_ON),
 )
 #: The default settings and what they are compared with, by the names that tables and figures have
@@ -84,24 +81,14 @@ GROUPS_CLAIMS = {
     "inputs": "On the input-driven environments, GRPO with groups is",
     "others": "On the other environments, it is",
 }
-#: Arms where the seed fixes the inputs, now and before the default settings were chosen anew
+#: Arms where the seed fixes the inputs
 SHARED_INPUTS = {"GRPO": [OURS], "GRPO without groups": OTHER_GRPO["GRPO without groups"], **CRITICS}
-OLD_GROUPS = {
-    "GRPO": ["grpo, defaults"],
-    "GRPO without groups": ["grpo, no groups"],
-    "PPO, same settings": ["ppo, same settings"],
-    "the same, rewards normalised": ["ppo, same settings, rewards normalised"],
-    "PPO, defaults": ["ppo, defaults"],
-    "heuristic": ["heuristic"],
-}
-OLD_TERM = {"GRPO": ["grpo, defaults"], "without the term": ["grpo, no relative term"]}
 #: Lines of the figure
 DRAWN = {"GRPO, kernel": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
 UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
 UNITS |= {f"{name}, {what}": [f"{arm}, {what}"] for name, (arm,) in UNITS.items() for what in CHANGES}
-ABLATIONS = ("buffers", "groups", "starts", "baseline")
 
 
 def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
@@ -109,15 +96,14 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     :param results: Folder
     :return: By name of the place on a page, a function that makes its content
     """
-    former, former_million = Suite("default", results), Suite("default_million", results)
     proof, million = Suite("proof", results), Suite("proof_million", results)
     groups = {name: Suite("proof", results, envs=envs) for name, envs in GROUPS.items()}
     groups["others"] = Suite("proof", results, envs=set(proof.timesteps) - set(GROUPS["inputs"]))
-    old = {"inputs": Suite("inputs", results), "ordinary": Suite("ordinary", results)}
     ours = {"GRPO, kernel": [OURS]}
     return {
         "claim": lambda: claims(proof, CLAIMS),
         "short_claim": lambda: claims(proof, IN_README),
+        "untouched_claim": lambda: claims(groups["untouched"], IN_README),
         "progress": lambda: progress(proof),
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
@@ -133,12 +119,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "million_outcomes": lambda: outcomes_table(million, OURS, RIVALS),
         "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
         "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
-        "former_summary": lambda: summary_table(former, OURS, CRITICS),
-        "former_million": lambda: environments_table(former_million, {**ours, **CRITICS}, "eval_mean"),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
-        **{name: lambda name=name: ablation_table(Suite(name, results)) for name in ABLATIONS},  # type: ignore[misc]
-        "learning": lambda: learning_table(Suite("learning", results)),
-        "variants": lambda: learning_table(Suite("variants", results)),
         "zoo": lambda: zoo_table(Suite("zoo", results)),
         "groups_claim": lambda: listed(
             [claim(groups[name], OURS, OTHER_GRPO["GRPO without groups"], opening) for name, opening in GROUPS_CLAIMS.items()]
@@ -146,18 +127,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
         "variance_removed": lambda: variance_table(groups["inputs"], OURS),
-        "old_groups_claim": lambda: claim(
-            old["inputs"], "grpo, defaults", ["grpo, no groups"], "On the input-driven environments, GRPO with groups was"
-        ),
-        "old_groups_area": lambda: environments_table(old["inputs"], OLD_GROUPS, "auc"),
-        "old_groups_evaluation": lambda: environments_table(old["inputs"], OLD_GROUPS, "eval_mean"),
-        "ordinary_area": lambda: environments_table(old["ordinary"], OLD_TERM, "auc"),
-        "ordinary_evaluation": lambda: environments_table(old["ordinary"], OLD_TERM, "eval_mean"),
         "tokens": lambda: variants_table(Suite("tokens", results)),
-        "candidates_second": lambda: ablation_table(Suite("candidates_second", results), "eval_mean"),
-        "long": lambda: ablation_table(Suite("candidates_long", results), "eval_mean"),
-        "third_long": lambda: ablation_table(Suite("candidates_third_long", results), "eval_mean"),
-        "million": lambda: ablation_table(Suite("candidates_million", results), "eval_mean"),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
         "throughput": lambda: throughput_table(read_rows(results / "throughput.csv")),
     }

@@ -32,7 +32,7 @@ def rows_file(matrix: dict[str, Any], suite: str, results: pathlib.Path) -> path
     :param results: Folder
     :return: The CSV of the suite
     """
-    return results / f"{matrix['suites'][suite].get('rows', 'runs')}.csv"
+    return results / f"{matrix['suites'][suite].get('rows', suite)}.csv"
 
 
 def row_key(row: dict[str, str]) -> tuple[str, str, str]:
@@ -182,11 +182,6 @@ class Suite:
             self._curves = self._store.load()
         return [self._curves[each.run.key()] for each in self.runs(arm, env)]
 
-    def compared(self, *arms: str) -> list[str]:
-        """:return: Environments with finished runs of all of them and of random actions"""
-        return [env for env in self.timesteps if all(self.runs(arm, env) for arm in ("random", *arms))]
-
-    def common_seeds(self, arms: Sequence[str], envs: Sequence[str]) -> list[int]:
-        """:return: Seeds of which every arm has a run in every environment"""
-        seeds = [set(self.by_seed(arm, env)) for arm in arms for env in envs]
-        return sorted(set.intersection(*seeds)) if seeds else []
+    def common_seeds(self, arms: Sequence[str], env: str) -> list[int]:
+        """:return: Seeds of which every arm has a run in an environment"""
+        return sorted(set.intersection(*(set(self.by_seed(arm, env)) for arm in arms)))

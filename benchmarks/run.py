@@ -8,8 +8,8 @@ Run what is missing of a suite of `benchmarks/matrix.yml`.
     python -m benchmarks.run --arms default --envs Acrobot-v1 --seeds 0 1 --set gae_lambda=0.95 --results runs/try   # a trial
 
 Models are made by rl-zoo3 from hyperparameter files: PPO by rl-zoo3's own code from the file that it ships, with nothing
-changed but the budget. Every run has a process of its own with one thread. It leaves one row in a CSV, `runs.csv` unless the
-suite names another, and its learning curve (see `benchmarks.curves`). A row belongs to the settings that it was run with,
+changed but the budget. Every run has a process of its own with one thread. It leaves one row in the CSV of its
+suite, and its learning curve (see `benchmarks.curves`). A row belongs to the settings that it was run with,
 defaults of the class included: rows of other settings are ignored, and arms that come to the same settings share theirs.
 
 With `--ray`, runs are tasks of a Ray cluster with one CPU each: `--ray` starts a cluster on this machine, and
@@ -51,7 +51,6 @@ from benchmarks.curves import CurveStore, LearningCurve, TrainingCurve
 from benchmarks.matrix import MATRIX, Run, expand, load_matrix
 from benchmarks.references import returns
 from benchmarks.results import FIELDS, RESULTS, append_row, provenance, read_rows, row_key, rows_file
-from sb3_grpo.envs.heuristics import HEURISTICS
 from sb3_grpo.zoo import register
 from sb3_grpo.zoo.experiment import GRPOExperimentManager
 
@@ -73,7 +72,7 @@ def experiment(run: Run) -> Iterator[tuple[ExperimentManager, BaseAlgorithm]]:
     manager_class = GRPOExperimentManager if run.algo == "grpo" else ExperimentManager
     with tempfile.TemporaryDirectory() as folder:
         config = pathlib.Path(folder, f"{run.algo}.yml")
-        config.write_text(yaml.safe_dump({run.env: run.hyperparameters()}), encoding="utf-8")
+        config.write_text(yaml.safe_dump({run.env: run.entry}), encoding="utf-8")
         with contextlib.redirect_stdout(io.StringIO()):
             manager = manager_class(
                 argparse.Namespace(), run.algo, run.env, folder, eval_freq=-1, seed=run.seed, verbose=0, device="cpu",
@@ -97,12 +96,8 @@ def execute(run: Run) -> tuple[dict[str, Any], LearningCurve | None]:
         "settings_hash": run.settings_hash(),
         **provenance(),
     }
-    if run.algo in ("random", "heuristic"):
-        if run.algo == "random":
-            totals = returns(run.env, lambda env: env.action_space.sample(), range(run.n_episodes))
-        else:  # the seed fixes the inputs of all episodes, whatever the actions are
-            seeds = [EVALUATION_SEED + run.seed, *[None] * (run.n_episodes - 1)]
-            totals = returns(run.env, heuristic_of(run.env), seeds)
+    if run.algo == "random":
+        totals = returns(run.env, lambda env: env.action_space.sample(), range(run.n_episodes))
         mean = f"{totals.mean():.4f}"
         return {**row, "auc": mean, "final": mean, "eval_mean": mean, "eval_std": f"{totals.std():.4f}"}, None
 
@@ -151,15 +146,6 @@ class VarianceRemoved(BaseCallback):
     def mean(self) -> str:
         """:return: Mean over the training as it is in the CSV, nothing if there was no relative term"""
         return f"{np.nanmean(self.shares):.4f}" if self.shares else ""
-
-
-def heuristic_of(env_id: str) -> Callable[[Any], Any]:
-    """
-    :param env_id: Input-driven environment
-    :return: The heuristic that has the best score in ``references.csv``
-    """
-    scores = {row["policy"]: float(row["mean"]) for row in read_rows(RESULTS / "references.csv") if row["env"] == env_id}
-    return HEURISTICS[env_id][max(HEURISTICS[env_id], key=scores.__getitem__)]
 
 
 def evaluate(manager: ExperimentManager, model: BaseAlgorithm, n_episodes: int, seed: int) -> tuple[float, float]:
@@ -296,7 +282,7 @@ def main() -> int:
     """:return: Exit status: 0 if nothing failed"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="proof")
-    parser.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="arms or cases of the suite")
+    parser.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="arms of the suite")
     parser.add_argument("--envs", nargs="+", default=[], metavar="ENV")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], help="in the place of those of the suite")
     parser.add_argument("--set", nargs="+", type=parse_setting, default=[], metavar="KEY=VALUE", help="for trials")

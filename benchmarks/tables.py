@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.matrix import default_rollout_size
 from benchmarks.results import Suite
 from benchmarks.statistics import Estimate, mean_over_seeds
-from sb3_grpo import KernelRolloutBuffer
 
 NO_ROWS = "There are no rows yet."
 
@@ -47,25 +47,6 @@ def format_steps(steps: float) -> str:
     return "never" if math.isinf(steps) else f"{steps:,.0f}"
 
 
-def ablation_table(suite: Suite, column: str = "auc") -> str:
-    """
-    :param suite: Finished runs
-    :param column: Name of a column of numbers, the area by default
-    :return: Its means, one line per arm, one column per environment, over the seeds that all arms have wherever they were run
-    """
-    cells = [(arm, env) for arm in suite.arms for env in suite.timesteps if suite.runs(arm, env)]
-    seeds = sorted(set.intersection(*(set(suite.by_seed(*cell)) for cell in cells))) if cells else []
-    if not seeds:
-        return NO_ROWS
-
-    def mean(arm: str, env: str) -> Estimate | str:
-        return mean_over_seeds(suite.values(arm, env, seeds, column)) if (arm, env) in cells else "not run"
-
-    numbers = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
-    header = [numbers, *(f"{env}, {timesteps:,}" for env, timesteps in suite.timesteps.items())]
-    return markdown_table(header, [[arm, *(mean(arm, env) for env in suite.timesteps)] for arm in suite.arms])
-
-
 def variance_table(suite: Suite, arm: str) -> str:
     """:return: One line per environment: the share of the advantages' variance that the relative term removes"""
     envs = [env for env in suite.timesteps if suite.runs(arm, env)]
@@ -89,30 +70,6 @@ def variants_table(suite: Suite) -> str:
     return markdown_table(("arm", "area", "evaluation", "reached the threshold", "after steps", "seconds"), lines)
 
 
-def learning_table(suite: Suite) -> str:
-    """:return: One line per case: what its runs must reach, and how many did"""
-    header = (
-        "case", "environment, envs", "steps", "random", "must", "passed", "evaluation", "steps to threshold", "auc", "steps/s",
-    )  # fmt: skip
-    lines = []
-    for name, case in suite.settings["cases"].items():
-        env, threshold, judged_by = case["env"], case["threshold"], case.get("judged_by", "training")
-        if not suite.compared(name):
-            continue
-        evaluations, steps = suite.column(name, env, "eval_mean"), suite.column(name, env, "steps_to_threshold")
-        passed = {"evaluation": evaluations >= threshold, "training": np.isfinite(steps), "failure": np.isinf(steps)}[
-            judged_by
-        ]
-        must = {"evaluation": "evaluate to", "training": "reach", "failure": "stay below"}[judged_by]
-        lines.append([
-            name, f"{env}, {case.get('set', {}).get('n_envs', 1)}", f"{case['timesteps']:,}", f"{suite.random_area(env):.0f}",
-            f"{must} {threshold:g} on {case['required']} of {len(case['seeds'])}", f"{passed.sum()} of {len(passed)}",
-            f"{evaluations.mean():.1f} (worst {evaluations.min():.1f})", format_steps(float(np.median(steps))),
-            f"{suite.column(name, env, 'auc').mean():.1f}", f"{np.median(suite.column(name, env, 'steps_per_second')):,.0f}",
-        ])  # fmt: skip
-    return markdown_table(header, lines)
-
-
 def zoo_table(suite: Suite) -> str:
     """:return: One line per environment: the threshold, and the returns of the runs"""
     lines = []
@@ -121,7 +78,7 @@ def zoo_table(suite: Suite) -> str:
             continue
         entry = runs[0].run.entry
         n_envs = entry.get("n_envs", 1)
-        rollout = n_envs * entry.get("n_steps", KernelRolloutBuffer.default_rollout_size // n_envs)
+        rollout = n_envs * entry.get("n_steps", default_rollout_size("kernel") // n_envs)
         returns, target = suite.column("grpo", env, "eval_mean"), suite.settings["thresholds"][env]
         lines.append([
             env, f"{math.ceil(suite.timesteps[env] / rollout) * rollout:,}", f"{target:g}",

@@ -40,7 +40,7 @@ def paired_scores(suite: Suite, arm: str, arms: Sequence[str], column: str) -> d
     scores = {}
     for env in suite.timesteps:
         rival = suite.arm_in(arms, env)
-        if rival is None or not (seeds := suite.common_seeds((arm, rival), [env])):
+        if rival is None or not (seeds := suite.common_seeds((arm, rival), env)):
             continue
         ours, theirs = (suite.values(each, env, seeds, column) - suite.random_area(env) for each in (arm, rival))
         if is_positive(ours) or is_positive(theirs):
@@ -233,7 +233,7 @@ def outcomes_table(suite: Suite, arm: str, rivals: Arms) -> str:
             behind = [f"{env} {each}" for env, each in differences.items() if each.high < 0]
             if differences:
                 n_level = len(differences) - n_ahead - len(behind)
-                lines.append([name, measure, n_ahead, n_level, len(behind), "<br>".join(behind)])
+                lines.append([name, measure, f"{n_ahead}, {n_level}, {len(behind)}", "<br>".join(behind)])
     if has_rows and not lines:
         return TOO_FEW_SEEDS
-    return markdown_table(["against", "by", "ahead", "level", "behind", "behind in"], lines)
+    return markdown_table(["against", "by", "ahead, level, behind", "behind in"], lines)

@@ -16,13 +16,13 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch as th
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 
 from benchmarks.figures import STYLE, save
 from sb3_grpo import GRPO, KernelRolloutBuffer
 from sb3_grpo import advantages as F
 from sb3_grpo.buffers import Transitions
-from sb3_grpo.start_queue import StartQueue
 
 HERE = pathlib.Path(__file__).parent
 GAMMA = 0.99
@@ -165,6 +165,16 @@ class RecordingBuffer(KernelRolloutBuffer):
         return rollout, self.advantages
 
 
+class RecordingInputs(BaseCallback):
+    """Keeps the demand that each environment has in the last rollout, which is its episode."""
+
+    def _on_rollout_start(self) -> None:
+        self.demands = np.array([inputs["demand"] for inputs in self.training_env.get_attr("inputs")])
+
+    def _on_step(self) -> bool:
+        return True
+
+
 def draw_shared_inputs(path: pathlib.Path) -> None:
     """
     :param path: Path of the picture
@@ -175,23 +185,22 @@ def draw_shared_inputs(path: pathlib.Path) -> None:
         "MlpPolicy", env, n_steps=n_steps, group_size=2, rollout_buffer_class=RecordingBuffer,
         rollout_buffer_kwargs=dict(relative=False), seed=SEED, device="cpu",
     )  # fmt: skip
-    model.learn(60_000)
+    inputs = RecordingInputs()
+    model.learn(60_000, callback=inputs)
     buffer: Any = model.rollout_buffer
     lengths = np.full(n_envs, n_steps)
     returns = F.discounted_returns(buffer.rewards.ravel().astype(np.float64), lengths, GAMMA)
-    peers = F.peers_at_each_step(lengths, buffer.starts[:, 0] // 2 - buffer.starts.min() // 2)
+    demands, groups = np.unique(inputs.demands, axis=0, return_inverse=True)  # members of a group have the same
+    groups = groups.ravel()
+    peers = F.peers_at_each_step(lengths, groups)
     panels = {
         "returns of two members": returns,
         "minus the kernel baseline": buffer.advantages,
         "minus 0.8 of the other member": F.relative_advantages(buffer.advantages, peers, 0.8),
     }
-    members = np.flatnonzero(buffer.starts[:, 0] // 2 == buffer.starts.min() // 2)
+    members = np.flatnonzero(groups == groups[0])
     figure, axes = plt.subplots(2, 2, figsize=(7.35, 4.6), sharex=True)
-    again: Any = gym.make("sb3_grpo/LostSales-v0")
-    queue = StartQueue(2, SEED)
-    again.reset(seed=[queue.take().seed for _ in range(buffer.starts.max() + 1)][buffer.starts.min()])
-    demand = again.unwrapped.inputs["demand"]
-    axes[0, 0].plot(demand, color="grey", lw=1.2)
+    axes[0, 0].plot(demands[groups[0]], color="grey", lw=1.2)
     axes[0, 0].set_title("the input: demand")
     limit = 1.1 * np.abs(buffer.advantages.reshape(n_envs, n_steps)[members]).max()
     for axis, (title, values) in zip(axes.flat[1:], panels.items(), strict=True):

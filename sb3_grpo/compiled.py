@@ -5,10 +5,10 @@ With such networks, most of the time goes into calling torch, not into arithmeti
 arithmetic, numba compiles it, and this module connects it with a policy and its optimizer: :func:`compiled_policy` says which
 policies it is for. The numbers are those of torch up to rounding, and actions are drawn from the same random numbers.
 
-**One memory.** The parameters of a policy, their gradients and Adam's moments lie in flat arrays, of which torch's tensors are
-views. So saving, loading, ``predict`` and callbacks see the same numbers, and a run may change between both ways at any update.
-Whatever replaces a tensor (``policy.to()``, ``optimizer.load_state_dict()``) is noticed before the next rollout or update, and
-the flat arrays take over its numbers.
+**One memory.** The parameters of a policy, their gradients and Adam's moments lie in flat arrays, of which torch's tensors
+are views. So saving, loading, ``predict`` and callbacks see the same numbers, and a run may change between both ways at any
+update. Whatever replaces a tensor (``policy.to()``, ``optimizer.load_state_dict()``) is noticed before the next rollout or
+update, and the flat arrays take over its numbers.
 """
 
 import functools
@@ -112,7 +112,9 @@ def _warm_up(act: Callable[..., Any], update: Callable[..., Any]) -> None:
     batch = Batch(column, column, one, one, one, none, none.reshape(-1))
     act(network, np.ones(2, np.float32), one, one, np.ones((1, 1)), column)
     settings = Settings(0.2, 0.2, 0.0, 0.0, 0.5, np.inf)
-    update(network, np.ones(2, np.float32), optimizer, batch, np.zeros(1, np.int64), 1, settings, np.zeros(len(Metrics._fields)))
+    update(
+        network, np.ones(2, np.float32), optimizer, batch, np.zeros(1, np.int64), 1, settings, np.zeros(len(Metrics._fields))
+    )
 
 
 # --- which policies ---------------------------------------------------------------------------------------------------
@@ -220,6 +222,19 @@ def compiled_policy(
         compiled = policy._compiled = CompiledPolicy(functions, parts)
     compiled.take_over(None if rollout_buffer is None else policy.optimizer)
     return compiled
+
+
+def describe_arithmetic(acting: "CompiledPolicy | str", updating: "CompiledPolicy | str") -> str:
+    """
+    :param acting: What :func:`compiled_policy` has found for acting
+    :param updating: What it has found for updates
+    :return: A sentence about who does the arithmetic of a run
+    """
+    if isinstance(acting, str):
+        return f"Acting and updating with torch, because {acting}"
+    if isinstance(updating, str):
+        return f"Acting in machine code, and updating with torch, because {updating}"
+    return "Acting and updating in machine code"
 
 
 def _parts(policy: ActorPolicy) -> Parts | str:

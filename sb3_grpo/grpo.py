@@ -1,12 +1,8 @@
 """The algorithm: Group Relative Policy Optimization on Stable-Baselines3's ``OnPolicyAlgorithm``."""
 
-import copy
 import inspect
-import io
-import pathlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -21,32 +17,33 @@ from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import BUFFERS, DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
+from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.collection import collect
-from sb3_grpo.compiled import compiled_policy
+from sb3_grpo.compiled import compiled_policy, describe_arithmetic
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.normalization import normalized_parts
-from sb3_grpo.persistence import RunState, check_format, full_name, random_state, set_random_state, write_model
+from sb3_grpo.persistence import PersistentAlgorithm, set_random_state
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import (
+    changed_settings,
     check_policy_class,
     check_policy_kwargs,
     check_rollout,
     check_settings,
     chosen_n_steps,
+    describe_settings,
     refuse_arguments,
-    refuse_changes,
     time_limit,
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
-from sb3_grpo.update import ClipRange, Objective, check_update, describe_update
-from sb3_grpo.validation import check_discrete_spaces, check_environment, check_registered
+from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error
+from sb3_grpo.validation import check_environment, check_registered
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
 
-class GRPO(OnPolicyAlgorithm):
+class GRPO(PersistentAlgorithm):
     """
     Group Relative Policy Optimization (GRPO): PPO's clipped surrogate without a critic.
 
@@ -119,10 +116,6 @@ class GRPO(OnPolicyAlgorithm):
         "CnnPolicy": CnnPolicy,
         "MultiInputPolicy": MultiInputPolicy,
     }
-
-    policy: ActorPolicy  # type: ignore[assignment]
-    rollout_buffer: GroupRolloutBuffer  # type: ignore[assignment]
-    kl_penalty: KLPenalty
 
     def __init__(
         self,
@@ -212,16 +205,10 @@ class GRPO(OnPolicyAlgorithm):
 
         #: Metrics of the last update; empty if the last rollout led to no update.
         self.update_metrics: dict[str, float] = {}
-        #: Which start each environment runs, and the starts to come.
-        self.ledger: Ledger | None = None
         # The layer through which the environments are reset and stepped.
         self._seeded_env: SeededVecEnv | None = None
         # The arguments as they were last taken up, by name.
         self._settings: dict[str, Any] = {}
-        # State that a saved model carries from its file to the parts that are built later.
-        self._run_state: RunState | None = None
-        # Random state with which a loaded model continues its run.
-        self._random_state: dict[str, Any] | None = None
         # The settings of the run as they were last printed.
         self._printed_settings = ""
         # Whether a VecNormalize normalised the observations that the model learned from last.
@@ -247,7 +234,6 @@ class GRPO(OnPolicyAlgorithm):
         self.policy_kwargs = self.policy_kwargs or {}
         check_settings(vars(self), self._chooses_n_steps)
         check_policy_kwargs(self.policy_class, self.policy_kwargs, self._standardises())
-        check_discrete_spaces(self.observation_space, self.action_space)
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
@@ -275,21 +261,6 @@ class GRPO(OnPolicyAlgorithm):
         if self.rollout_buffer.remark() and self.verbose >= 1:
             print(self.rollout_buffer.remark())
 
-    def _continue_run(self, saved_ledger: Ledger | None, last_obs: Any) -> None:
-        """Go on with the run of a saved model, if this is one, with its ledger and its last observations."""
-        # SB3 has seeded the model, which made a new ledger. A saved model continues with its own.
-        if saved_ledger is not None:
-            self.ledger, self._last_obs = saved_ledger, last_obs
-            saved_ledger.group_size = self.group_size or saved_ledger.group_size
-        elif self.ledger is None:
-            self.ledger = self._new_ledger()
-        if self._run_state is not None:
-            self._random_state = self._run_state.random
-            self.kl_penalty.set_state(self._run_state.kl_penalty, self.policy)
-            if self._run_state.buffer_class == full_name(type(self.rollout_buffer)):  # load() may have been given another
-                self.rollout_buffer.set_state(self._run_state.buffer)
-            self._run_state = None
-
     @property
     def start_queue(self) -> Ledger | None:
         """The ledger, under its earlier name."""
@@ -310,20 +281,17 @@ class GRPO(OnPolicyAlgorithm):
 
         :raises ValueError: If one of them is out of range, or cannot be changed
         """
-        settings = self._current_settings()
-        changed = {name for name, value in settings.items() if value is not self._settings.get(name)}
-        changed = {name for name in changed if settings[name] != self._settings.get(name)} - {"env", "policy"}
+        changed = changed_settings(self._settings, self._current_settings())
         if not changed:
             return
-        refuse_changes(changed, settings)
         check_settings(vars(self), self._chooses_n_steps)
         if "learning_rate" in changed:
             self._setup_lr_schedule()
         for name in changed & {"clip_range", "clip_range_high"}:
-            if settings[name] is not None:
-                setattr(self, name, FloatSchedule(settings[name]))
+            if getattr(self, name) is not None:
+                setattr(self, name, FloatSchedule(getattr(self, name)))
         for name in changed & {"gamma", "gae_lambda"}:
-            setattr(self.rollout_buffer, name, settings[name])
+            setattr(self.rollout_buffer, name, getattr(self, name))
         if "group_size" in changed and self.ledger is not None:
             self.ledger.group_size = self.rollout_buffer.group_size = self.group_size or DEFAULT_GROUP_SIZE
         self._settings = self._current_settings()
@@ -380,23 +348,9 @@ class GRPO(OnPolicyAlgorithm):
         finally:  # an interrupt that comes while torch leaves `no_grad` would leave autograd switched off in the whole process
             th.set_grad_enabled(is_grad_enabled)
         if self._has_learned is False:
-            warnings.warn(f"Nothing was learned in {self.num_timesteps} timesteps. {self._obstacle()}", stacklevel=2)
+            obstacle = self.rollout_buffer.obstacle()
+            warnings.warn(f"Nothing was learned in {self.num_timesteps} timesteps. {obstacle}", stacklevel=2)
         return self
-
-    def _obstacle(self) -> str:
-        """
-        :return: Why nothing was learned, and what to change
-        """
-        if self.rollout_buffer.n_samples > 0:
-            return (
-                "All rewards that were compared are equal, so all advantages are zero. Check the reward of the environment. "
-                "If rewards are rare, explore more (`ent_coef`), use larger groups (`group_size`), or train longer."
-            )
-        return (
-            f"No group of {self.rollout_buffer.group_size} trajectories was completed, and this buffer learns from complete "
-            "groups. Train longer, use a smaller `group_size`, fewer environments or shorter episodes "
-            "(`gymnasium.make(..., max_episode_steps=...)`), or `rollout_buffer_class='kernel'`."
-        )
 
     def _setup_learn(
         self,
@@ -406,7 +360,7 @@ class GRPO(OnPolicyAlgorithm):
         tb_log_name: str = "run",
         progress_bar: bool = False,
     ) -> tuple[int, BaseCallback]:
-        assert self.env is not None
+        assert self.env is not None and self.ledger is not None
         self._take_up_changes()
         starts, set_up = self._starts(self.env), super()._setup_learn
         result: list[Any] = []
@@ -424,40 +378,21 @@ class GRPO(OnPolicyAlgorithm):
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
             self.rollout_buffer.horizon = time_limit(self.env)
         self._warn_without_vec_normalize()
-        # This compiles what is not compiled yet, before the clock of the first rollout runs.
-        settings = f"{self._describe_settings()}\n{self._describe_arithmetic()}"
+        settings = describe_settings(
+            self.rollout_buffer,
+            self.ledger.group_size,
+            starts.share_starts,
+            self.n_steps * self.n_envs,
+            {"VecNormalize": self._has_normalized_observations(), "the policy": self.policy.normalizer is not None},
+        )
+        # What is not compiled yet is compiled here, before the clock of the first rollout runs.
+        objective = self._objective(self._current_clip_range())
+        updating = objective.compiled_policy(self.policy, self.rollout_buffer)
+        settings += "\n" + describe_arithmetic(compiled_policy(self.policy), updating)
         if self.verbose >= 1 and self._printed_settings != settings:
             self._printed_settings = settings
-            print(self._printed_settings)
+            print(settings)
         return tuple(result)
-
-    def _describe_settings(self) -> str:
-        """
-        :return: The settings that depend on each other or on the environment, as they are in this run
-        """
-        assert self.env is not None and self.ledger is not None
-        buffer_names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
-        buffer = buffer_names.get(type(self.rollout_buffer), type(self.rollout_buffer).__name__)
-        starts = "shared" if self._starts(self.env).share_starts else "independent"
-        normalizers = ["VecNormalize"] if self._has_normalized_observations() else []
-        normalizers += ["the policy"] if self.policy.normalizer is not None else []
-        observations = f"normalised by {' and by '.join(normalizers)}" if normalizers else "not normalised"
-        return (
-            f"Using the {buffer} buffer, groups of {self.ledger.group_size} ({starts} starts), rollouts of "
-            f"{self.n_steps * self.n_envs} transitions, observations {observations}"
-        )
-
-    def _describe_arithmetic(self) -> str:
-        """
-        :return: Whether this run acts and updates in machine code
-        """
-        acting = compiled_policy(self.policy)
-        updating = self._objective(self._current_clip_range()).compiled_policy(self.policy, self.rollout_buffer)
-        if isinstance(acting, str):
-            return f"Acting and updating with torch, because {acting}"
-        if isinstance(updating, str):
-            return f"Acting in machine code, and updating with torch, because {updating}"
-        return "Acting and updating in machine code"
 
     def _has_normalized_observations(self) -> bool:
         vec_normalize = self.get_vec_normalize_env()
@@ -569,44 +504,22 @@ class GRPO(OnPolicyAlgorithm):
     def _update(self) -> None:
         self.policy.set_training_mode(True)
         clip_range = self._current_clip_range()
-        with self._rolled_back_on_error():
+        objective = self._objective(clip_range)
+        with rolled_back_on_error(self.policy, self.kl_penalty):
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
-            metrics = self._update_policy(clip_range)
+            steps = objective.optimize(self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl)
+            check_update(self.policy, steps.epochs)
+            metrics = describe_update(steps.epochs)
             if self.adaptive_kl_target is not None:
                 kl = self.kl_penalty.mean(self.policy, self.rollout_buffer.get(ENCODING_BATCH))
                 metrics["train/kl_to_reference"] = kl
                 self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.adaptive_kl_target)
-        self.update_metrics = metrics
-        self._log_update(clip_range)
-
-    @contextmanager
-    def _rolled_back_on_error(self) -> Iterator[None]:
-        """Undo an update that fails or is interrupted: the model is that before the update or after it, never in between."""
-        before = copy.deepcopy((self.policy.state_dict(), self.policy.optimizer.state_dict()))
-        n_updates, kl_coef, kl_state = self._n_updates, self.kl_coef, self.kl_penalty.get_state()
-        try:
-            yield
-        except BaseException:
-            self.policy.load_state_dict(before[0])
-            self.policy.optimizer.load_state_dict(before[1])
-            self._n_updates, self.kl_coef = n_updates, kl_coef
-            self.kl_penalty.set_state(kl_state, self.policy)
-            raise
-
-    def _update_policy(self, clip_range: ClipRange) -> dict[str, float]:
-        """
-        :param clip_range: Current clip range
-        :return: Metrics
-        :raises ValueError: If a gradient, or a parameter after the update, is not finite
-        """
-        objective = self._objective(clip_range)
-        steps = objective.optimize(self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl)
-        self._n_updates += len(steps.epochs)
         if steps.excessive_kl is not None and self.verbose >= 1:
             print(f"Early stopping at epoch {len(steps.epochs) - 1} due to reaching max kl: {steps.excessive_kl:.2f}")
-        check_update(self.policy, steps.epochs)
-        return describe_update(steps.epochs)
+        self._n_updates += len(steps.epochs)
+        self.update_metrics = metrics
+        self._log_update(clip_range)
 
     def _objective(self, clip_range: ClipRange) -> Objective:
         return Objective(
@@ -631,85 +544,6 @@ class GRPO(OnPolicyAlgorithm):
         self.logger.record("train/clip_range", clip_range.low)
         if self.clip_range_high is not None:
             self.logger.record("train/clip_range_high", clip_range.high)
-
-    # --- saving -------------------------------------------------------------------------------------------------------
-
-    def save(
-        self,
-        path: str | pathlib.Path | io.BufferedIOBase,
-        exclude: Iterable[str] | None = None,
-        include: Iterable[str] | None = None,
-    ) -> None:
-        """
-        Save the model in a zip file, with everything that continuing its run needs: weights, optimizer, kernel baseline, KL
-        reference, ledger and random generators. Transitions that wait for their group are not saved.
-
-        The file is replaced as a whole: if saving is interrupted, the previous file stays intact.
-
-        :param path: Path of the file (``.zip`` is added if it has no suffix), or a file-like object
-        :param exclude: Names of attributes that are not saved
-        :param include: Names of attributes that are saved although they are excluded by default
-        """
-        self._run_state = RunState(
-            full_name(type(self.rollout_buffer)),
-            self.rollout_buffer.get_state(),
-            self.kl_penalty.get_state(),
-            self._random_state or random_state(),
-        )
-        try:
-            content = io.BytesIO()
-            super().save(content, exclude, include)
-        finally:
-            self._run_state = None
-        write_model(path, content)
-
-    @classmethod
-    def load(
-        cls: type[SelfGRPO],
-        path: str | pathlib.Path | io.BufferedIOBase,
-        env: GymEnv | None = None,
-        device: th.device | str = "auto",
-        custom_objects: dict[str, Any] | None = None,
-        print_system_info: bool = False,
-        force_reset: bool = True,
-        **kwargs: Any,
-    ) -> SelfGRPO:
-        """
-        Load a model. ``learn(..., reset_num_timesteps=False)`` then continues the saved run with the same random numbers, from
-        a reset of the environments. ``learn(...)`` starts a new run; if the model was saved with a ``seed``, that seed is used
-        again unless another one is passed here.
-
-        .. warning::
-            A saved model contains pickled objects, and unpickling runs code from the file: load only files that you trust.
-            From other files take the weights alone, with :func:`~sb3_grpo.transfer.load_actor`.
-
-        :param path: Path of the file, or a file-like object
-        :param env: Environment to learn in; ``None`` for a model that only predicts, or to set it later (``set_env``)
-        :param device: Device of the policy
-        :param custom_objects: Attributes that replace those in the file
-        :param print_system_info: Whether to print information about the current and the saving system
-        :param force_reset: Unused: learning always begins with a reset of the environments
-        :param kwargs: Arguments to change
-        :return: The model
-        :raises ValueError: If the file is of another algorithm or of another file format, or if an argument does not fit
-            the saved weights
-        :raises TypeError: If there is an unknown argument
-        """
-        classes = [each for each in cls.__mro__ if issubclass(each, GRPO)]
-        taken = ("policy", "env", "_init_setup_model", "unknown")  # by the file, by `load`, or by nobody
-        accepted = [name for each in classes for name in inspect.signature(each).parameters if name not in taken]
-        refuse_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
-        check_format(path)
-        changed = {**(custom_objects or {}), **kwargs}
-        if "n_steps" in changed:
-            kwargs["_chooses_n_steps"] = changed["n_steps"] is None
-        if "stats_window_size" in kwargs:  # SB3 keeps it under another name
-            kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
-        model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
-        if changed.get("seed") is not None:  # a new run
-            model.ledger = model._new_ledger(model.seed)
-            model._random_state = None
-        return model
 
     def _excluded_save_params(self) -> list[str]:
         return [

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from sb3_grpo.buffers.rollout import GroupRolloutBufferSamples
 from sb3_grpo.losses import KL_ESTIMATORS, exact_kl, importance_weighted
-from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.policies import COMPILED, ActorPolicy
 from sb3_grpo.validation import require_at_least, require_one_of
 
 KLEstimator = Literal["exact", "k1", "k2", "k3"]
@@ -110,7 +110,7 @@ class KLPenalty:
         :return: A copy that shares nothing with it, without an optimizer
         :raises TypeError: If it cannot be copied
         """
-        policy = getattr(policy, "_orig_mod", policy)  # what `torch.compile` wraps
+        policy = getattr(policy, COMPILED, policy)
         try:
             with ComputedTensorsCopied():
                 reference = copy.deepcopy(policy, {id(policy.optimizer): None})

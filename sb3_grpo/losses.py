@@ -41,12 +41,6 @@ class MinibatchLoss(NamedTuple):
     entropy: th.Tensor
     kl: th.Tensor
 
-    def detached(self) -> "MinibatchLoss":
-        """
-        :return: The same without gradients
-        """
-        return MinibatchLoss(*(field.detach() for field in self))
-
 
 def minibatch_loss(
     log_prob: th.Tensor,
@@ -183,25 +177,15 @@ def constant_loss_weights(lengths: th.Tensor, horizon: int) -> th.Tensor:
     return (lengths.sum() / len(lengths) / horizon).expand(len(lengths))
 
 
-class ClipFractions(NamedTuple):
-    """
-    :param low: Fraction of the ratios below the clip range
-    :param high: Fraction of the ratios above the clip range
-    """
-
-    low: th.Tensor
-    high: th.Tensor
-
-
-def clip_fractions(ratio: th.Tensor, clip_range: float, clip_range_high: float) -> ClipFractions:
+def clip_fractions(ratio: th.Tensor, clip_range: float, clip_range_high: float) -> tuple[th.Tensor, th.Tensor]:
     """
     :param ratio: Importance ratios, shape ``(n,)``
     :param clip_range: ``c`` of :func:`clipped_surrogate`
     :param clip_range_high: ``c_high`` of :func:`clipped_surrogate`
-    :return: Fractions of the ratios that leave the clip range
+    :return: Fractions of the ratios below the clip range and above it
     """
     change = ratio - 1.0
-    return ClipFractions((change < -clip_range).float().mean(), (change > clip_range_high).float().mean())
+    return (change < -clip_range).float().mean(), (change > clip_range_high).float().mean()
 
 
 def effective_sample_size(ratio: th.Tensor) -> th.Tensor:

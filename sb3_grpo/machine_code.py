@@ -1,7 +1,8 @@
 """
 The arithmetic of acting and of an update for small networks: functions of numpy arrays that numba compiles.
 
-They are plain Python as well, only slow; :mod:`sb3_grpo.compiled` compiles :func:`act` and :func:`update`, which call the rest.
+They are plain Python as well, only slow. :mod:`sb3_grpo.compiled` compiles :func:`act` and :func:`update`, which call the
+others.
 
 Symbols: ``n`` transitions, ``k`` outputs of the network, ``d`` components of an action. ``pi`` is the policy that is trained,
 ``q`` the reference of the KL penalty. Arrays are in single precision and contiguous, a row for each transition.
@@ -169,14 +170,13 @@ class Metrics(NamedTuple):
 
 
 N_METRICS = len(Metrics._fields)
-(
-    N_MINIBATCHES, N_STEPS, N, ENTROPY, APPROX_KL, CLIPPED_LOW, CLIPPED_HIGH, RATIO, RATIO_SQUARED, KL, SURROGATE, GRAD_NORM, LOSS,
-) = range(N_METRICS)  # fmt: skip
+N_MINIBATCHES, N_STEPS, N, ENTROPY, APPROX_KL, CLIPPED_LOW, CLIPPED_HIGH = range(7)
+RATIO, RATIO_SQUARED, KL, SURROGATE, GRAD_NORM, LOSS = range(7, N_METRICS)
 
 # --- products of matrices ---------------------------------------------------------------------------------------------
 
-# BLAS is no faster for matrices as small as these, and would use threads where one is better. Blocks of four rows by four terms
-# of the sums keep what they load in registers, and compilers vectorise the inner loops.
+# BLAS is no faster for matrices as small as these, and would use threads where one is better. Blocks of four rows by four
+# terms of the sums keep what they load in registers, and compilers vectorise the inner loops.
 
 
 @compilable

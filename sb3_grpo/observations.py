@@ -55,6 +55,18 @@ def space_parts(space: spaces.Space) -> dict[Any, spaces.Space]:
     return dict(space.spaces) if isinstance(space, spaces.Dict) else {None: space}
 
 
+def with_axes(observations: Any, space: spaces.Space) -> Any:
+    """
+    :param observations: Batch of observations: arrays or tensors
+    :param space: Their space
+    :return: The same, but numbers of a Box of shape ``()`` have shape ``(n, 1)``, because networks need an axis
+    """
+    scalars = [key for key, part in space_parts(space).items() if isinstance(part, spaces.Box) and part.shape == ()]
+    if None in scalars:
+        return observations.reshape(-1, 1)
+    return {**observations, **{key: observations[key].reshape(-1, 1) for key in scalars}} if scalars else observations
+
+
 def same_values(left: Any, right: Any) -> bool:
     """
     :param left: Observation, or any nesting of dicts, lists and tuples of arrays and numbers

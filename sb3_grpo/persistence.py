@@ -1,16 +1,29 @@
 """What saving a model needs beyond Stable-Baselines3: a file format, complete files, and the state that continues a run."""
 
+import inspect
 import io
 import json
 import os
 import pathlib
 import random
 import zipfile
+from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch as th
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.type_aliases import GymEnv
+
+from sb3_grpo.buffers import GroupRolloutBuffer
+from sb3_grpo.kl_penalty import KLPenalty
+from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.settings import refuse_arguments
+from sb3_grpo.starts import Ledger
+
+SelfAlgorithm = TypeVar("SelfAlgorithm", bound="PersistentAlgorithm")
 
 VERSION = pathlib.Path(__file__).with_name("version.txt").read_text(encoding="utf-8").strip()
 #: Version of the file format. It increases when files of earlier formats can no longer be loaded.
@@ -157,3 +170,120 @@ def _check_archive(file: Any, name: str, argument: str) -> None:
                 raise ValueError(f"{name} was saved by {made_by}, so GRPO.load cannot load it. {advice}")
     except zipfile.BadZipFile:
         return  # SB3's error for other files is clear
+
+
+class PersistentAlgorithm(OnPolicyAlgorithm):
+    """
+    The part of GRPO that saves and loads models, such that a run can be continued: the run's state goes into the file beside
+    what SB3 saves, and back into the parts that are built when the model is loaded.
+    """
+
+    rollout_buffer: GroupRolloutBuffer  # type: ignore[assignment]
+    policy: ActorPolicy  # type: ignore[assignment]
+    kl_penalty: KLPenalty
+    group_size: int | None
+    #: Which start each environment runs, and the starts to come.
+    ledger: Ledger | None = None
+    # State that a saved model carries from its file to the parts that are built later.
+    _run_state: RunState | None = None
+    # Random state with which a loaded model continues its run.
+    _random_state: dict[str, Any] | None = None
+
+    @abstractmethod
+    def _new_ledger(self, seed: int | None = None) -> Ledger:
+        """
+        :param seed: Seed of the run
+        :return: The ledger of a new run
+        """
+
+    def _continue_run(self, saved_ledger: Ledger | None, last_obs: Any) -> None:
+        """Go on with the run of a saved model, if this is one, with its ledger and its last observations."""
+        # SB3 has seeded the model, which made a new ledger. A saved model continues with its own.
+        if saved_ledger is not None:
+            self.ledger, self._last_obs = saved_ledger, last_obs
+            saved_ledger.group_size = self.group_size or saved_ledger.group_size
+        elif self.ledger is None:
+            self.ledger = self._new_ledger()
+        if self._run_state is not None:
+            self._random_state = self._run_state.random
+            self.kl_penalty.set_state(self._run_state.kl_penalty, self.policy)
+            if self._run_state.buffer_class == full_name(type(self.rollout_buffer)):  # load() may have been given another
+                self.rollout_buffer.set_state(self._run_state.buffer)
+            self._run_state = None
+
+    def save(
+        self,
+        path: str | pathlib.Path | io.BufferedIOBase,
+        exclude: Iterable[str] | None = None,
+        include: Iterable[str] | None = None,
+    ) -> None:
+        """
+        Save the model in a zip file, with everything that continuing its run needs: weights, optimizer, kernel baseline, KL
+        reference, ledger and random generators. Transitions that wait for their group are not saved.
+
+        The file is replaced as a whole: if saving is interrupted, the previous file stays intact.
+
+        :param path: Path of the file (``.zip`` is added if it has no suffix), or a file-like object
+        :param exclude: Names of attributes that are not saved
+        :param include: Names of attributes that are saved although they are excluded by default
+        """
+        self._run_state = RunState(
+            full_name(type(self.rollout_buffer)),
+            self.rollout_buffer.get_state(),
+            self.kl_penalty.get_state(),
+            self._random_state or random_state(),
+        )
+        try:
+            content = io.BytesIO()
+            super().save(content, exclude, include)
+        finally:
+            self._run_state = None
+        write_model(path, content)
+
+    @classmethod
+    def load(
+        cls: type[SelfAlgorithm],
+        path: str | pathlib.Path | io.BufferedIOBase,
+        env: GymEnv | None = None,
+        device: th.device | str = "auto",
+        custom_objects: dict[str, Any] | None = None,
+        print_system_info: bool = False,
+        force_reset: bool = True,
+        **kwargs: Any,
+    ) -> SelfAlgorithm:
+        """
+        Load a model. ``learn(..., reset_num_timesteps=False)`` then continues the saved run with the same random numbers, from
+        a reset of the environments. ``learn(...)`` starts a new run; if the model was saved with a ``seed``, that seed is used
+        again unless another one is passed here.
+
+        .. warning::
+            A saved model contains pickled objects, and unpickling runs code from the file: load only files that you trust.
+            From other files take the weights alone, with :func:`~sb3_grpo.transfer.load_actor`.
+
+        :param path: Path of the file, or a file-like object
+        :param env: Environment to learn in; ``None`` for a model that only predicts, or to set it later (``set_env``)
+        :param device: Device of the policy
+        :param custom_objects: Attributes that replace those in the file
+        :param print_system_info: Whether to print information about the current and the saving system
+        :param force_reset: Unused: learning always begins with a reset of the environments
+        :param kwargs: Arguments to change
+        :return: The model
+        :raises ValueError: If the file is of another algorithm or of another file format, or if an argument does not fit
+            the saved weights
+        :raises TypeError: If there is an unknown argument
+        """
+        classes = [each for each in cls.__mro__ if issubclass(each, PersistentAlgorithm) and each is not PersistentAlgorithm]
+        taken = ("policy", "env", "_init_setup_model", "unknown")  # by the file, by `load`, or by nobody
+        accepted = [name for each in classes for name in inspect.signature(each).parameters if name not in taken]
+        refuse_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
+        check_format(path)
+        changed = {**(custom_objects or {}), **kwargs}
+        if "n_steps" in changed:
+            kwargs["_chooses_n_steps"] = changed["n_steps"] is None
+        if "stats_window_size" in kwargs:  # SB3 keeps it under another name
+            kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
+        model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+        if changed.get("seed") is not None:  # a new run
+            model.ledger = model._new_ledger(model.seed)
+            model._random_state = None
+        return model

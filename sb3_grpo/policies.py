@@ -28,7 +28,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
-from sb3_grpo.observations import take_observations
+from sb3_grpo.observations import take_observations, with_axes
 from sb3_grpo.validation import require_between, require_bool, require_positive
 
 #: Number of observations that are encoded at a time.
@@ -40,8 +40,8 @@ ACTOR_CRITIC_HOOKS = {
     "_get_action_dist_from_latent": "override `_distribution`",
 }
 
-#: Part of the name of a weight if ``torch.compile`` wraps the module.
-COMPILED = "_orig_mod."
+#: The attribute in which ``torch.compile`` keeps the module that it wraps. It is also a part of the names of weights.
+COMPILED = "_orig_mod"
 
 
 class ActorPolicy(BasePolicy):
@@ -283,8 +283,8 @@ class ActorPolicy(BasePolicy):
         :return: As for :class:`torch.nn.Module`
         :raises ValueError: If only one of the weights and this policy standardises observations
         """
-        own_names = {name.replace(COMPILED, ""): name for name in self.state_dict()}
-        renamed = {own_names.get(name.replace(COMPILED, ""), name): value for name, value in state_dict.items()}
+        own_names = {plain_name(name): name for name in self.state_dict()}
+        renamed = {own_names.get(plain_name(name), name): value for name, value in state_dict.items()}
         if renamed.keys() != state_dict.keys():  # otherwise the original, which knows the versions of its modules
             state_dict = renamed
         has_statistics = any(name.startswith("normalizer.") for name in state_dict)
@@ -313,6 +313,7 @@ class ActorPolicy(BasePolicy):
         :param features_extractor: Features extractor; ``None`` for that of the policy
         :return: Its output for the standardised observations, shape ``(n, features_dim)``
         """
+        obs = with_axes(obs, self.observation_space)
         obs = obs if self.normalizer is None else self.normalizer(obs)
         return super().extract_features(obs, self.features_extractor if features_extractor is None else features_extractor)
 
@@ -445,6 +446,14 @@ class MultiInputActorPolicy(ActorPolicy):
     """:class:`ActorPolicy` for ``Dict`` observations: the default features extractor is ``CombinedExtractor``."""
 
     default_features_extractor_class = CombinedExtractor
+
+
+def plain_name(name: str) -> str:
+    """
+    :param name: Name of a weight in a state dict
+    :return: Its name if no module was compiled
+    """
+    return name.replace(f"{COMPILED}.", "")
 
 
 def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtractor]) -> list[int]:

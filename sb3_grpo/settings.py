@@ -1,6 +1,7 @@
 """GRPO's arguments: checks, and the choice of those that were left open."""
 
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
@@ -9,7 +10,7 @@ import gymnasium as gym
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
-from sb3_grpo.buffers import BUFFERS, buffer_options, check_buffer_arguments
+from sb3_grpo.buffers import BUFFERS, GroupRolloutBuffer, buffer_options, check_buffer_arguments
 from sb3_grpo.kl_penalty import KL_COEF_BOUNDS
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import (
@@ -25,39 +26,31 @@ from sb3_grpo.validation import (
 )
 
 NO_CRITIC = "GRPO has no value network, so leave it out"
-MINIBATCH = "the number of transitions per gradient step is `batch_size`"
-DURATION = "the number of environment steps is `learn(total_timesteps)`"
-
-#: Arguments of other libraries that people pass to GRPO, and what to write instead.
-FOREIGN_ARGUMENTS = {
-    "vf_coef": NO_CRITIC,
-    "clip_range_vf": NO_CRITIC,
-    "share_features_extractor": NO_CRITIC,
-    "beta": "the coefficient of the KL penalty is `kl_coef`",
-    "num_generations": "the number of trajectories per group is `group_size`",
-    "epsilon": "the clip range is `clip_range`",
-    "epsilon_high": "the upper clip range is `clip_range_high`",
-    "num_iterations": "the number of passes over an update is `n_epochs`",
-    "loss_type": "write `loss_aggregation='step'` (DAPO), 'trajectory' (DeepSeekMath) or 'constant' (Dr. GRPO)",
-    "scale_rewards": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
-    "multi_objective_aggregation": "write `rollout_buffer_kwargs=dict(component_aggregation=...)`",
-    "sync_ref_model": "write `kl_reference=k` to renew the reference every k updates",
-    "ref_model_sync_steps": "write `kl_reference=k` to renew the reference every k updates",
-    "ref_model_mixup_alpha": "write `kl_reference=k` to renew the reference every k updates",
-    "max_completion_length": "set the time limit of the environment, `gym.make(..., max_episode_steps=...)`",
-    "temperature": "actions are sampled from the policy as it is; `ent_coef` rewards exploration",
-    "generation_batch_size": "the number of transitions per rollout is `n_steps` times the number of environments",
-    "per_device_train_batch_size": MINIBATCH,
-    "gradient_accumulation_steps": MINIBATCH,
-    "logging_steps": "write `learn(log_interval=...)`, in rollouts",
-    "save_steps": "pass a `CheckpointCallback` to `learn(callback=...)`",
-    "max_steps": DURATION,
-    "num_train_epochs": DURATION,
-    "total_timesteps": DURATION,
-    "lr": "the learning rate is `learning_rate`",
-    "lam": "the lambda of the advantages is `gae_lambda`",
-    "n_envs": "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`",
-    "scale": "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'",
+#: Arguments of PPO and other libraries that concern a value network.
+OF_A_CRITIC = re.compile(r"(^|_)(vf|vloss|value|critic)(_|$)|share_features_extractor")
+#: Arguments of GRPO, and their names in other libraries.
+OTHER_NAMES = {
+    "learning_rate": ("lr", "policy_lr", "lr_schedule"),
+    "n_steps": ("num_steps",),
+    "batch_size": ("per_device_train_batch_size",),
+    "n_epochs": ("num_iterations", "update_epochs"),
+    "gae_lambda": ("lam", "lambda_"),
+    "clip_range": ("epsilon", "clip_coef", "clip_param", "eps_clip"),
+    "clip_range_high": ("epsilon_high",),
+    "loss_aggregation": ("loss_type",),
+    "ent_coef": ("entropy_coeff",),
+    "group_size": ("num_generations",),
+    "kl_coef": ("beta", "kl_beta"),
+    "adaptive_kl_target": ("kl_target",),
+}
+#: Arguments that GRPO does not have, and what to write instead.
+ELSEWHERE = {
+    **{other: f"here it is `{name}`" for name, others in OTHER_NAMES.items() for other in others},
+    **dict.fromkeys(
+        ("n_env", "n_envs", "num_envs"),
+        "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`",
+    ),
+    "total_timesteps": "the number of environment steps is an argument of `learn`, as in `learn(total_timesteps=100_000)`",
 }
 
 #: Policy arguments that GRPO sets, and their names in GRPO
@@ -78,12 +71,12 @@ def refuse_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]) -> Non
         return
     places = {name: "rollout_buffer_kwargs" for buffer_class in BUFFERS.values() for name in buffer_options(buffer_class)}
     places |= dict.fromkeys(constructor_arguments(ActorPolicy), "policy_kwargs")
-    refuse_unknown_arguments(
-        unknown,
-        accepted,
-        "GRPO",
-        {name: f"write `{place}=dict({name}=...)`" for name, place in places.items()} | FOREIGN_ARGUMENTS,
-    )
+    hints = {name: f"write `{place}=dict({name}=...)`" for name, place in places.items()} | ELSEWHERE
+    refuse_unknown_arguments(unknown, accepted, "GRPO", hints | _critic_hints(unknown))
+
+
+def _critic_hints(names: Iterable[str]) -> dict[str, str]:
+    return {name: NO_CRITIC for name in names if OF_A_CRITIC.search(name)}
 
 
 def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
@@ -112,8 +105,8 @@ def check_settings(settings: Mapping[str, Any], chooses_n_steps: bool) -> None:
     for name in ("learning_rate", "clip_range", "clip_range_high"):
         if settings[name] is not None or name != "clip_range_high":
             require_schedule(name, settings[name])
-    for name, smallest in (("batch_size", 1), ("n_epochs", 1)):
-        require_at_least(name, settings[name], smallest)
+    for name in ("batch_size", "n_epochs"):
+        require_at_least(name, settings[name], 1)
     for name in ("normalize_advantage", "share_starts", "use_sde", "normalize_observations"):
         require_bool(name, settings[name])
     if settings["sde_sample_freq"] != -1:
@@ -161,7 +154,7 @@ def check_policy_kwargs(policy_class: type, policy_kwargs: Mapping[str, Any], st
         {each: value for each, value in policy_kwargs.items() if each not in accepted},
         accepted,
         policy_class.__name__,
-        {"share_features_extractor": NO_CRITIC},
+        _critic_hints(policy_kwargs),
     )
     for name, of_grpo in SET_BY_GRPO.items():
         if name in policy_kwargs:
@@ -189,17 +182,42 @@ BUILT_ONCE = {
 }
 
 
-def refuse_changes(changed: Iterable[str], settings: Mapping[str, Any]) -> None:
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     """
-    :param changed: Names of arguments that were assigned after the model was built
-    :param settings: Their values, by name
+    :param before: Arguments of GRPO by name, as they are in use
+    :param now: The same, as they are now
+    :return: Names of those that were assigned since
     :raises ValueError: If one of them has no effect any more
     """
-    for name in sorted(BUILT_ONCE.intersection(changed)):
+    assigned = {name for name in now if name not in before or now[name] is not before[name]}
+    changed = {name for name in assigned if name not in before or now[name] != before[name]} - {"env", "policy"}
+    for name in sorted(BUILT_ONCE & changed):
         raise ValueError(
-            f"`{name}` was changed to {settings[name]!r} after the model was built, which has no effect: pass it to GRPO, or "
-            f"to `GRPO.load(path, env=env, {name}=...)`, instead."
+            f"`{name}` was changed to {now[name]!r} after the model was built, which has no effect: pass it to GRPO, or to "
+            f"`GRPO.load(path, env=env, {name}=...)`, instead."
         )
+    return changed
+
+
+def describe_settings(
+    buffer: GroupRolloutBuffer, group_size: int, shares_starts: bool, rollout_size: int, normalizes: Mapping[str, bool]
+) -> str:
+    """
+    :param buffer: The rollout buffer
+    :param group_size: Number of trajectories per group
+    :param shares_starts: Whether the members of a group share their start
+    :param rollout_size: Number of transitions per rollout
+    :param normalizes: For each normaliser of observations whether it is in use
+    :return: A sentence about the settings that depend on each other or on the environment
+    """
+    names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
+    normalizers = [name for name, is_used in normalizes.items() if is_used]
+    observations = f"normalised by {' and by '.join(normalizers)}" if normalizers else "not normalised"
+    return (
+        f"Using the {names.get(type(buffer), type(buffer).__name__)} buffer, groups of {group_size} "
+        f"({'shared' if shares_starts else 'independent'} starts), rollouts of {rollout_size} transitions, observations "
+        f"{observations}"
+    )
 
 
 def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> int:

@@ -2,18 +2,22 @@
 
 import io
 import pathlib
+import warnings
+import zipfile
 from typing import Protocol
 
 import torch as th
-from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.save_util import load_from_zip_file, open_path
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor
 from torch import nn
 
+from sb3_grpo.policies import COMPILED, plain_name
+
 _CRITIC_PREFIXES = ("value_net.", "mlp_extractor.value_net.", "vf_features_extractor.")
 _ACTOR_PREFIXES = {"mlp_extractor.policy_net.": "policy_net.", "pi_features_extractor.": "features_extractor."}
-
-
 _NORMALIZER = "normalizer."
+#: Class of sb3-contrib's policies that mask actions
+MASKABLE = "MaskableActorCriticPolicy"
 
 
 class HasPolicy(Protocol):
@@ -46,7 +50,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     :raises ValueError: If the actors differ in names or shapes; nothing is copied then
     """
     policy = _policy_of(target, "target")
-    target_state, source_state = policy.state_dict(), _source_state(source)
+    target_state, (source_state, kinds) = policy.state_dict(), _source_state(source)
     source_standardises, target_standardises = (f"{_NORMALIZER}mean" in state for state in (source_state, target_state))
     needs_folding = source_standardises and not target_standardises
     if needs_folding and _passes_observations_on(source):
@@ -67,6 +71,13 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
             "use_sde as the source:\n  " + "\n  ".join(differences)
         )
 
+    if MASKABLE in kinds:
+        warnings.warn(
+            "The source is a MaskablePPO, and the copied actor runs without its masks: it may choose actions that were masked "
+            "in training.",
+            UserWarning,
+            stacklevel=2,
+        )
     actor = {key: theirs[name] for key in target_state if (name := _name_in_actor(key)) is not None}
     if target_standardises and not source_standardises:
         policy.normalizer = None  # type: ignore[assignment]
@@ -78,19 +89,28 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
         policy.reset_noise()  # type: ignore[operator]
 
 
-def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> dict[str, th.Tensor]:
+def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> tuple[dict[str, th.Tensor], str]:
     """
     :param source: A model, the path of a saved one, or a file-like object
-    :return: The state dict of its policy
+    :return: The state dict of its policy, and a text with the name of the policy's class
     :raises ValueError: If a file holds no policy
     """
     if not isinstance(source, (str, pathlib.Path, io.BufferedIOBase)):
-        return _policy_of(source, "source").state_dict()
+        policy = _policy_of(source, "source")
+        state, description = policy.state_dict(), " ".join(each.__name__ for each in type(policy).__mro__)
+        return {plain_name(key): value for key, value in state.items()}, description
     # The weights alone, because the rest of the archive is pickled.
     _, params, _ = load_from_zip_file(source, load_data=False, device="cpu")
     if "policy" not in params:
         raise ValueError(f"source={source!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C.")
-    return params["policy"]  # type: ignore[return-value]
+    file = open_path(source, "r", suffix="zip")
+    try:
+        with zipfile.ZipFile(file) as archive:
+            description = archive.read("data").decode() if "data" in archive.namelist() else ""
+    finally:
+        if file is not source:
+            file.close()
+    return {plain_name(key): value for key, value in params["policy"].items()}, description  # type: ignore[attr-defined]
 
 
 def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
@@ -103,7 +123,7 @@ def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
     policy = getattr(model, "policy", None)
     if not isinstance(policy, nn.Module):
         raise ValueError(f"{argument}={model!r} has no policy network: pass a GRPO, PPO or A2C model.")
-    return policy
+    return getattr(policy, COMPILED, policy)
 
 
 def _passes_observations_on(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> bool:
@@ -142,6 +162,7 @@ def _name_in_actor(key: str) -> str | None:
         policy is reported as a difference and not copied in part
     :return: Its name in :class:`~sb3_grpo.policies.ActorPolicy`; ``None`` for a weight of the critic
     """
+    key = plain_name(key)
     if key.startswith(_CRITIC_PREFIXES):
         return None
     for prefix, ours in _ACTOR_PREFIXES.items():

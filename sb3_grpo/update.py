@@ -1,7 +1,11 @@
 """The gradient steps of an update, and the metrics of all of them. The loss itself is in :mod:`sb3_grpo.losses`."""
 
+import copy
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch as th
@@ -63,10 +67,19 @@ class Objective:
             for no limit
         :return: The steps that were taken
         """
+        max_kl = math.inf if target_kl is None else 1.5 * target_kl
         compiled = self.compiled_policy(policy, rollout_buffer)
         if isinstance(compiled, str):
-            return self._optimize_in_torch(policy, rollout_buffer, n_epochs, batch_size, target_kl)
-        return self._optimize_compiled(compiled, policy, rollout_buffer, n_epochs, batch_size, target_kl)
+            take_epoch = partial(self._take_epoch, policy, rollout_buffer, batch_size, max_kl)
+        else:
+            take_epoch = self._compiled_epoch(compiled, policy, rollout_buffer, batch_size, max_kl)
+        epochs: list[Epoch] = []
+        for _ in range(n_epochs):
+            epoch, approx_kl = take_epoch()
+            epochs.append(epoch)
+            if approx_kl > max_kl:
+                return GradientSteps(epochs, approx_kl)
+        return GradientSteps(epochs)
 
     def compiled_policy(self, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer) -> CompiledPolicy | str:
         """
@@ -77,69 +90,61 @@ class Objective:
         estimator = self.kl_penalty.estimator if self.kl_coef > 0 else "exact"
         return compiled_policy(policy, rollout_buffer, self.importance_sampling_level, estimator)
 
-    def _optimize_compiled(
+    def _compiled_epoch(
         self,
         compiled: CompiledPolicy,
         policy: ActorPolicy,
         rollout_buffer: GroupRolloutBuffer,
-        n_epochs: int,
         batch_size: int,
-        target_kl: float | None,
-    ) -> "GradientSteps":
-        max_kl = math.inf if target_kl is None else 1.5 * target_kl
+        max_kl: float,
+    ) -> "Callable[[], tuple[Epoch, float]]":
+        """:return: A function that does what :meth:`_take_epoch` does, in machine code"""
         settings = Settings(*map(float, (*self.clip_range, self.ent_coef, self.kl_coef, self.max_grad_norm, max_kl)))
-        reference = self.kl_penalty.policy if self.kl_coef > 0 else None
-        batch = compiled.batch(policy, rollout_buffer.update, reference)
-        epochs: list[Epoch] = []
-        for _ in range(n_epochs):
-            sums, approx_kl = compiled.epoch(batch, rollout_buffer.permutation(), batch_size, settings)
-            epochs.append(
-                Epoch(
-                    n=sums.n,
-                    n_minibatches=sums.n_minibatches,
-                    n_steps=sums.n_steps,
-                    entropy=sums.entropy / sums.n,
-                    policy_gradient_loss=sums.surrogate / sums.n_minibatches,
-                    approx_kl=sums.approx_kl / sums.n,
-                    clip_fraction_low=sums.clipped_low / sums.n,
-                    clip_fraction_high=sums.clipped_high / sums.n,
-                    effective_sample_size=sums.ratio**2 / (sums.n * sums.ratio_squared),
-                    kl=sums.kl / sums.n if reference is not None else None,
-                    grad_norm=sums.grad_norm / max(sums.n_steps, 1.0),
-                    loss=sums.loss,
-                )
-            )
-            if approx_kl > max_kl:
-                return GradientSteps(epochs, approx_kl)
-        return GradientSteps(epochs)
+        batch = compiled.batch(policy, rollout_buffer.update, self.kl_penalty.policy if self.kl_coef > 0 else None)
 
-    def _optimize_in_torch(
-        self,
-        policy: ActorPolicy,
-        rollout_buffer: GroupRolloutBuffer,
-        n_epochs: int,
-        batch_size: int,
-        target_kl: float | None,
-    ) -> "GradientSteps":
-        whole_trajectories = self.importance_sampling_level == "trajectory"
-        epochs: list[Epoch] = []
-        for _ in range(n_epochs):
-            minibatches: list[MinibatchLoss] = []
-            gradient_norms: list[th.Tensor] = []
-            for rollout_data in rollout_buffer.get(batch_size, whole_trajectories):
-                minibatch = self.evaluate(policy, rollout_data)
-                minibatches.append(minibatch.detached())
-                if target_kl is not None:
-                    approx_kl = losses.approximate_kl(minibatch.log_ratio).item()
-                    if approx_kl > 1.5 * target_kl:  # not NaN, which is left to the check of the gradient
-                        epochs.append(_epoch(minibatches, gradient_norms, self.clip_range))
-                        return GradientSteps(epochs, approx_kl)
-                policy.optimizer.zero_grad()
-                minibatch.loss.backward()
-                gradient_norms.append(th.nn.utils.clip_grad_norm_(policy.parameters(), self.max_grad_norm))
-                policy.optimizer.step()
-            epochs.append(_epoch(minibatches, gradient_norms, self.clip_range))
-        return GradientSteps(epochs)
+        def take_epoch() -> tuple[Epoch, float]:
+            sums, approx_kl = compiled.epoch(batch, rollout_buffer.permutation(), batch_size, settings)
+            epoch = Epoch(
+                n=sums.n,
+                n_minibatches=sums.n_minibatches,
+                n_steps=sums.n_steps,
+                entropy=sums.entropy / sums.n,
+                policy_gradient_loss=sums.surrogate / sums.n_minibatches,
+                approx_kl=sums.approx_kl / sums.n,
+                clip_fraction_low=sums.clipped_low / sums.n,
+                clip_fraction_high=sums.clipped_high / sums.n,
+                effective_sample_size=sums.ratio**2 / (sums.n * sums.ratio_squared),
+                kl=sums.kl / sums.n if self.kl_coef > 0 else None,
+                grad_norm=sums.grad_norm / max(sums.n_steps, 1.0),
+                loss=sums.loss,
+            )
+            return epoch, approx_kl
+
+        return take_epoch
+
+    def _take_epoch(
+        self, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, batch_size: int, max_kl: float
+    ) -> "tuple[Epoch, float]":
+        """
+        Take a gradient step with each minibatch of an epoch, up to one whose approximate KL divergence exceeds a limit.
+
+        :return: Metrics of the epoch, and the divergence of the last minibatch, if there is a limit
+        """
+        minibatches: list[MinibatchLoss] = []
+        gradient_norms: list[th.Tensor] = []
+        approx_kl = 0.0
+        for rollout_data in rollout_buffer.get(batch_size, self.importance_sampling_level == "trajectory"):
+            minibatch = self.evaluate(policy, rollout_data)
+            minibatches.append(MinibatchLoss(*(field.detach() for field in minibatch)))
+            if max_kl < math.inf:
+                approx_kl = losses.approximate_kl(minibatches[-1].log_ratio).item()
+                if approx_kl > max_kl:  # not NaN, which is left to the check of the gradient
+                    break
+            policy.optimizer.zero_grad()
+            minibatch.loss.backward()
+            gradient_norms.append(th.nn.utils.clip_grad_norm_(policy.parameters(), self.max_grad_norm))
+            policy.optimizer.step()
+        return _epoch(minibatches, gradient_norms, self.clip_range), approx_kl
 
     def evaluate(self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples) -> MinibatchLoss:
         """
@@ -178,8 +183,8 @@ class Epoch(NamedTuple):
     :param entropy: Entropy of the policy
     :param policy_gradient_loss: Clipped surrogate, a mean over minibatches
     :param approx_kl: :func:`~sb3_grpo.losses.approximate_kl`
-    :param clip_fraction_low: See :class:`~sb3_grpo.losses.ClipFractions`
-    :param clip_fraction_high: See :class:`~sb3_grpo.losses.ClipFractions`
+    :param clip_fraction_low: See :func:`~sb3_grpo.losses.clip_fractions`
+    :param clip_fraction_high: Likewise
     :param effective_sample_size: :func:`~sb3_grpo.losses.effective_sample_size`
     :param kl: Divergence from the reference; ``None`` without a penalty
     :param grad_norm: Norm of the gradient before clipping, a mean over gradient steps
@@ -222,7 +227,7 @@ def _epoch(minibatches: list[MinibatchLoss], gradient_norms: list[th.Tensor], cl
     every = MinibatchLoss(
         *(th.stack(field) if field[0].dim() == 0 else th.cat(field) for field in zip(*minibatches, strict=True))
     )
-    clipped = losses.clip_fractions(every.ratio, *clip_range)
+    clipped_low, clipped_high = losses.clip_fractions(every.ratio, *clip_range)
     return Epoch(
         n=len(every.ratio),
         n_minibatches=len(minibatches),
@@ -230,8 +235,8 @@ def _epoch(minibatches: list[MinibatchLoss], gradient_norms: list[th.Tensor], cl
         entropy=every.entropy.mean().item(),
         policy_gradient_loss=every.policy_gradient_loss.mean().item(),
         approx_kl=losses.approximate_kl(every.log_ratio).item(),
-        clip_fraction_low=clipped.low.item(),
-        clip_fraction_high=clipped.high.item(),
+        clip_fraction_low=clipped_low.item(),
+        clip_fraction_high=clipped_high.item(),
         effective_sample_size=losses.effective_sample_size(every.ratio).item(),
         kl=every.kl.mean().item() if len(every.kl) > 0 else None,
         grad_norm=th.stack(gradient_norms).mean().item() if gradient_norms else 0.0,
@@ -265,6 +270,25 @@ def describe_update(epochs: list[Epoch]) -> dict[str, float]:
     if last.kl is not None:
         metrics["train/kl_loss"] = mean("kl")
     return metrics
+
+
+@contextmanager
+def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator[None]:
+    """
+    Undo an update that fails or is interrupted: the model is that before the update or after it, never in between.
+
+    :param policy: Policy that is updated
+    :param kl_penalty: The KL penalty, whose reference may be renewed
+    """
+    before = copy.deepcopy((policy.state_dict(), policy.optimizer.state_dict()))
+    kl_state = kl_penalty.get_state()
+    try:
+        yield
+    except BaseException:
+        policy.load_state_dict(before[0])
+        policy.optimizer.load_state_dict(before[1])
+        kl_penalty.set_state(kl_state, policy)
+        raise
 
 
 def check_update(policy: ActorPolicy, epochs: list[Epoch]) -> None:

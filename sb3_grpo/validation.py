@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import inspect
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from sb3_grpo.observations import observation_parts, space_parts
 #: Largest range of an action that counts as bounded, because some environments use the largest float as a bound. The initial
 #: standard deviation is a quarter of the range. Actuators in SI units and amounts of money stay below.
 MAX_ACTION_RANGE = 1e9
+#: Spaces that SB3's networks can read, and those that gymnasium turns into vectors.
+READABLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+FLATTENABLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.Dict, spaces.Tuple)
+NO_NUMBERS = "has no numbers"
 
 
 def refuse_unknown_arguments(
@@ -31,11 +36,27 @@ def refuse_unknown_arguments(
     :raises TypeError: If there is an unknown argument; the message says what to write instead
     """
     for name, value in unknown.items():
-        closest = difflib.get_close_matches(name, accepted, n=1)
-        hint = f"did you mean `{closest[0]}`?" if closest else f"see `help({taker})` for its arguments."
+        meant = likely_argument(name, accepted)
+        hint = f"did you mean `{meant}`?" if meant else f"see `help({taker})` for its arguments."
         if name in hints:
             hint = f"{hints[name]}."
         raise TypeError(f"{taker} does not take `{name}={value!r}`: {hint}")
+
+
+def likely_argument(name: str, accepted: Iterable[str]) -> str | None:
+    """
+    :param name: Name of an argument that is not accepted
+    :param accepted: Names of the arguments that are
+    :return: The one that was probably meant: the only one that begins with the name, that has the same letters, or that
+        hardly differs. ``None`` if there is none, because a wrong hint is worse than no hint
+    """
+    accepted = list(accepted)
+    longer = [each for each in accepted if each.startswith(name) and len(name) >= 4]
+    if len(longer) == 1:
+        return longer[0]
+    reordered = [each for each in accepted if sorted(each) == sorted(name)]
+    close = [*difflib.get_close_matches(name, accepted, 1, 0.85), *difflib.get_close_matches(name, reordered, 1, 0.75)]
+    return close[0] if close else None
 
 
 def constructor_arguments(cls: type) -> set[str]:
@@ -154,23 +175,84 @@ def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 def check_environment(env: Any) -> None:
     """
+    Check an environment, and warn of action masks, which are ignored.
+
     :param env: Environment, as it is passed to a model
-    :raises ValueError: If it is no object of an environment, or if an action has no finite bounds, or bounds that only stand
-        for none
+    :raises ValueError: If it is no object of an environment, or if no policy can act in its spaces
     """
     if isinstance(env, type) or not hasattr(env, "action_space"):
         raise ValueError(
             f"`env` is {env!r}: pass an environment, such as `gymnasium.make('CartPole-v1')`, or several, such as "
             "`make_vec_env('CartPole-v1', n_envs=4)`."
         )
-    if isinstance(env.action_space, spaces.Box):
-        is_bounded, low, high = env.action_space.is_bounded(), env.action_space.low, env.action_space.high
+    _check_action_space(env.action_space)
+    _check_observation_space(env.observation_space)
+    if _has_action_masks(env):
+        warnings.warn(
+            "The environment has `action_masks`, which GRPO ignores: the policy may choose actions that are masked. Use "
+            "`MaskablePPO` of sb3-contrib if the environment cannot deal with them.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _check_action_space(space: spaces.Space) -> None:
+    if isinstance(space, spaces.Box):
+        is_bounded, low, high = space.is_bounded(), space.low, space.high
         if not is_bounded or np.any(high.astype(np.float64) - low.astype(np.float64) > MAX_ACTION_RANGE):
             though = f", because its bounds are more than {MAX_ACTION_RANGE:g} apart" if is_bounded else ""
             raise ValueError(
-                f"The action space {env.action_space} is unbounded{though}: give it a finite `low` and `high` in the "
+                f"The action space {space} is unbounded{though}: give it a finite `low` and `high` in the "
                 "environment, such as those of the actuators. Actions beyond them are clipped."
             )
+    fault = _unreadable(space)
+    if fault and isinstance(space, READABLE):  # SB3 refuses the other types
+        raise ValueError(f"The action space {space} {fault}, and no policy can act in it: change it in the environment.")
+
+
+def _check_observation_space(space: spaces.Space) -> None:
+    parts = space_parts(space)
+    # Those that no wrapper makes readable come first.
+    for key, part in sorted(parts.items(), key=lambda item: isinstance(item[1], FLATTENABLE)):
+        fault = _unreadable(part)
+        if not fault:
+            continue
+        name = "observation space" if key is None else f"observation {key!r} of space"
+        if isinstance(part, FLATTENABLE) and fault != NO_NUMBERS:
+            remedy = "wrap the environment in `gymnasium.wrappers.FlattenObservation`, and use 'MlpPolicy'"
+        elif key is None:
+            remedy = "let the environment return an array of a fixed shape, of a `Box`"
+        else:
+            others = [each for each, other in parts.items() if each != key and isinstance(other, READABLE + FLATTENABLE)]
+            remedy = (
+                f"leave it out with `gymnasium.wrappers.FilterObservation(env, {others})`, or make a vector of all "
+                "observations, as `minigrid.wrappers.FlatObsWrapper` does for MiniGrid"
+            )
+        raise ValueError(f"The {name} {part} {fault}, so no network can read it: {remedy}.")
+
+
+def _unreadable(space: spaces.Space) -> str:
+    """
+    :param space: A space, or a part of a ``Dict`` space
+    :return: What keeps SB3's networks from reading it; empty for nothing
+    """
+    if not isinstance(space, READABLE):
+        return "is no Box, Discrete, MultiDiscrete or MultiBinary"
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+        if np.any(space.start != 0):
+            return f"starts at {np.asarray(space.start).tolist()} instead of 0"
+        return "has several axes" if np.ndim(getattr(space, "nvec", 0)) > 1 else ""
+    return NO_NUMBERS if 0 in space.shape else ""
+
+
+def _has_action_masks(env: Any) -> bool:
+    try:
+        if isinstance(env, gym.Env):
+            return env.has_wrapper_attr("action_masks")
+        answers = env.env_method("has_wrapper_attr", "action_masks", indices=[0])
+        return isinstance(answers, list) and answers[:1] == [True]
+    except Exception:  # of a simulator that does not know its environments one by one
+        return False
 
 
 def check_registered(env_id: str) -> None:
@@ -188,25 +270,6 @@ def check_registered(env_id: str) -> None:
         ) from None
     except gym.error.Error:  # an id without a version, of which gymnasium takes the latest
         pass
-
-
-def check_discrete_spaces(observation_space: spaces.Space, action_space: spaces.Space) -> None:
-    """
-    :param observation_space: Observation space
-    :param action_space: Action space
-    :raises ValueError: If a Discrete or MultiDiscrete space does not start at zero
-    """
-    parts = space_parts(observation_space)
-    named = [
-        ("action", action_space),
-        *((f"observation {key!r}" if key is not None else "observation", part) for key, part in parts.items()),
-    ]
-    for name, space in named:
-        if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)) and np.any(space.start != 0):
-            raise ValueError(
-                f"The {name} space {space} starts at {np.asarray(space.start).tolist()}, and SB3's policies need spaces that "
-                "start at 0: shift the numbers in the environment."
-            )
 
 
 def check_step(

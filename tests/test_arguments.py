@@ -1,6 +1,7 @@
 """What is refused at the door, one row per way to be wrong, and what is accepted at the boundary."""
 
 import re
+import warnings
 from typing import Any
 
 import gymnasium as gym
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from helpers import BOX, VECTOR, AnyEnv, make_envs, make_model
+from helpers import BOX, VECTOR, AnyEnv, assert_trained, make_envs, make_model, weights
 from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import CombinedExtractor
 from stable_baselines3.common.utils import LinearSchedule
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from sb3_grpo import GRPO, KernelRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
@@ -38,6 +41,7 @@ def gives_nan(progress_remaining: float) -> float:
     return np.nan
 
 
+NO_CRITIC = "GRPO has no value network, so leave it out."
 SCHEDULE = "must be a finite number of at least 0, or a function that maps the remaining progress"
 POSITIVE = "must be a positive number, not"
 FROM_0_TO_1 = "must be a finite number from 0 to 1, not"
@@ -62,6 +66,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(clip_range_high="0.3"), f"`clip_range_high` {SCHEDULE}"),
     (dict(n_steps=0), "`n_steps` must be an integer of at least 1, not 0"),
     (dict(n_steps=2.5), "`n_steps` must be an integer of at least 1, not 2.5"),
+    (dict(n_steps=128.0), "`n_steps` must be an integer of at least 1, not 128.0"),  # as PPO fails for it
     (one_env(n_steps=1), "n_steps=1 with 1 environment gives rollouts of one transition"),
     (policy(use_sde=True), "pass it there, as GRPO(..., use_sde=True)"),
     (policy(lr_schedule=0.1), "pass it there, as GRPO(..., learning_rate=0.1)"),
@@ -89,11 +94,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(kl_coef=0.1, adaptive_kl_target=0), f"`adaptive_kl_target` {POSITIVE} 0"),
     (dict(adaptive_kl_target=0.02), "adapts `kl_coef` between 1e-06 and 1e+06: start with a value in this range"),
     (dict(kl_coef=1e12, adaptive_kl_target=0.02), "such as kl_coef=0.1, not 1000000000000.0"),
-    (dict(kl_reference="new"), "`kl_reference` must be 'old' or 'initial', not 'new'"),
-    (dict(kl_reference=0), "`kl_reference` must be an integer of at least 1 or 'old' or 'initial', not 0"),
-    (dict(kl_reference=None), "`kl_reference` must be an integer of at least 1 or"),
+    *((dict(kl_reference=value), "`kl_reference` must be") for value in ("new", 0, None)),
     (dict(kl_estimator="k4"), "`kl_estimator` must be 'exact', 'k1', 'k2' or 'k3', not 'k4'"),
-    (dict(n_reused_rollouts=-1), "`n_reused_rollouts` must be an integer of at least 0, not -1"),
     *((dict([(name, "False")]), f"`{name}` must be True or False, not 'False'") for name in FLAGS),
     (dict(share_starts=0), "`share_starts` must be True or False, not 0"),
     (dict(sde_sample_freq=0), "`sde_sample_freq` must be an integer of at least 1 or -1, not 0"),
@@ -180,47 +182,75 @@ def test_a_model_needs_an_environment():
     ("kwargs", "message"),
     cases(
         [
-            (dict(clip_range_vf=None), "GRPO has no value network, so leave it out."),
-            (dict(policy_kwargs=dict(share_features_extractor=True)), "GRPO has no value network, so leave it out."),
-            (dict(policy_kwargs=dict(scale=1)), "ActorPolicy does not take `scale=1`: see `help(ActorPolicy)`"),
-            (dict(beta=0.04), "the coefficient of the KL penalty is `kl_coef`."),
-            (dict(num_generations=8), "the number of trajectories per group is `group_size`."),
-            (dict(epsilon=0.2), "the clip range is `clip_range`."),
-            (dict(epsilon_high=0.28), "the upper clip range is `clip_range_high`."),
-            (dict(num_iterations=1), "the number of passes over an update is `n_epochs`."),
-            (dict(loss_type="dapo"), "write `loss_aggregation='step'` (DAPO)"),
-            (dict(scale_rewards=True), "write `rollout_buffer_kwargs=dict(scale='group')`"),
+            *(
+                (dict([(name, 1)]), NO_CRITIC)
+                for name in ("vf_coef", "clip_range_vf", "vf_loss_coeff", "clip_vloss", "critic_lr")
+            ),
+            (policy(share_features_extractor=True), NO_CRITIC),
+            *((dict([(name, 1)]), "here it is `kl_coef`.") for name in ("beta", "kl_beta")),
+            *((dict([(name, 1)]), "here it is `clip_range`.") for name in ("epsilon", "clip_coef", "clip_param", "eps_clip")),
+            *((dict([(name, 1)]), "here it is `n_epochs`.") for name in ("num_iterations", "update_epochs")),
+            *((dict([(name, 1)]), "here it is `learning_rate`.") for name in ("lr", "policy_lr", "lr_schedule")),
+            *((dict([(name, 1)]), "here it is `gae_lambda`.") for name in ("lam", "lambda_")),
+            (dict(num_generations=8), "here it is `group_size`."),
+            (dict(epsilon_high=0.28), "here it is `clip_range_high`."),
+            (dict(loss_type="dapo"), "here it is `loss_aggregation`."),
+            (dict(entropy_coeff=0.1), "here it is `ent_coef`."),
+            (dict(kl_target=0.01), "here it is `adaptive_kl_target`."),
+            (dict(num_steps=128), "here it is `n_steps`."),
+            *(
+                (dict([(name, 4)]), "such as `make_vec_env('CartPole-v1', n_envs=4)`.")
+                for name in ("n_env", "n_envs", "num_envs")
+            ),
+            (dict(total_timesteps=100), "is an argument of `learn`, as in `learn(total_timesteps=100_000)`."),
             (dict(reward_weights=[1.0]), "write `rollout_buffer_kwargs=dict(reward_weights=...)`."),
-            (dict(ridge=1e-4), "write `rollout_buffer_kwargs=dict(ridge=...)`."),
-            (dict(log_std_init=0.0), "write `policy_kwargs=dict(log_std_init=...)`."),
-            (dict(multi_objective_aggregation="x"), "write `rollout_buffer_kwargs=dict(component_aggregation=...)`."),
-            (dict(sync_ref_model=True), "write `kl_reference=k` to renew the reference every k updates."),
-            (dict(ref_model_sync_steps=64), "write `kl_reference=k` to renew the reference every k updates."),
-            (dict(ref_model_mixup_alpha=0.6), "write `kl_reference=k` to renew the reference every k updates."),
-            (dict(max_completion_length=256), "set the time limit of the environment"),
-            (dict(temperature=0.9), "actions are sampled from the policy as it is"),
-            (dict(gradient_accumulation_steps=4), "the number of transitions per gradient step is `batch_size`."),
-            (dict(per_device_train_batch_size=4), "the number of transitions per gradient step is `batch_size`."),
-            (dict(generation_batch_size=64), "per rollout is `n_steps` times the number of environments."),
-            (dict(logging_steps=10), "write `learn(log_interval=...)`, in rollouts."),
-            (dict(save_steps=500), "pass a `CheckpointCallback` to `learn(callback=...)`."),
-            (dict(max_steps=100), "the number of environment steps is `learn(total_timesteps)`."),
-            (dict(num_train_epochs=1), "the number of environment steps is `learn(total_timesteps)`."),
-            (dict(total_timesteps=100), "the number of environment steps is `learn(total_timesteps)`."),
-            (dict(lr=1e-3), "the learning rate is `learning_rate`."),
-            (dict(lam=0.9), "the lambda of the advantages is `gae_lambda`."),
-            (dict(n_envs=4), "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`."),
+            (dict(scale="none"), "write `rollout_buffer_kwargs=dict(scale=...)`."),
             (dict(net_arch=[8]), "write `policy_kwargs=dict(net_arch=...)`."),
-            (dict(scale="none"), "write `rollout_buffer_kwargs=dict(scale='group')`, 'batch' or 'none'."),
-            (dict(leave_one_out=True), "write `rollout_buffer_kwargs=dict(leave_one_out=...)`."),
             (policy(net_acrh=[8]), "ActorPolicy does not take `net_acrh=[8]`: did you mean `net_arch`?"),
-            (policy(share_features_extractor=False), "GRPO has no value network, so leave it out."),
-            (dict(n_step=8), "did you mean `n_steps`?"),
-            (dict(xyzzy=1), "GRPO does not take `xyzzy=1`: see `help(GRPO)` for its arguments."),
+            (policy(scale=1), "ActorPolicy does not take `scale=1`: see `help(ActorPolicy)`"),
+            *(
+                (dict([(wrong, 1)]), f"GRPO does not take `{wrong}=1`: did you mean `{right}`?")
+                for wrong, right in {
+                    "n_step": "n_steps",
+                    "n_epoch": "n_epochs",
+                    "epochs": "n_epochs",
+                    "batchsize": "batch_size",
+                    "gama": "gamma",
+                    "learning_rat": "learning_rate",
+                    "cliprange": "clip_range",
+                    "ent_coeff": "ent_coef",
+                    "kl_coeff": "kl_coef",
+                    "max_grad": "max_grad_norm",
+                    "normalize_obs": "normalize_observations",
+                    "use_gsde": "use_sde",
+                    "normalise_advantage": "normalize_advantage",
+                    "group": "group_size",
+                    "seeds": "seed",
+                    "envs": "env",
+                }.items()
+            ),
+            *(
+                (dict([(name, 1)]), f"GRPO does not take `{name}=1`: see `help(GRPO)` for its arguments.")
+                for name in (
+                    "temperature",
+                    "max_completion_length",
+                    "scale_rewards",
+                    "num_minibatches",
+                    "train_batch_size",
+                    "gae",
+                    "norm_adv",
+                    "anneal_lr",
+                    "repeat_per_collect",
+                    "dual_clip",
+                    "discount",
+                    "tau",
+                    "xyzzy",
+                )
+            ),
         ]
     ),
 )
-def test_an_unknown_argument_is_refused_with_what_to_write_instead(kwargs: dict[str, Any], message: str):
+def test_an_unknown_argument_is_refused_with_what_was_meant_or_without_a_hint(kwargs: dict[str, Any], message: str):
     with pytest.raises(TypeError, match=re.escape(message)):
         make_model(**kwargs)
 
@@ -228,23 +258,105 @@ def test_an_unknown_argument_is_refused_with_what_to_write_instead(kwargs: dict[
 # --- Spaces -----------------------------------------------------------------------------------------------------------
 
 
+def dict_with(**parts: Any) -> spaces.Dict:
+    return spaces.Dict({**parts, "v": VECTOR})
+
+
+TEXT, SEQUENCE = spaces.Text(5), spaces.Sequence(VECTOR)
+EMPTY = spaces.Box(-1, 1, (0,))
+TABLE = spaces.MultiDiscrete(np.array([[2, 3], [4, 5]]))
+
+UNREADABLE = [
+    pytest.param(spaces.Discrete(3, start=-1), r"observation space Discrete.* starts at -1 instead", "Flatten", id="start"),
+    pytest.param(
+        dict_with(a=spaces.MultiDiscrete([3, 2], start=[0, 1])),
+        r"observation 'a' .* at \[0, 1\]",
+        "Flatten",
+        id="start in Dict",
+    ),
+    pytest.param(TABLE, "has several axes", "Flatten", id="MultiDiscrete 2D"),
+    pytest.param(spaces.Tuple([VECTOR, VECTOR]), "observation space Tuple.* is no Box", "Flatten", id="Tuple"),
+    pytest.param(dict_with(a=dict_with()), "observation 'a' of space Dict.* is no Box", "Flatten", id="Dict in Dict"),
+    pytest.param(dict_with(mission=TEXT), "observation 'mission' of space Text.* is no Box", "Filter", id="Text in Dict"),
+    pytest.param(dict_with(a=SEQUENCE), "observation 'a' of space Sequence.* is no Box", "Filter", id="Sequence in Dict"),
+    pytest.param(dict_with(a=EMPTY), "observation 'a' of space Box.* has no numbers", "Filter", id="no numbers in Dict"),
+    pytest.param(TEXT, "observation space Text.* is no Box", "an array of a fixed shape", id="Text"),
+    pytest.param(spaces.Graph(VECTOR, None), "Graph.* is no Box", "an array of a fixed shape", id="Graph"),
+    pytest.param(spaces.OneOf([VECTOR, BOX]), "OneOf.* is no Box", "an array of a fixed shape", id="OneOf"),
+    pytest.param(EMPTY, "has no numbers", "an array of a fixed shape", id="no numbers"),
+]
+
+
+@pytest.mark.parametrize(("space", "fault", "remedy"), UNREADABLE)
+def test_an_observation_that_no_network_can_read_is_refused_with_a_remedy_that_works(
+    space: spaces.Space, fault: str, remedy: str
+):
+    env: Any = AnyEnv(space)
+    policy = "MultiInputPolicy" if isinstance(space, spaces.Dict) else "MlpPolicy"
+    with pytest.raises(ValueError, match=f"{fault}.*, so no network can read it: .*{remedy}"):
+        make_model(env, policy)
+    if remedy == "Flatten":
+        make_model(gym.wrappers.FlattenObservation(env)).learn(16)
+    if remedy == "Filter":
+        make_model(gym.wrappers.FilterObservation(env, ["v"]), policy).learn(16)
+
+
 @pytest.mark.parametrize(
-    ("observation_space", "action_space", "error", "message"),
+    ("action_space", "error", "message"),
     [
-        pytest.param(VECTOR, spaces.Discrete(2, start=1), ValueError, "action space Discrete.* starts at 1,", id="action"),
-        pytest.param(spaces.Discrete(3, start=-1), BOX, ValueError, "observation space .* starts at -1,", id="observation"),
         pytest.param(
-            spaces.Dict({"a": spaces.MultiDiscrete([3, 2], start=[0, 1])}), BOX, ValueError, r"observation 'a' .* at \[0, 1\]",
-            id="in a Dict",
+            spaces.Discrete(2, start=1), ValueError, "Discrete.* starts at 1 instead of 0, and no policy", id="start"
         ),
-        # The error of SB3
-        pytest.param(VECTOR, spaces.Tuple([BOX]), AssertionError, r"only supports .* but Tuple\(", id="Tuple action"),
+        pytest.param(TABLE, ValueError, "has several axes, and no policy can act in it", id="MultiDiscrete 2D"),
+        pytest.param(EMPTY, ValueError, "Box.* has no numbers, and no policy can act in it", id="no numbers"),
+        # The errors of SB3
+        pytest.param(spaces.Tuple([BOX]), AssertionError, r"only supports .* but Tuple\(", id="Tuple"),
+        pytest.param(spaces.MultiBinary((2, 3)), AssertionError, "Multi-dimensional MultiBinary", id="MultiBinary 2D"),
     ],
-)  # fmt: skip
-def test_a_space_that_no_policy_supports_is_refused(observation_space: Any, action_space: Any, error: Any, message: str):
-    policy = "MultiInputPolicy" if isinstance(observation_space, spaces.Dict) else "MlpPolicy"
+)
+def test_an_action_space_that_no_policy_supports_is_refused(action_space: spaces.Space, error: Any, message: str):
     with pytest.raises(error, match=message):
-        make_model(AnyEnv(observation_space, action_space), policy)
+        make_model(AnyEnv(VECTOR, action_space))
+
+
+SCALAR = spaces.Box(-np.inf, np.inf, (), np.float64)
+
+
+@pytest.mark.parametrize("buffer_class", ["kernel", "outcome"])
+@pytest.mark.parametrize("standardises", [True, False])
+@pytest.mark.parametrize(
+    "space", [SCALAR, dict_with(height=SCALAR, floor=spaces.Box(0, 10, (), np.int64))], ids=["Box", "Dict"]
+)
+def test_a_number_without_an_axis_is_an_input_like_any_other(space: spaces.Space, standardises: bool, buffer_class: str):
+    envs = make_envs(observation_space=space, action_space=BOX)
+    settings: dict[str, Any] = dict(rollout_buffer_class=buffer_class, normalize_observations=standardises, kl_coef=0.1)
+    model = make_model(envs, "MultiInputPolicy" if isinstance(space, spaces.Dict) else "MlpPolicy", **settings)
+    before = weights(model)
+    assert_trained(model.learn(64), before)
+    assert model.policy.policy_net[0].in_features == (5 if isinstance(space, spaces.Dict) else 1)
+    assert model.predict(space.sample())[0].shape == (2,) and model.predict(envs.reset())[0].shape == (2, 2)
+
+
+class Masked(AnyEnv):
+    """Has action masks."""
+
+    def action_masks(self) -> np.ndarray:
+        return np.array([True, True, False])
+
+
+@pytest.mark.parametrize("wrap", [lambda make: make(), lambda make: DummyVecEnv([make]), lambda make: SubprocVecEnv([make])])
+@pytest.mark.parametrize("env_class", [Masked, AnyEnv])
+def test_masks_that_are_ignored_are_warned_of(wrap: Any, env_class: Any):
+    env = wrap(lambda: Monitor(env_class()))
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_model(env)
+    finally:
+        env.close()
+    seen = [str(each.message) for each in caught if "action_masks" in str(each.message)]
+    assert len(seen) == (env_class is Masked)
+    assert all("Use `MaskablePPO` of sb3-contrib" in message for message in seen)
 
 
 def test_an_environment_whose_reset_takes_no_seed_is_refused_with_what_to_change():

@@ -1,6 +1,7 @@
 """Machine code gives the numbers of torch, in the same memory, and only for ordinary policies."""
 
 import copy
+import itertools
 import math
 import os
 import pickle
@@ -157,7 +158,11 @@ def test_a_gaussian_agrees_with_numbers_worked_out_by_hand():
     # Standard deviations 1 and 2, each action one deviation from the mean: -1/2 - 1/2 - log 1 - log 2 - log(2 pi).
     # The reference has twice the deviations and means of 0: twice log 2 + (1/4 + (0 and 4) / (4 and 16)) / 2 - 1/2.
     log_std = np.log(np.array([1.0, 2.0], np.float32))
-    means, actions, found = np.array([[0.0, 2.0]], np.float32), np.array([[1.0, 0.0]], np.float32), np.zeros((3, 1), np.float32)
+    means, actions, found = (
+        np.array([[0.0, 2.0]], np.float32),
+        np.array([[1.0, 0.0]], np.float32),
+        np.zeros((3, 1), np.float32),
+    )
     mc.evaluate_gaussian(means, log_std, 0.0 * means, log_std + np.float32(math.log(2.0)), actions, found)
     assert found[0, 0] == pytest.approx(-1.0 - math.log(2.0) - math.log(2 * math.pi), abs=1e-6)
     assert found[1, 0] == pytest.approx(1.0 + math.log(2 * math.pi) + math.log(2.0), abs=1e-6)
@@ -236,7 +241,7 @@ def test_a_forbidden_action_spoils_neither_entropy_nor_divergence_nor_gradient()
 @pytest.mark.parametrize("hidden", [[], [5], [4, 6, 3]], ids=str)
 def test_the_gradient_of_a_network_is_that_of_autograd(activation: int, hidden: list[int]):
     sizes = [3, *hidden, 2]
-    layers = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     x, up = th.randn(7, 3), th.randn(7, 2)
     expected = layers[0](x)
     for layer in layers[1:]:
@@ -758,9 +763,7 @@ def expected_sum() -> float:
     ("code", "environment", "reason"),
     [
         pytest.param(TRAINING, dict(NUMBA_DISABLE_JIT="1"), "NUMBA_DISABLE_JIT is set", id="disabled"),
-        pytest.param(
-            "import sys; sys.modules['numba'] = None\n" + TRAINING, {}, "numba is not installed", id="missing"
-        ),
+        pytest.param("import sys; sys.modules['numba'] = None\n" + TRAINING, {}, "numba is not installed", id="missing"),
     ],
 )
 def test_without_numba_torch_gives_the_same(code: str, environment: dict[str, str], reason: str, expected_sum: float):
@@ -775,3 +778,33 @@ def test_a_broken_numba_leaves_everything_to_torch(tmp_path: Path, expected_sum:
     output, total = output_of(TRAINING, PYTHONPATH=path)
     assert "with torch, because numba cannot be imported (needs another numpy)\n" in output
     assert total == pytest.approx(expected_sum, rel=1e-6)
+
+
+# --- torch ---
+
+
+def test_minibatches_of_vectors_share_the_memory_of_one_permuted_copy():
+    model = GRPO("MlpPolicy", "CartPole-v1", n_steps=64, seed=0, device="cpu").learn(64)
+    batches = list(model.rollout_buffer.get(20))
+    assert [len(batch.advantages) for batch in batches] == [20, 20, 20, 4]
+    assert len({batch.observations.untyped_storage().data_ptr() for batch in batches}) == 1
+
+
+class CountingNet(nn.Sequential):
+    """Counts the observations that pass."""
+
+    n_observations = 0
+
+    def forward(self, obs: th.Tensor) -> th.Tensor:
+        self.n_observations += len(obs)
+        return super().forward(obs)
+
+
+def test_the_kernel_buffer_encodes_no_image_a_second_time():
+    env = FakeImageEnv(screen_height=40, screen_width=40, n_channels=1)
+    model = GRPO("CnnPolicy", env, n_steps=16, batch_size=16, n_epochs=1, share_starts=False, seed=0, device="cpu")
+    counter = CountingNet(*model.policy.features_extractor.cnn)
+    model.policy.features_extractor.cnn = counter
+    model.learn(16)
+    # 16 of the rollout, 16 of the update, and the end of the rollout or of an episode, where the trajectory is cut.
+    assert 32 < counter.n_observations <= 34

@@ -14,7 +14,7 @@ from sb3_grpo import GRPO
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "LOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages to look things up in
-REFERENCES = ("api", "LOG")
+REFERENCES = ("api",)
 MAX_WORDS = 1500
 MAX_WORDS_OF_README = 500
 

@@ -8,10 +8,11 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.save_util import recursive_getattr, recursive_setattr
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor, NatureCNN
 from torch import nn
 
-from sb3_grpo import GRPO, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_grpo import GRPO, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy, load_actor
 from sb3_grpo.policies import ENCODING_BATCH
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -375,3 +376,131 @@ def test_a_long_observation_is_quoted_in_short():
     with pytest.raises(ValueError, match=r"nan, ") as error:
         policy.predict(np.full(10_000, np.nan))
     assert len(str(error.value)) < 300
+
+
+# --- policies that their constructor does not describe ---
+
+
+class Encoder(BaseFeaturesExtractor):
+    """An extractor around a module of the user, which keeps its last output."""
+
+    def __init__(self, observation_space: spaces.Box, encoder: nn.Module):
+        super().__init__(observation_space, features_dim=8)
+        self.encoder = encoder
+
+    def forward(self, observations: th.Tensor) -> th.Tensor:
+        self.last = th.tanh(self.encoder(observations))
+        return self.last
+
+
+class Sized(ActorPolicy):
+    """Needs an argument of its own."""
+
+    def __init__(self, *args: Any, width: int, **kwargs: Any):
+        super().__init__(*args, net_arch=[width], **kwargs)
+
+
+def with_encoder() -> dict[str, Any]:
+    encoder = dict(encoder=nn.Linear(4, 8))
+    return dict(policy_kwargs=dict(features_extractor_class=Encoder, features_extractor_kwargs=encoder, ortho_init=False))
+
+
+def with_size() -> dict[str, Any]:
+    return dict(policy=Sized, policy_kwargs=dict(width=8))
+
+
+def with_two_layers() -> dict[str, Any]:
+    return dict(policy_kwargs=dict(net_arch=[4, 4]))
+
+
+def unchanged(policy: Any) -> None:
+    pass
+
+
+def freeze_extractor(policy: Any) -> None:
+    policy.features_extractor.requires_grad_(False)
+
+
+def replace_net(policy: Any) -> None:
+    policy.policy_net = nn.Sequential(nn.Linear(4, 8), nn.ELU(), nn.Linear(8, 4), nn.Tanh())
+    policy.optimizer = th.optim.Adam(policy.parameters())
+
+
+def normalize_spectrum(policy: Any) -> None:
+    nn.utils.parametrizations.spectral_norm(policy.policy_net[0])
+
+
+def normalize_weights(policy: Any) -> None:
+    nn.utils.weight_norm(policy.policy_net[0])  # keeps a tensor with a gradient function
+    policy.optimizer = th.optim.Adam(policy.parameters())
+
+
+def tie_weights(policy: Any) -> None:
+    policy.policy_net[2].weight = policy.policy_net[0].weight
+
+
+def compile_net(policy: Any) -> None:
+    policy.policy_net = th.compile(policy.policy_net, backend="eager")
+
+
+#: A function that gives arguments of the model, and one that changes its policy.
+UNUSUAL: dict[str, tuple[Any, Any]] = {
+    "shared encoder": (with_encoder, unchanged),
+    "frozen encoder": (with_encoder, freeze_extractor),
+    "required argument": (with_size, unchanged),
+    "replaced net": (with_two_layers, replace_net),
+    "spectral norm": (with_two_layers, normalize_spectrum),
+    "weight norm": (with_two_layers, normalize_weights),
+    "tied weights": (with_two_layers, tie_weights),
+    "compiled net": (with_two_layers, compile_net),
+}
+
+
+def make_unusual(name: str, **kwargs: Any) -> Any:
+    settings, change = UNUSUAL[name]
+    short = dict(policy="MlpPolicy", n_steps=32, batch_size=32, n_epochs=2, learning_rate=0.01, seed=0, device="cpu")
+    model = GRPO(**{**short, **settings(), **kwargs, "env": "CartPole-v1"})
+    change(model.policy)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1], ids=["without penalty", "with penalty"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_a_policy_that_its_constructor_does_not_describe_learns_and_takes_its_own_weights(name: str, kl_coef: float):
+    model = make_unusual(name, kl_coef=kl_coef)
+    initial, trained = model.get_parameters()["policy"], {n for n, p in model.policy.named_parameters() if p.requires_grad}
+    initial = {key: value.clone() for key, value in initial.items()}
+    model.learn(96)
+    parameters = dict(model.policy.named_parameters())
+    assert {key for key, each in parameters.items() if each.requires_grad} == trained
+    assert {key for key, each in parameters.items() if not th.equal(each, initial[key])} == trained
+    if kl_coef > 0:  # the reference is the policy before the first update
+        reference = dict(model.kl_penalty.policy.named_parameters())
+        assert all(th.equal(each, initial[key]) for key, each in reference.items())
+        assert reference.keys() == parameters.keys()
+    other = make_unusual(name, seed=1)
+    other.set_parameters(model.get_parameters())
+    obs = sample(model.observation_space, 20)
+    np.testing.assert_array_equal(*(each.predict(obs, deterministic=True)[0] for each in (model, other)))
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1], ids=["without penalty", "with penalty"])
+@pytest.mark.parametrize("part", ["policy", "policy.policy_net"])
+def test_a_compiled_policy_learns_as_an_ordinary_one_and_is_saved_and_copied_as_one(
+    part: str, kl_coef: float, tmp_path: pathlib.Path
+):
+    plain = make_unusual("required argument", kl_coef=kl_coef).learn(64)
+    expected = plain.policy.state_dict()
+    compiled = make_unusual("required argument", kl_coef=kl_coef)
+    recursive_setattr(compiled, part, th.compile(recursive_getattr(compiled, part), backend="eager"))
+    compiled.learn(64)
+    target = make_unusual("required argument")
+    compiled.save(tmp_path / "model")
+    loaded = GRPO.load(tmp_path / "model", env=plain.get_env(), device="cpu")
+    load_actor(target, compiled)
+    for model in (loaded, target):
+        th.testing.assert_close(dict(model.policy.state_dict()), dict(expected), rtol=1e-3, atol=1e-5)
+    load_actor(target, tmp_path / "model.zip")
+    load_actor(compiled, target)
+    assert loaded.learn(64).num_timesteps == 64

@@ -25,7 +25,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv,
 
 from sb3_grpo import GRPO, EnvironmentFault, SeededSubprocVecEnv, load_actor
 from sb3_grpo.buffers import BUFFERS
-from sb3_grpo.fast_actor import fast_actor
+from sb3_grpo.compiled import CompiledPolicy, compile_functions, compiled_policy
 
 BROKEN = 1  # index of the environment that fails
 Weights = dict[str, th.Tensor]
@@ -256,10 +256,12 @@ def test_without_a_fault_workers_give_what_one_process_gives(close):
     assert same(weights(models[0]), weights(models[1])) and same(weights(models[0]), weights(models[2]))
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 1e-3], ids=["closed form", "autograd"])
-def test_an_update_whose_gradient_is_not_finite_is_undone(kl_coef: float):
-    model = make_model(kl_coef=kl_coef).learn(64)
-    assert fast_actor(model.policy) is not None
+@pytest.mark.parametrize("in_torch", [False, True], ids=["machine code", "torch"])
+def test_an_update_whose_gradient_is_not_finite_is_undone(in_torch: bool):
+    options = dict(kl_coef=1e-3, kl_estimator="k3") if in_torch else {}
+    model = make_model(**options).learn(64)
+    compiled = compiled_policy(model.policy, model.rollout_buffer, kl_estimator=model.kl_estimator if in_torch else "exact")
+    assert isinstance(compiled, CompiledPolicy) != (in_torch or isinstance(compile_functions(), str))
     before, moments = weights(model), copy.deepcopy(model.policy.optimizer.state_dict()["state"])
     buffer: Any = model.rollout_buffer  # which still holds the last update
     advantages = buffer._update.advantages.clone()

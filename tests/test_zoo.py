@@ -64,9 +64,8 @@ LAST = "logs/grpo/CartPole-v1_1/CartPole-v1.zip"
 
 def test_registering_adds_grpo_and_leaves_the_others_alone():
     register()
-    managers = {rl_zoo3.exp_manager.ExperimentManager, rl_zoo3.train.ExperimentManager}
     register()
-    assert managers == {rl_zoo3.exp_manager.ExperimentManager, rl_zoo3.train.ExperimentManager} == {GRPOExperimentManager}
+    assert rl_zoo3.train.ExperimentManager is GRPOExperimentManager
     assert rl_zoo3.ALGOS["grpo"] is GRPO
     assert {name: algorithm for name, algorithm in rl_zoo3.ALGOS.items() if name != "grpo"} == {
         name: algorithm for name, algorithm in ALGOS.items() if name != "grpo"
@@ -102,7 +101,7 @@ def test_without_the_extra_the_message_says_what_to_install():
 
 
 def test_each_script_shows_its_options_and_offers_grpo_where_it_takes_an_algorithm(capsys: pytest.CaptureFixture):
-    without_algorithm = {"plot_train", "all_plots", "plot_from_file", "benchmark"}
+    without_algorithm = {"plot_train", "all_plots", "plot_from_file"}
     for script in set(cli.SCRIPTS) - {"push_to_hub"}:  # it needs a version of huggingface_sb3 that matches rl-zoo3's
         with pytest.raises(SystemExit) as stop:
             cli.main([script, "--help"])
@@ -122,10 +121,10 @@ def test_help_names_all_scripts_and_an_unknown_one_is_refused(capsys: pytest.Cap
 
 
 def test_the_command_line_is_left_as_it_was():
-    before = (sys.argv, subprocess.call)
+    before = sys.argv
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
-    assert (sys.argv, subprocess.call) == before
+    assert sys.argv is before
 
 
 def test_training_with_evaluation_and_checkpoints_then_enjoying_resuming_and_plotting(
@@ -206,7 +205,7 @@ def test_the_address_of_a_cluster_is_used_and_a_wrong_one_is_named():
 def test_an_option_of_ray_without_ray_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         train("-n", "64", option, value)
-    assert f"`{option} {value}` is for `--vec-env ray`, not `--vec-env dummy`: pass `--vec-env ray`" in capsys.readouterr().err
+    assert f"`{option} {value}` is for `--vec-env ray`: pass `--vec-env ray` as well" in capsys.readouterr().err
 
 
 def test_without_ray_the_message_says_what_to_install_and_only_where_it_is_needed():
@@ -223,24 +222,6 @@ def test_videos_are_recorded(folder: Path):
     cli.main(["record_video", "--algo", "grpo", "--env", "CartPole-v1", "-f", "logs", "-n", "20", "-o", "videos"])
     videos = list((folder / "videos").glob("*.mp4"))
     assert len(videos) == 1 and videos[0].stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        (
-            ["python", "-m", "rl_zoo3.record_video", "-n", "5"],
-            [sys.executable, "-m", "sb3_grpo.zoo", "record_video", "-n", "5"],
-        ),
-        (["python", "enjoy.py", "--algo", "grpo"], [sys.executable, "-m", "sb3_grpo.zoo", "enjoy", "--algo", "grpo"]),
-        (["python", "other.py"], ["python", "other.py"]),
-        (["ffmpeg", "-i", "a.mp4"], ["ffmpeg", "-i", "a.mp4"]),
-        ("python enjoy.py", "python enjoy.py"),
-    ],
-    ids=["module", "file", "another script", "another program", "shell"],
-)
-def test_scripts_that_scripts_call_know_of_grpo(command, expected):
-    assert cli.redirected(command) == expected
 
 
 @pytest.mark.slow
@@ -290,6 +271,12 @@ def test_the_entries_are_those_that_the_docs_promise():
     assert set(promised) <= set(ENTRIES)
 
 
+def write_entry(folder: Path, *lines: str) -> None:
+    """Write a hyperparameter file; lines replace those of the same key."""
+    entry = {line.split(": ")[0]: line for line in ("n_timesteps: 64", "policy: MlpPolicy", *lines)}
+    (folder / "own.yml").write_text("CartPole-v1:\n" + "".join(f"  {line}\n" for line in entry.values()))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -300,17 +287,40 @@ def test_the_entries_are_those_that_the_docs_promise():
         ("rollout_buffer_kwargs: dict(rigde=0.1)", r"does not take \['rigde'\]"),
         ("clip_range_high: cos_0.3", "`clip_range_high` must be a number, or 'lin_' .* not 'cos_0.3'"),
         ("clip_range_high: lin_much", "`clip_range_high` must be a number, or 'lin_' .* not 'lin_much'"),
-        ("learning_rate: 1e-3", "`learning_rate` must be a number, or 'lin_' .* not '1e-3'. YAML .* such as 1.0e-3"),
+        ("learning_rate: lin_1_0", "`learning_rate` must be a number, or 'lin_' .* not 'lin_1_0'"),
+        ("gamma: much", "`gamma` must be a finite number from 0 to 1, not 'much'"),
+        ("batch_size: 32.5", "`batch_size` must be an integer of at least 1, not 32.5"),
+        ("frame_stack: 2.5", "`frame_stack` must be an integer of at least 1, not 2.5"),
+        ("n_timesteps: null", "`n_timesteps` must be an integer of at least 1, not None"),
+        ("policy: null", "`policy` is None: write a name, such as `policy: MlpPolicy`"),
+        ("normalize: tru", "`normalize` is 'tru', which is no Python expression"),
+        ("policy_kwargs: dict(net_arch=[64", r"`policy_kwargs` is 'dict\(net_arch=\[64', which is no Python expression"),
         ("n_envs: 0", "`n_envs` must be an integer of at least 1, not 0"),
         ("policy_kwargs: dict(net_arch=dict(vf=[64]))", "asks for a value network, which GRPO does not have"),
     ],
     ids=lambda text: text.split(":")[0] if ": " in text else "",
 )
 def test_a_wrong_value_in_a_file_is_refused_with_the_file_and_the_entry(folder: Path, text: str, message: str):
-    (folder / "own.yml").write_text(f"CartPole-v1:\n  n_timesteps: 64\n  policy: MlpPolicy\n  {text}\n")
+    write_entry(folder, text)
     with pytest.raises(ValueError, match=f"Hyperparameters of CartPole-v1 from own.yml: .*{message}"):
         train("-conf", "own.yml")
     assert not Path(LAST).exists()
+
+
+@SHORT_ROLLOUTS
+def test_numbers_and_flags_are_understood_as_people_write_them(folder: Path):
+    entry = dict(n_envs="2e0", n_timesteps="6.4e1", n_steps="16.0", batch_size="1e1", group_size="4.0", frame_stack="2e0")
+    entry |= dict(learning_rate="1e-3", clip_range="2e-1", clip_range_high="lin_3e-1", gamma="99e-2", target_kl="None")
+    entry |= dict(normalize="'true'", use_sde="'False'", rollout_buffer_kwargs="{ridge: 1e-4, n_features: 32.0}")
+    write_entry(folder, *(f"{name}: {value}" for name, value in entry.items()))
+    train("-conf", "own.yml")
+    model = GRPO.load(LAST, device="cpu")
+    assert (model.n_envs, model.n_steps, model.batch_size, model.group_size, model.num_timesteps) == (2, 16, 10, 4, 64)
+    assert (model.learning_rate(1.0), model.clip_range(1.0), model.gamma, model.target_kl) == (1e-3, 0.2, 0.99, None)
+    assert model.clip_range_high(0.5) == pytest.approx(0.15)
+    assert model.rollout_buffer_kwargs == dict(ridge=1e-4, n_features=32) and not model.use_sde
+    assert model.observation_space.shape == (8,)
+    cli.main(["enjoy", "--algo", "grpo", "--env", "CartPole-v1", "-f", "logs", "--no-render", "-n", "20"])
 
 
 def test_a_wrong_value_on_the_command_line_is_refused_with_the_command_line():
@@ -319,8 +329,8 @@ def test_a_wrong_value_on_the_command_line_is_refused_with_the_command_line():
 
 
 def test_a_file_of_ones_own_is_used_as_it_is(folder: Path):
-    options = "clip_range_high: lin_0.3\n  rollout_buffer_class: stepwise\n  rollout_buffer_kwargs: dict(scale='none')"
-    (folder / "own.yml").write_text(f"CartPole-v1:\n  n_timesteps: 64\n  policy: MlpPolicy\n  n_steps: 32\n  {options}\n")
+    buffer = ["rollout_buffer_class: stepwise", "rollout_buffer_kwargs: dict(scale='none')"]
+    write_entry(folder, "n_steps: 32", "clip_range_high: lin_0.3", *buffer)
     train("-conf", "own.yml")
     model = GRPO.load(LAST, device="cpu")
     assert model.rollout_buffer_class is BUFFERS["stepwise"]
@@ -352,7 +362,6 @@ def test_every_sampled_configuration_is_valid():
         assert ("ridge" in hyperparams["rollout_buffer_kwargs"]) == (buffer == "kernel") == ("forgetting" in trial.params)
         assert ("scale" in hyperparams["rollout_buffer_kwargs"]) == (buffer != "kernel")
         assert 0 < hyperparams["gamma"] < 1 and 0 < hyperparams["gae_lambda"] < 1
-        assert model.n_reused_rollouts == trial.params["n_reused_rollouts"]
     assert set(seen) == set(BUFFERS) and min(seen.values()) > 3
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,8 +12,7 @@ import pytest
 
 from benchmarks import report, tables
 from benchmarks.figures import draw_curves
-from benchmarks.matrix import expand
-from benchmarks.results import FIELDS, RESULTS, Suite, append_row
+from benchmarks.results import RESULTS, Suite
 from benchmarks.statistics import interval_of_means, median
 from benchmarks.tests.toys import SMALL, toy_suite
 
@@ -33,43 +33,12 @@ def test_a_median_has_an_interval_around_it() -> None:
     assert 1.0 <= low < value == 3.0 < high <= 100.0
 
 
-def test_an_ablation_is_over_the_seeds_that_all_arms_have(tmp_path: pathlib.Path) -> None:
-    grpo = {"CartPole-v1": [30.0, 50.0, 90.0], "Acrobot-v1": [3.0, 3.0]}
-    suite = toy_suite(tmp_path, {"grpo": grpo, "ppo": {"CartPole-v1": [20.0, 20.0], "Acrobot-v1": []}})
-    assert tables.ablation_table(suite).splitlines() == [
-        "| seeds 100, 101 | CartPole-v1, 1,000 | Acrobot-v1, 1,000 |",
-        "| --- | --- | --- |",
-        "| grpo | 40.0 (30.0 to 50.0) | 3.00 (3.00 to 3.00) |",
-        "| ppo | 20.0 (20.0 to 20.0) | not run |",
-    ]
-
-
 def test_rows_of_other_settings_do_not_count(tmp_path: pathlib.Path) -> None:
     first = toy_suite(tmp_path, {"grpo": WORSE, "ppo": WORSE}).runs("grpo", "CartPole-v1")[0]
-    rows = tmp_path / "runs.csv"
+    rows = tmp_path / "toy.csv"
     rows.write_text(rows.read_text().replace(first.run.settings_hash(), "00000000"))
     toy = {"arms": ["grpo"], "seeds": [100], "timesteps": {"CartPole-v1": 1000}}
     assert Suite("toy", tmp_path, {**SMALL, "suites": {"toy": toy}}).runs("grpo", "CartPole-v1") == []
-
-
-@pytest.mark.parametrize(
-    ("judged_by", "passed"),
-    [
-        pytest.param("training", "reach 100 on 2 of 3 | 2 of 3 ", id="training returns"),
-        pytest.param("evaluation", "evaluate to 100 on 2 of 3 | 1 of 3 ", id="evaluation"),
-        pytest.param("failure", "stay below 100 on 2 of 3 | 1 of 3 ", id="not learning"),
-    ],
-)
-def test_a_case_is_judged_by_what_it_names(judged_by: str, passed: str, tmp_path: pathlib.Path) -> None:
-    case = {**SMALL["suites"]["cases"]["cases"]["easy"], "judged_by": judged_by}
-    matrix = {**SMALL, "suites": {"cases": {"cases": {"easy": case}}}}
-    held = {0: ("500", 1.0), 1: ("700", 99.9), 2: ("", 100.0)}
-    for run in expand(matrix, "cases"):
-        steps, evaluation = held[run.seed] if run.algo != "random" else ("", 9.0)
-        env, seed, settings = run.key()
-        row = {"env": env, "seed": seed, "settings_hash": settings, "auc": 50, "steps_per_second": 1000}
-        append_row(tmp_path / "runs.csv", {**row, "steps_to_threshold": steps, "eval_mean": evaluation}, FIELDS)
-    assert passed in tables.learning_table(Suite("cases", tmp_path, matrix))
 
 
 def test_the_figure_of_curves_shows_each_arm_that_an_environment_has_and_repeats(tmp_path: pathlib.Path) -> None:
@@ -78,7 +47,7 @@ def test_the_figure_of_curves_shows_each_arm_that_an_environment_has_and_repeats
         draw_curves(suite, {"ours": ["grpo"], "PPO, defaults": ["ppo"], "absent": ["ppo-default"]}, tmp_path / f"{name}.svg")
     drawn = (tmp_path / "one.svg").read_text()
     assert drawn == (tmp_path / "two.svg").read_text()
-    lines = [line for line in drawn.splitlines() if "fill: none" in line and "stroke-width: 1.6" in line]
+    lines = [path for path in re.findall("<path[^>]*>", drawn) if "fill: none" in path and "stroke-width: 1.6" in path]
     ours, theirs = ([line for line in lines if colour in line] for colour in ("#2b83d6", "#d9730d"))
     assert len(ours) == 3 and len(theirs) == 2  # in two panels and in one, and in the legend
     assert ["dasharray" in line for line in ours + theirs] == [False] * 3 + [True] * 2

@@ -44,12 +44,12 @@ def test_the_runner_leaves_a_row_and_a_curve_per_run_and_resumes(
 ) -> None:
     assert command("--dry-run", "--envs", "CartPole-v1") == 0
     assert "5 of 5 runs to do" in capsys.readouterr().out
-    assert not (tmp_path / "runs.csv").exists()
+    assert not (tmp_path / "proof.csv").exists()
 
     assert command("--envs", "CartPole-v1", "--seeds", "100") == 0
-    rows = {row["arm"]: row for row in read_rows(tmp_path / "runs.csv")}
+    rows = {row["arm"]: row for row in read_rows(tmp_path / "proof.csv")}
     assert set(rows) == {"random", "ppo", "grpo"}
-    curves = CurveStore(tmp_path / "runs.csv").load()
+    curves = CurveStore(tmp_path / "proof.csv").load()
     assert len(curves) == 2
     for (_, _, settings), curve in curves.items():
         [row] = [row for row in rows.values() if row["settings_hash"] == settings]
@@ -83,7 +83,7 @@ def test_a_failed_run_is_named_and_the_others_are_done(
     printed = capsys.readouterr()
     assert "FAILED: ppo Acrobot-v1" in printed.err
     assert "2 runs done, 1 failed" in printed.out
-    assert {row["arm"] for row in read_rows(tmp_path / "runs.csv")} == {"random", "grpo"}
+    assert {row["arm"] for row in read_rows(tmp_path / "proof.csv")} == {"random", "grpo"}
 
 
 @pytest.fixture
@@ -105,8 +105,8 @@ def test_on_ray_rows_are_those_of_runs_in_process_and_a_failed_run_is_named(
     printed = capsys.readouterr()
     assert "FAILED: ppo Acrobot-v1" in printed.err and "batch_size" in printed.err
     assert "2 runs done, 1 failed" in printed.out
-    rows = {row["arm"]: row for row in read_rows(tmp_path / "runs.csv")}
-    [(_, curve)] = CurveStore(tmp_path / "runs.csv").load().items()
+    rows = {row["arm"]: row for row in read_rows(tmp_path / "proof.csv")}
+    [(_, curve)] = CurveStore(tmp_path / "proof.csv").load().items()
 
     random, _, grpo = expand(broken, "proof", envs=["Acrobot-v1"])
     for cell in (random, grpo):
@@ -220,7 +220,7 @@ def test_rows_come_back_from_the_file_as_they_went_in(tmp_path: pathlib.Path) ->
 
 
 def test_curves_are_the_same_before_and_after_packing(tmp_path: pathlib.Path) -> None:
-    store = CurveStore(tmp_path / "runs.csv")
+    store = CurveStore(tmp_path / "proof.csv")
     for seed in "12":
         store.save(("toys/A-v1", seed, "aaaaaaaa"), LearningCurve([3, 9, 20], [1.0, float(seed), 0.1]))
     assert store.pack() == 2

@@ -50,7 +50,7 @@ def test_there_is_no_ratio_to_a_rival_that_does_not_learn_and_no_win_where_nobod
     line = cells(versus.summary_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])
     assert line[1:] == ["1 of 2", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)", "0.50 (0.00 to 1.00)", "", ""]
     line = cells(versus.outcomes_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])
-    assert line[1:] == ["area", "1", "0", "1", "Pendulum-v1 -5.00 (-5.00 to -5.00)"]
+    assert line[1:] == ["area", "1, 0, 1", "Pendulum-v1 -5.00 (-5.00 to -5.00)"]
 
 
 def test_nothing_is_said_before_there_are_rows(tmp_path: pathlib.Path) -> None:
@@ -165,7 +165,7 @@ def test_ahead_and_behind_need_an_interval_on_one_side_of_zero_and_three_seeds(t
     suite = toy_suite(tmp_path, areas, random=10.0)
     _, _, *lines = versus.outcomes_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()
     behind = "CartPole-v1 -10.0 (-11.3 to -8.67)"
-    assert [cells(line) for line in lines] == [["PPO", by, "1", "1", "1", behind] for by in ("area", "evaluation")]
+    assert [cells(line) for line in lines] == [["PPO", by, "1, 1, 1", behind] for by in ("area", "evaluation")]
 
 
 def test_outcomes_wait_for_three_seeds(tmp_path: pathlib.Path) -> None:

@@ -30,11 +30,6 @@ SMALL: dict[str, Any] = {
             "seeds_of": {"CartPole-v1": [100, 101]},
             "timesteps": {"CartPole-v1": 2048, "Acrobot-v1": 1024},
         },
-        "cases": {
-            "cases": {
-                "easy": {"env": "CartPole-v1", "timesteps": 1000, "threshold": 100.0, "required": 2, "seeds": [0, 1, 2]}
-            },
-        },
     },
 }
 
@@ -63,10 +58,10 @@ def toy_suite(
             continue
         env, seed, settings = run.key()
         row = {"arm": run.arm, "env": env, "seed": seed, "settings_hash": settings, "wall_clock": 10, "steps_per_second": 1000}
-        append_row(results / "runs.csv", {**row, **dict.fromkeys(("auc", "final", "eval_mean"), area)}, FIELDS)
+        append_row(results / "toy.csv", {**row, **dict.fromkeys(("auc", "final", "eval_mean"), area)}, FIELDS)
         if run.algo != "random":
             curve = LearningCurve(np.arange(1, 101) * 10, np.linspace(0.0, 2 * area, 100))
-            CurveStore(results / "runs.csv").save(run.key(), curve)
+            CurveStore(results / "toy.csv").save(run.key(), curve)
         if speeds and run.arm in speeds and run.seed == 100:
             row = {"session": 1, "env": env, "settings_hash": settings, "seconds_per_step": speeds[run.arm]}
             append_row(results / "speed.csv", row, list(row))

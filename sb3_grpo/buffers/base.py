@@ -164,6 +164,15 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         """
         return ""
 
+    def obstacle(self) -> str:
+        """
+        :return: Why the last rollout gave nothing to learn from, if it did not, and what to change
+        """
+        return (
+            "All rewards that were compared are equal, so all advantages are zero. Check the reward of the environment. If "
+            "rewards are rare, explore more (`ent_coef`), use larger groups (`group_size`), or train longer."
+        )
+
     def _scaled(self, advantages: np.ndarray, normalize_advantage: bool) -> np.ndarray:
         """
         :param advantages: Advantages of the update, at least one, shape ``(n,)``

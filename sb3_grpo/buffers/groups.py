@@ -117,6 +117,15 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     def reward_normalizer(self, env: VecEnv) -> VecNormalize | None:
         return reward_normalizer(env)
 
+    def obstacle(self) -> str:
+        if self.n_samples > 0:
+            return super().obstacle()
+        return (
+            f"No group of {self.group_size} trajectories was completed, and this buffer learns from complete groups. Train "
+            "longer, use a smaller `group_size`, fewer environments or shorter episodes "
+            "(`gymnasium.make(..., max_episode_steps=...)`), or `rollout_buffer_class='kernel'`."
+        )
+
     def reset(self) -> None:
         if self.pos > 0:
             # The last rollout was interrupted. Its trajectories continue, so their beginnings are kept.

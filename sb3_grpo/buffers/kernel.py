@@ -368,7 +368,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         tensors = map_observations(th.as_tensor, observations)
         encoded = preprocess_obs(tensors, self.observation_space, normalize_images=False)
         parts = list(encoded.values()) if isinstance(encoded, dict) else [encoded]
-        return th.cat([part.flatten(start_dim=1).double() for part in parts], dim=1).numpy()
+        return th.cat([part.unsqueeze(-1).flatten(start_dim=1).double() for part in parts], dim=1).numpy()
 
     def get_state(self) -> dict[str, Any]:
         return {

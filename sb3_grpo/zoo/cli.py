@@ -4,33 +4,32 @@ The command line: rl-zoo3's scripts, with ``grpo`` among their algorithms.
     python -m sb3_grpo.zoo train --algo grpo --env CartPole-v1
     python -m sb3_grpo.zoo enjoy --algo grpo --env CartPole-v1 -f logs --no-render
 
-Each script has the options that it has in rl-zoo3. Without a display, figures are saved in the current folder.
+Each script has the options that it has in rl-zoo3. Besides, ``train`` takes ``--vec-env ray`` with ``--n-workers`` and
+``--ray-address``. Without a display, figures are saved in the current folder.
 """
 
+import argparse
 import importlib
 import runpy
-import subprocess
 import sys
 from typing import Any
-from unittest import mock
 
 import matplotlib
 from matplotlib import pyplot as plt
 
 from sb3_grpo.zoo.registration import register
 
-#: Scripts of rl-zoo3: the module, and its function; ``None`` if the module is run as a script.
+#: Scripts of rl-zoo3: the module, and its function; ``None`` if the module is run as a script. ``record_training`` and
+#: ``benchmark`` are not among them, because they start other scripts in new processes, which would not know ``grpo``.
 SCRIPTS: dict[str, tuple[str, str | None]] = {
     "train": ("rl_zoo3.train", "train"),
     "enjoy": ("rl_zoo3.enjoy", "enjoy"),
     "record_video": ("rl_zoo3.record_video", None),
-    "record_training": ("rl_zoo3.record_training", None),
     "plot_train": ("rl_zoo3.plots.plot_train", "plot_train"),
     "all_plots": ("rl_zoo3.plots.all_plots", "all_plots"),
     "plot_from_file": ("rl_zoo3.plots.plot_from_file", "plot_from_file"),
     "push_to_hub": ("rl_zoo3.push_to_hub", None),
     "load_from_hub": ("rl_zoo3.load_from_hub", None),
-    "benchmark": ("rl_zoo3.benchmark", None),
 }
 
 
@@ -46,18 +45,37 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if name not in SCRIPTS:
         sys.exit(f"There is no script {name!r}: pass one of {', '.join(SCRIPTS)}.")
-    register()
+    rest, ray = parse_ray_options(rest) if name == "train" else (rest, None)
+    register(ray)
     module, function = SCRIPTS[name]
-    with (
-        mock.patch.object(sys, "argv", [f"python -m sb3_grpo.zoo {name}", *rest]),
-        mock.patch.object(subprocess, "call", _call),
-    ):
+    command_line, sys.argv = sys.argv, [f"python -m sb3_grpo.zoo {name}", *rest]
+    try:
         if function is None:
             runpy.run_module(module, run_name="__main__")
         else:
             getattr(importlib.import_module(module), function)()
+    finally:
+        sys.argv = command_line
     if matplotlib.get_backend().lower() == "agg":  # which cannot show a figure
         save_figures(name)
+
+
+def parse_ray_options(arguments: list[str]) -> tuple[list[str], dict[str, Any] | None]:
+    """
+    :param arguments: Arguments of ``train``
+    :return: Those that rl-zoo3 knows, and the keyword arguments of the ``RayVecEnv``; ``None`` without ``--vec-env ray``
+    """
+    parser = argparse.ArgumentParser("train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--vec-env")
+    parser.add_argument("--n-workers", type=int)
+    parser.add_argument("--ray-address")
+    options, others = parser.parse_known_args(arguments)
+    if options.vec_env == "ray":
+        return others, dict(n_workers=options.n_workers, address=options.ray_address)
+    for option, value in (("--n-workers", options.n_workers), ("--ray-address", options.ray_address)):
+        if value is not None:
+            parser.error(f"`{option} {value}` is for `--vec-env ray`: pass `--vec-env ray` as well.")
+    return arguments, None
 
 
 def save_figures(name: str) -> None:
@@ -71,25 +89,3 @@ def save_figures(name: str) -> None:
         plt.figure(number).savefig(path)
         plt.close(number)
         print(f"Figure: {path}")
-
-
-_original_call = subprocess.call
-
-
-def _call(command: Any, *args: Any, **kwargs: Any) -> int:
-    # record_training and benchmark run other scripts in new processes, which would not know grpo.
-    return _original_call(redirected(command), *args, **kwargs)
-
-
-def redirected(command: Any) -> Any:
-    """
-    :param command: Command of a new process
-    :return: The same command, through this command line if it is a script of rl-zoo3
-    """
-    if not isinstance(command, list) or not command or command[0] != "python":
-        return command
-    for name, (module, _) in SCRIPTS.items():
-        for script in (["-m", module], [f"{name}.py"]):
-            if command[1 : 1 + len(script)] == script:
-                return [sys.executable, "-m", "sb3_grpo.zoo", name, *command[1 + len(script) :]]
-    return command

@@ -1,12 +1,12 @@
 """rl-zoo3's experiment manager, adapted to an algorithm of a plugin."""
 
-import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import rl_zoo3.exp_manager
 from rl_zoo3.exp_manager import ExperimentManager
 from rl_zoo3.utils import SimpleLinearSchedule
 from stable_baselines3.common.base_class import BaseAlgorithm
@@ -15,47 +15,38 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from sb3_grpo.validation import require_at_least
 
 HYPERPARAMS = Path(__file__).with_name("hyperparams") / "grpo.yml"
+#: Entries that may be Python in a string.
+EVALUATED = ("policy_kwargs", "rollout_buffer_kwargs", "normalize", "monitor_kwargs")
+#: Words that people write in a hyperparameter file, and that YAML takes for strings, at least in quotation marks.
+WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 class GRPOExperimentManager(ExperimentManager):
     """
-    :class:`rl_zoo3.exp_manager.ExperimentManager` with three additions for ``grpo``: it uses the hyperparameter file of this
-    package unless another one is given, it evaluates ``rollout_buffer_kwargs`` and schedules of ``clip_range_high``, and it
-    refuses wrong values with the file and the entry. Besides, ``vec_env_type="ray"`` trains in a
-    :class:`~sb3_grpo.distributed.RayVecEnv`, with ``n_workers`` and ``ray_address`` from the command line.
+    :class:`rl_zoo3.exp_manager.ExperimentManager` with additions for ``grpo``. It uses the hyperparameter file of this package
+    unless another one is given. It understands numbers as people write them, ``rollout_buffer_kwargs`` in a string and
+    schedules of ``clip_range_high``. It refuses wrong values with the file and the entry.
 
     :param args: See the base class
     :param kwargs: See the base class
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        given = inspect.signature(ExperimentManager).bind(*args, **kwargs)
-        self.ray_vec_env_class: Any = None
-        if given.arguments.get("vec_env_type") == "ray":
-            from sb3_grpo.distributed import RayVecEnv
+    #: Keyword arguments of the ``RayVecEnv`` to train in; ``None`` for the class that ``--vec-env`` names.
+    ray: ClassVar[dict[str, Any] | None] = None
 
-            self.ray_vec_env_class = RayVecEnv
-            given.arguments["vec_env_type"] = "dummy"
-        super().__init__(*given.args, **given.kwargs)
-        if self.ray_vec_env_class is not None:
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.ray is not None:
             self.save_path = os.path.abspath(self.save_path)  # workers have folders of their own
-        if self.algo == "grpo" and not given.arguments.get("config"):
+        if self.algo == "grpo" and not kwargs.get("config"):
             self.config = str(HYPERPARAMS)
 
     def read_hyperparameters(self) -> tuple[dict[str, Any], dict[str, Any]]:
         hyperparams, saved = super().read_hyperparameters()
         if self.algo == "grpo":
+            saved.update((name, plain_value(value)) for name, value in saved.items())  # `enjoy` reads them
             with self._errors_name_the_file():
-                if isinstance(hyperparams.get("rollout_buffer_kwargs"), str):
-                    hyperparams["rollout_buffer_kwargs"] = eval(hyperparams["rollout_buffer_kwargs"])
-                for name in ("learning_rate", "clip_range", "clip_range_high"):
-                    if isinstance(hyperparams.get(name), str):
-                        schedule = linear_schedule(name, hyperparams[name])
-                        if name == "clip_range_high":  # rl-zoo3 does it for the others
-                            hyperparams[name] = schedule
-                require_at_least("n_envs", hyperparams.get("n_envs", 1), 1)
-                if "policy" not in hyperparams:
-                    raise ValueError("`policy` is missing, such as `policy: MlpPolicy`.")
+                hyperparams = processed(hyperparams)
         return hyperparams, saved
 
     def setup_experiment(self) -> tuple[BaseAlgorithm, dict[str, Any]] | None:
@@ -65,11 +56,13 @@ class GRPOExperimentManager(ExperimentManager):
             return super().setup_experiment()
 
     def create_envs(self, n_envs: int, eval_env: bool = False, no_log: bool = False) -> VecEnv:
-        if self.ray_vec_env_class is not None:
+        if self.ray is not None:
+            from sb3_grpo.distributed import RayVecEnv
+
             # The first environment of a search only tells the spaces
             trains = not eval_env and (no_log or not self.optimize_hyperparameters)
-            options = dict(n_workers=self.args.n_workers, address=self.args.ray_address)
-            self.vec_env_class, self.vec_env_kwargs = (self.ray_vec_env_class, options) if trains else (DummyVecEnv, {})
+            self.vec_env_class = RayVecEnv if trains else DummyVecEnv
+            self.vec_env_kwargs = self.ray if trains else {}
         return super().create_envs(n_envs, eval_env, no_log)
 
     @contextmanager
@@ -84,6 +77,62 @@ class GRPOExperimentManager(ExperimentManager):
             raise ValueError(f"{where}{overwritten}: {error}") from error
 
 
+def processed(hyperparams: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param hyperparams: An entry of a hyperparameter file
+    :return: The same as rl-zoo3 and GRPO take it
+    :raises ValueError: If rl-zoo3 could not use one of the values; the message names its key
+    """
+    hyperparams = {name: plain_value(value) for name, value in hyperparams.items()}
+    for name in EVALUATED:
+        value = hyperparams.get(name)
+        if isinstance(value, str):
+            try:
+                # With the names that rl-zoo3 offers, such as `nn`.
+                value = eval(value, dict(vars(rl_zoo3.exp_manager)))
+            except Exception as error:
+                raise ValueError(f"`{name}` is {value!r}, which is no Python expression ({error!r}).") from error
+        if isinstance(value, dict):
+            value = {option: plain_number(each) for option, each in value.items()}
+        if name in hyperparams:
+            hyperparams[name] = value
+    for name in ("learning_rate", "clip_range", "clip_range_high"):
+        if isinstance(hyperparams.get(name), str):
+            schedule = linear_schedule(name, hyperparams[name])
+            if name == "clip_range_high":  # rl-zoo3 does it for the others
+                hyperparams[name] = schedule
+    if "policy" not in hyperparams or not isinstance(hyperparams["policy"], str):
+        raise ValueError(f"`policy` is {hyperparams.get('policy', 'missing')!r}: write a name, such as `policy: MlpPolicy`.")
+    for name in ("n_envs", "frame_stack"):
+        if hyperparams.get(name, 1) is None:
+            del hyperparams[name]
+    for name, default in (("n_timesteps", None), ("n_envs", 1), ("frame_stack", 1)):
+        require_at_least(name, hyperparams.get(name, default), 1)
+    return hyperparams
+
+
+def plain_value(value: Any) -> Any:
+    """
+    :param value: Value from a hyperparameter file
+    :return: The flag or ``None`` that is meant by a word such as ``"true"``, the result of :func:`plain_number` for others
+    """
+    return WORDS.get(value.strip().lower(), plain_number(value)) if isinstance(value, str) else plain_number(value)
+
+
+def plain_number(value: Any) -> Any:
+    """
+    :param value: Value from a hyperparameter file
+    :return: The number that is meant by a string such as ``"1e-3"``, which YAML does not take for one; an integer for a whole
+        number such as ``1e2`` or 4.0; other values as they are
+    """
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def linear_schedule(name: str, text: str) -> SimpleLinearSchedule:
     """
     :param name: Name of the argument
@@ -93,11 +142,10 @@ def linear_schedule(name: str, text: str) -> SimpleLinearSchedule:
     """
     kind, _, initial_value = text.partition("_")
     try:
-        if kind != "lin":
+        if kind != "lin" or "_" in initial_value:  # rl-zoo3 splits at each underscore
             raise ValueError(kind)
         return SimpleLinearSchedule(initial_value)
     except ValueError:
         raise ValueError(
-            f"`{name}` must be a number, or 'lin_' and the initial value, such as 'lin_0.3', not {text!r}. YAML takes numbers "
-            "without a point, such as 1e-3, for strings: write them with one, such as 1.0e-3."
+            f"`{name}` must be a number, or 'lin_' and the initial value, such as 'lin_0.3', not {text!r}."
         ) from None

@@ -29,7 +29,6 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
     trial.suggest_categorical("net_arch", ["tiny", "small", "medium"])
     trial.suggest_categorical("activation_fn", ["tanh", "relu"])
     trial.suggest_categorical("group_size", [2, 4, 8])
-    trial.suggest_categorical("n_reused_rollouts", [0, 1, 3])
 
     buffer = trial.suggest_categorical("rollout_buffer_class", ["kernel", "return_to_go", "stepwise", "outcome", "process"])
     if buffer == "kernel":
