@@ -105,16 +105,14 @@ def compile_functions() -> Compiled | str:
 
 def _warm_up(act: Callable[..., Any], update: Callable[..., Any]) -> None:
     """Call the functions once with arguments of the types that they always have, so that numba compiles them now."""
-    one, none = np.ones(1, np.float32), np.zeros((0, 1), np.float32)
-    network = Network(np.ones(2, np.int64), TANH, BERNOULLI, np.ones(0, np.int64))
+    one, two, none = np.ones(1, np.float32), np.ones(2, np.float32), np.zeros((0, 1), np.float32)
     column = one.reshape(1, 1)
-    optimizer = Optimizer(np.ones(2, np.float32), *np.ones((3, 2), np.float32), np.array([0, 1, 2]), np.full((2, 4), 0.5))
+    network = Network(np.ones(2, np.int64), TANH, BERNOULLI, np.ones(0, np.int64))
+    optimizer = Optimizer(two, two, two, two, np.array([0, 1, 2]), np.full((2, 4), 0.5))
     batch = Batch(column, column, one, one, one, none, none.reshape(-1))
-    act(network, np.ones(2, np.float32), one, one, np.ones((1, 1)), column)
     settings = Settings(0.2, 0.2, 0.0, 0.0, 0.5, np.inf)
-    update(
-        network, np.ones(2, np.float32), optimizer, batch, np.zeros(1, np.int64), 1, settings, np.zeros(len(Metrics._fields))
-    )
+    act(network, two, one, one, np.ones((1, 1)), column)
+    update(network, two.copy(), optimizer, batch, np.zeros(1, np.int64), 1, settings, np.zeros(len(Metrics._fields)))
 
 
 # --- which policies ---------------------------------------------------------------------------------------------------
@@ -217,9 +215,9 @@ def compiled_policy(
     functions = compile_functions()
     if isinstance(functions, str):
         return functions
-    compiled = getattr(policy, "_compiled", None)
+    compiled: CompiledPolicy | None = vars(policy).get("_compiled")
     if compiled is None or not compiled.fits(parts):
-        compiled = policy._compiled = CompiledPolicy(functions, parts)
+        compiled = vars(policy)["_compiled"] = CompiledPolicy(functions, parts)
     compiled.take_over(None if rollout_buffer is None else policy.optimizer)
     return compiled
 
@@ -339,9 +337,9 @@ class CompiledPolicy:
         :param parts: Parts of the policy as it is now
         :return: Whether they are still the same parameters with the same shapes, and the same activation
         """
-        ours, theirs = self._parts, parts
-        same_tensors = len(ours.tensors) == len(theirs.tensors) and all(map(lambda a, b: a is b, ours.tensors, theirs.tensors))
-        return same_tensors and all(map(np.array_equal, ours.network, theirs.network))
+        tensors = list(map(id, self._parts.tensors)) == list(map(id, parts.tensors))
+        ours, theirs = (np.concatenate([np.atleast_1d(each) for each in of.network]) for of in (self._parts, parts))
+        return tensors and np.array_equal(ours, theirs)
 
     def take_over(self, optimizer: th.optim.Optimizer | None) -> None:
         """

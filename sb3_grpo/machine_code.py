@@ -29,7 +29,7 @@ try:
     from numba.extending import register_jitable
 except Exception:  # numba is missing or broken, and nothing will be compiled
 
-    def register_jitable(**_: Any) -> Callable[[_Function], _Function]:  # type: ignore[misc]
+    def register_jitable(**_: Any) -> Callable[[_Function], _Function]:
         """:return: A decorator that changes nothing"""
         return lambda function: function
 
@@ -802,7 +802,7 @@ def surrogate(
         total_kl += share * found[2, i]
         metrics[ENTROPY] += found[1, i]
         metrics[KL] += found[2, i]
-        total_approx_kl += approx_kl
+        total_approx_kl += float(approx_kl)
         metrics[RATIO] += ratio
         metrics[RATIO_SQUARED] += np.float64(ratio) * ratio
         metrics[CLIPPED_LOW] += ratio - ONE < change_low

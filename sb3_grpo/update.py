@@ -69,9 +69,8 @@ class Objective:
         """
         max_kl = math.inf if target_kl is None else 1.5 * target_kl
         compiled = self.compiled_policy(policy, rollout_buffer)
-        if isinstance(compiled, str):
-            take_epoch = partial(self._take_epoch, policy, rollout_buffer, batch_size, max_kl)
-        else:
+        take_epoch: Callable[[], tuple[Epoch, float]] = partial(self._take_epoch, policy, rollout_buffer, batch_size, max_kl)
+        if not isinstance(compiled, str):
             take_epoch = self._compiled_epoch(compiled, policy, rollout_buffer, batch_size, max_kl)
         epochs: list[Epoch] = []
         for _ in range(n_epochs):
@@ -156,9 +155,9 @@ class Objective:
         distribution = policy.get_distribution(observations) if self.kl_coef > 0 and self.kl_penalty.is_exact else None
         if distribution is not None and is_unaltered(policy, ("evaluate_actions",)):
             # One pass of the policy serves the surrogate and the divergence.
-            log_prob, entropy = policy.evaluate_distribution(distribution, actions)  # type: ignore[assignment]
+            log_prob, entropy = policy.evaluate_distribution(distribution, actions)
         else:
-            log_prob, entropy = policy.evaluate_actions(observations, actions)  # type: ignore[assignment]
+            log_prob, entropy = policy.evaluate_actions(observations, actions)
         return losses.minibatch_loss(
             log_prob,
             rollout_data.old_log_prob,

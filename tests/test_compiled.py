@@ -185,6 +185,11 @@ def test_a_bernoulli_variable_agrees_with_numbers_worked_out_by_hand():
     assert found[:, 0] == pytest.approx([math.log(0.75), entropy, 0.5 * math.log(3.0)], abs=1e-6)
 
 
+def close(found: np.ndarray, expected: th.Tensor | None) -> None:
+    assert expected is not None
+    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-4, atol=3e-5)
+
+
 def torch_distribution(action_space: spaces.Space, outputs: th.Tensor, log_std: th.Tensor) -> Any:
     distribution: Any = make_proba_distribution(action_space)
     if isinstance(distribution, DiagGaussianDistribution):
@@ -214,7 +219,7 @@ def test_values_and_gradients_of_distributions_are_those_of_autograd(space: spac
         arguments = rows[0], deviations[0], rows[1], deviations[1], taken
         mc.evaluate_gaussian(*arguments, found)
         mc.backward_gaussian(*arguments, up.numpy(), gradient, grad_log_std)
-        np.testing.assert_allclose(grad_log_std, log_std.grad, rtol=1e-4, atol=1e-4)
+        close(grad_log_std, log_std.grad)
     elif family == mc.CATEGORICAL:
         for logits in rows:
             mc.log_softmax(logits, choices)
@@ -223,8 +228,8 @@ def test_values_and_gradients_of_distributions_are_those_of_autograd(space: spac
     else:
         mc.evaluate_bernoulli(*rows, taken, found)
         mc.backward_bernoulli(*rows, taken, up.numpy(), gradient)
-    np.testing.assert_allclose(found, expected.detach(), rtol=1e-5, atol=2e-5)
-    np.testing.assert_allclose(gradient, outputs.grad, rtol=1e-4, atol=2e-5)
+    close(found, expected)
+    close(gradient, outputs.grad)
 
 
 def test_a_forbidden_action_spoils_neither_entropy_nor_divergence_nor_gradient():
@@ -314,7 +319,7 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
         with th.no_grad():  # a reference at some distance
             kept = copy.deepcopy(policies[1].state_dict())
             for parameter in policies[1].parameters():
-                parameter += 0.1 * th.randn_like(parameter)
+                parameter.add_(0.1 * th.randn_like(parameter))
             penalty.renew(policies[1])
             policies[1].load_state_dict(kept)
         arguments = options["ent_coef"], options["kl_coef"], penalty, options["max_grad_norm"]
@@ -361,6 +366,7 @@ def test_the_same_random_numbers_give_the_same_actions(space: spaces.Space, obse
             results.append([*act(argument), th.randn(1)])
     for result in results[1:]:
         for ours, theirs in zip(result, results[0], strict=True):
+            assert ours is not None and theirs is not None
             assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
             th.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert isinstance(compiled_policy(in_torch), str) and isinstance(compiled_policy(policy), CompiledPolicy)
@@ -369,8 +375,8 @@ def test_the_same_random_numbers_give_the_same_actions(space: spaces.Space, obse
 @needs_numba
 def test_actions_are_as_frequent_as_they_are_probable():
     policy = make_policy(spaces.Discrete(3), net_arch=[])
-    policy.action_net.weight.data.zero_()  # type: ignore[operator, union-attr]
-    policy.action_net.bias.data.copy_(th.tensor([0.0, math.log(3.0), -math.inf]))  # type: ignore[operator, union-attr]
+    policy.action_net.weight.data.zero_()
+    policy.action_net.bias.data.copy_(th.tensor([0.0, math.log(3.0), -math.inf]))
     actions, log_prob, _ = actor(policy)(th.zeros(20_000, 3))
     th.testing.assert_close(th.bincount(actions, minlength=3) / 20_000, th.tensor([0.25, 0.75, 0.0]), atol=0.01, rtol=0)
     th.testing.assert_close(log_prob.exp(), th.tensor([0.25, 0.75, 0.0])[actions])
@@ -404,9 +410,9 @@ def test_runs_are_the_same_in_machine_code_and_in_torch(env: str, options: dict[
     # Few and small steps: rounding grows with every update, and a single other action would make another run.
     settings: dict[str, Any] = dict(n_steps=64, batch_size=32, n_epochs=4, seed=3, device="cpu", **options)
     watchers = [Actions(), Actions()]
+    policies: list[Any] = ["MlpPolicy", InTorch]
     models = [
-        GRPO(policy, env, **settings).learn(192, callback=watcher)
-        for policy, watcher in zip(("MlpPolicy", InTorch), watchers, strict=True)
+        GRPO(policy, env, **settings).learn(192, callback=watcher) for policy, watcher in zip(policies, watchers, strict=True)
     ]
     assert [isinstance(compiled_policy(model.policy), str) for model in models] == [False, True]
     np.testing.assert_allclose(watchers[0].actions, watchers[1].actions, rtol=1e-3, atol=1e-4)
@@ -444,7 +450,7 @@ def replace_data(policy: ActorPolicy) -> None:
 def write(policy: ActorPolicy) -> None:
     with th.no_grad():
         for parameter in policy.parameters():
-            parameter *= 1.01
+            parameter.mul_(1.01)
 
 
 def reload_optimizer(policy: ActorPolicy) -> None:
@@ -490,7 +496,8 @@ CHANGES: dict[str, Callable[[ActorPolicy], None]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changes_from_outside_reach_machine_code_and_its_changes_reach_torch(change: Callable[[ActorPolicy], None]):
     found = []
-    for cls in ("MlpPolicy", InTorch):
+    classes: list[Any] = ["MlpPolicy", InTorch]
+    for cls in classes:
         model = trained(cls)
         change(model.policy)
         model.learn(64, reset_num_timesteps=False)
@@ -504,7 +511,7 @@ def test_weights_that_change_during_a_rollout_act_at_once():
         def _on_step(self) -> bool:
             if self.n_calls == 16:
                 with th.no_grad():
-                    self.model.policy.log_std.fill_(-20.0)  # type: ignore[operator, union-attr]
+                    self.model.policy.log_std.fill_(-20.0)
                     self.model.policy.action_net.weight.zero_()  # type: ignore[operator, union-attr]
                     self.model.policy.action_net.bias.fill_(0.5)  # type: ignore[operator, union-attr]
             return True
@@ -530,7 +537,8 @@ def test_a_copy_and_a_pickle_of_a_policy_have_their_own_memory():
 def test_a_run_may_change_between_both_ways():
     """Frozen for one update, which takes torch, a parameter is trained in machine code before and after."""
     found = []
-    for cls in (InTorch, "MlpPolicy"):
+    classes: list[Any] = [InTorch, "MlpPolicy"]
+    for cls in classes:
         model = trained(cls)
         model.policy.policy_net[0].weight.requires_grad_(False)
         model.learn(32, reset_num_timesteps=False)
