@@ -7,58 +7,63 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check
-STAMP := $(VENV)/.installed
+# Python compiles a module when it is first imported, which most of these never are
+INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
+# Two stamps: what training needs, and all the rest
+TRAINING := $(VENV)/.training
+ALL := $(VENV)/.installed
 SOURCES := sb3_grpo benchmarks tests docs setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train learning test test-slow docs lint type format dist release-check clean
+.PHONY: help venv train test test-slow docs lint type format dist release-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
-venv: $(STAMP) ## create .venv and install the package, editable, with all that tests and benchmarks need
+venv: $(ALL) ## create .venv and install the package, editable, with all that tests and benchmarks need
 
 # torch comes first so that nothing after it can pick another build: see constraints.txt.
-$(STAMP): setup.py pyproject.toml constraints.txt
+$(TRAINING): setup.py pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed and $(PYTHON) is {v.major}.{v.minor}: pass another one, make PYTHON=python3.12")'
-	@echo 'Installing into $(VENV): one to a few minutes, the first time only.'
+	@echo '== Installing what training needs into $(VENV), about 1 GB, the first time only: PyTorch'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt torch
-	$(PIP) install -q -c constraints.txt -e '.[tests,benchmarks]'
+	$(INSTALL) torch
+	@echo '== Stable-Baselines3, this package, progress bar and plots'
+	$(INSTALL) -e '.[extra]'
 	@touch $@
 
-train: $(STAMP) ## train GRPO on CartPole, evaluate it, draw the learning curve, record an animation
-	$(PY) -m benchmarks.quickstart $(ARGS)
+$(ALL): $(TRAINING)
+	@echo '== Installing what tests, benchmarks and documentation need, about 1.4 GB more, the first time only'
+	$(INSTALL) -e '.[tests,benchmarks]'
+	@touch $@
 
-learning: $(STAMP) ## run the missing runs of the learning suite, print its table
-	$(PY) -m benchmarks.run --suite learning --jobs $(JOBS) $(ARGS)
-	$(PY) -m benchmarks.report --print learning
+train: $(TRAINING) ## train GRPO on CartPole, evaluate it, draw the learning curve, record an animation
+	$(PY) -m benchmarks.quickstart $(ARGS)
 
 test: lint type ## lint, type check and run every test that is not slow
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(STAMP) ## run the slow tests
+test-slow: $(ALL) ## run the slow tests
 	$(PY) -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
 
-docs: $(STAMP) ## build the documentation into docs/_build/html, warnings being errors
+docs: $(ALL) ## build the documentation into docs/_build/html, warnings being errors
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo 'docs/_build/html/index.html'
 
-lint: $(STAMP) ## ruff, black, codespell and proselint, changing nothing
+lint: $(ALL) ## ruff, black, codespell and proselint, changing nothing
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m black --check -q $(SOURCES)
 	$(VENV)/bin/codespell $(SOURCES) *.md
 	$(VENV)/bin/proselint check *.md docs/*.md $$(find sb3_grpo benchmarks docs/tour -name '*.py')
 
-type: $(STAMP) ## mypy
+type: $(ALL) ## mypy
 	$(PY) -m mypy
 
-format: $(STAMP) ## sort imports, apply ruff's safe fixes, reformat
+format: $(ALL) ## sort imports, apply ruff's safe fixes, reformat
 	$(PY) -m ruff check --fix $(SOURCES)
 	$(PY) -m black -q $(SOURCES)
 
-dist: $(STAMP) ## build the wheel and the source archive into dist/ and check their metadata
+dist: $(ALL) ## build the wheel and the source archive into dist/ and check their metadata
 	rm -rf dist
 	$(PY) -m build
 	$(PY) -m twine check --strict dist/*

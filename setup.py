@@ -5,12 +5,13 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 README = ROOT / "README.md"
 
-EXTRA = ["matplotlib>=3.7", "rich>=13", "tensorboard>=2.14", "tqdm>=4.65"]  # learning curves, progress bar, TensorBoard logs
+# Learning curves, the window of CartPole, progress bar, TensorBoard logs
+EXTRA = ["gymnasium[classic-control]", "matplotlib>=3.7", "rich>=13", "tensorboard>=2.14", "tqdm>=4.65"]
 BOX2D = ["gymnasium[box2d]>=1.2.3"]  # older ones build box2d-py, which needs swig and a compiler
 MUJOCO = ["gymnasium[mujoco]"]
 MINIGRID = ["minigrid>=3.0"]
 # rl_zoo3 imports requests and pandas, and needs moviepy and pygame for videos, without asking for them
-ZOO = ["rl_zoo3[plots]>=2.9,<3", "gymnasium[classic-control]", "moviepy>=1.0.3", "pandas>=2.2", "requests>=2.31"]
+ZOO = ["rl_zoo3[plots]>=2.9,<3", "moviepy>=1.0.3", "pandas>=2.2", "requests>=2.31"]
 DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery>=0.17", "sphinx-mathjax-offline"]
 RAY = ["ray>=2.40,<3"]
 LINT = ["black", "codespell", "mypy", "proselint", "ruff"]

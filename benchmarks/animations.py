@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "animations"
 RECORDED = {
     "CartPole-v1": (100_000, 2, 100),
     "LunarLander-v3": (600_000, 3, 100),
-    "HalfCheetah-v5": (300_000, 1, 45),
+    "HalfCheetah-v5": (300_000, 2, 45),
     "sb3_grpo/LoadBalancing-v0": (200_000, 1, 100),
 }
 #: How to render where the default does not do: the camera of MuJoCo stays behind

@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
+from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo.persistence import random_state, set_random_state
 from sb3_grpo.shared_inputs import check_shared_inputs
@@ -129,34 +128,20 @@ def entropy_floor(action_space: spaces.Space, squash_output: bool = False) -> fl
     return float(np.sum(np.log(std) + 0.5 * np.log(2.0 * np.pi * np.e)))
 
 
-def _recent_returns(model: Any, metrics: dict[str, float]) -> tuple[float, float]:
+def _recent_returns(model: Any) -> tuple[float, float]:
     """
     :param model: The model that is trained
-    :param metrics: Metrics of its last rollout
-    :return: Mean of the returns of recent episodes and their spread: the standard deviation, or without a Monitor the range
-        within groups. NaN until an episode has ended
+    :return: Mean of the returns of recent episodes and their spread: the standard deviation, or without a Monitor the mean
+        range within groups. NaN until an episode has ended
     """
     returns = [episode["r"] for episode in model.ep_info_buffer]
     if returns:
         return float(np.mean(returns)), float(np.std(returns))
     # Without a Monitor, only the returns in the buffer are known. VecNormalize may have scaled them.
-    return metrics.get("rollout/group_return_mean", np.nan), metrics.get("rollout/group_return_spread", np.nan)
-
-
-class _CannotBeSent(type):
-    def __instancecheck__(cls, env: Any) -> bool:
-        try:
-            ForkingPickler.dumps(env.spec)
-        except Exception:
-            return True
-        return False
-
-
-class _SpecCannotBeSent(gym.Wrapper, metaclass=_CannotBeSent):
-    """
-    The class of all environments whose spec cannot be sent to another process. ``env_is_wrapped`` lets the worker find out,
-    which would end if it tried to send it.
-    """
+    groups = getattr(model.rollout_buffer, "group_returns", [])
+    if not groups:
+        return np.nan, np.nan
+    return float(np.mean(np.concatenate(groups))), float(np.mean([max(members) - min(members) for members in groups]))
 
 
 def _make_copy(venv: VecEnv) -> gym.Env:
@@ -165,12 +150,12 @@ def _make_copy(venv: VecEnv) -> gym.Env:
     :return: A fresh copy of the first of its environments
     :raises Exception: If it cannot be made again
     """
-    if isinstance(venv.unwrapped, SubprocVecEnv):
-        # Only wrappers are asked; `gym.make` returns one, unless it is told otherwise.
-        is_asked, refuses = (venv.env_is_wrapped(each, 0)[0] for each in (gym.Wrapper, _SpecCannotBeSent))
-        if refuses or not is_asked:
-            raise ValueError("The worker cannot send the spec of its environment")
-    spec = venv.get_attr("spec", 0)[0]
+    envs = getattr(venv.unwrapped, "envs", None)
+    if not envs:
+        raise ValueError("the environments are not in this process")
+    spec = envs[0].spec
+    if spec is None:
+        raise ValueError("the environment was not made by `gymnasium.make`")
     copied = replace(
         spec,
         # A spec does not say how to make SB3's Monitor again.
@@ -234,7 +219,11 @@ class Doctor(BaseCallback):
         try:
             with closing(_make_copy(self.training_env)) as env:
                 found = check_shared_inputs(env)
-        except Exception:  # an environment that cannot be made again is not checked
+        except Exception as error:
+            self.report(
+                f"Doctor (shared inputs): could not check whether the members of a group share their inputs ({error}): call "
+                "`check_shared_inputs(env)` with one of the environments."
+            )
             return
         finally:
             set_random_state(state)
@@ -257,12 +246,11 @@ class Doctor(BaseCallback):
 
     def _checkup(self) -> Checkup:
         model: Any = self.model
-        metrics = {**model.rollout_buffer.metrics, **model.update_metrics}
-        mean_return, deviation = _recent_returns(model, metrics)
+        mean_return, deviation = _recent_returns(model)
         if np.isnan(self._return_to_rise_above):
             self._return_to_rise_above = mean_return + deviation
         return Checkup(
-            metrics=metrics,
+            metrics={**model.rollout_buffer.metrics, **model.update_metrics},
             entropy_floor=entropy_floor(model.action_space, model.policy.squash_output),
             max_waiting=getattr(model.rollout_buffer, "max_waiting", np.inf),
             risen=mean_return > self._return_to_rise_above,

@@ -33,6 +33,7 @@ from sb3_grpo.settings import (
     check_settings,
     chosen_n_steps,
     describe_settings,
+    min_steps_notice,
     refuse_arguments,
     time_limit,
 )
@@ -239,6 +240,9 @@ class GRPO(PersistentAlgorithm):
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
         if self._chooses_n_steps:
             self.n_steps = chosen_n_steps(buffer_class.rollout_size(), self.n_envs, self.batch_size)
+            notice = min_steps_notice(self.n_steps, self.n_envs, buffer_class.rollout_size())
+            if notice and self.verbose >= 1:
+                print(notice)
         elif buffer_class.update_size(self.n_steps * self.n_envs) is not None:
             check_rollout(self.n_steps, self.n_envs, self.batch_size, self.normalize_advantage)
         self.clip_range = FloatSchedule(self.clip_range)
@@ -258,8 +262,6 @@ class GRPO(PersistentAlgorithm):
         self.kl_penalty = KLPenalty(self.kl_reference, self.kl_estimator)
         self._continue_run(saved_ledger, last_obs)
         self._settings = self._current_settings()
-        if self.rollout_buffer.remark() and self.verbose >= 1:
-            print(self.rollout_buffer.remark())
 
     @property
     def start_queue(self) -> Ledger | None:
@@ -492,6 +494,7 @@ class GRPO(PersistentAlgorithm):
 
     def train(self) -> None:
         """Update the policy with the transitions in the rollout buffer. Without any, the weights stay as they are."""
+        self._take_up_changes()  # which a callback may have made at the end of the rollout
         self.policy.set_learning_rate(self.lr_schedule(self._current_progress_remaining))
         self.logger.record("train/learning_rate", self.policy.optimizer.param_groups[0]["lr"])
         self.update_metrics = {}

@@ -7,8 +7,9 @@ finds weights that are consistent with the lambda-returns bootstrapped from thei
 it in a form that has exactly one solution for every discount factor. The alternative, a regression of returns on features of
 state *and time*, follows the linear baseline of Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
 
-All tensors have double precision and are on the CPU. The problems are small, and torch's linear algebra respects the number of
-threads that the user has set, which numpy's does not.
+All tensors are on the CPU. Features and their products over a rollout have single precision, which is several times as fast.
+Statistics are summed, and systems solved, in double precision. Torch's linear algebra respects the number of threads that the
+user has set, which numpy's does not.
 """
 
 import copy
@@ -25,6 +26,33 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 LEVEL_RIDGE = 1e-12
 #: The default bandwidth is this number over the root of the number of inputs that vary.
 BANDWIDTH = 1.1
+#: A fit has at most this many inputs. More are hashed, see :func:`hashed_inputs`.
+MAX_INPUTS = 512
+#: Number of steps, and number of columns, that are multiplied at a time.
+BLOCK_STEPS = 32
+BLOCK_COLUMNS = 192
+
+
+def hashed_inputs(inputs: th.Tensor) -> th.Tensor:
+    """
+    Feature hashing (Weinberger et al. 2009, https://arxiv.org/abs/0902.2206): input ``i`` is added to sum ``i mod MAX_INPUTS``
+    with a fixed random sign.
+
+    Squared distances keep their expectation over the signs. An input whose sum has no other input that varies keeps all its
+    information, so little is lost where most inputs are constant.
+
+    :param inputs: Inputs, shape ``(n, d)``
+    :return: Sums, shape ``(n, MAX_INPUTS)``; the inputs themselves if they are not more than that
+    """
+    n_inputs = inputs.shape[1]
+    if n_inputs <= MAX_INPUTS:
+        return inputs
+    # The stream of this generator is the same in all versions of numpy.
+    signs = th.as_tensor(2.0 * np.random.RandomState(0).randint(2, size=n_inputs) - 1.0).to(inputs)
+    sums = inputs.new_zeros(len(inputs), MAX_INPUTS)
+    for part, part_signs in zip(inputs.split(MAX_INPUTS, dim=1), signs.split(MAX_INPUTS), strict=True):
+        sums[:, : part.shape[1]].addcmul_(part, part_signs)
+    return sums
 
 
 def fourier_features(
@@ -45,7 +73,7 @@ def fourier_features(
     :return: Features, shape ``(n, d + 2 + D)``, or ``(n, d + 1 + D)`` without the time feature
     """
     ones = th.ones(len(inputs), 1, dtype=inputs.dtype)
-    tau = times[:, None]
+    tau, frequencies, phases = times[:, None], frequencies.to(inputs), phases.to(inputs)
     linear, arguments = ([ones, inputs, tau], th.hstack([inputs, 2.0 * tau])) if time_feature else ([ones, inputs], inputs)
     cosines = th.addmm(phases, arguments, frequencies).cos_().mul_(math.sqrt(2.0 / len(phases)))
     return th.hstack([*linear, cosines])
@@ -61,13 +89,33 @@ def eligibility_traces(features: th.Tensor, continues: th.Tensor, decay: float) 
     :param decay: Decay per step
     :return: ``e``, shape ``(n_envs, n_steps, p)``
     """
-    # A step is too little work for torch, whose calls take several times as long as numpy's.
-    traces, decays = features.numpy().copy(), (decay * continues).numpy()[..., None]
-    previous, decayed = traces[:, 0], np.empty_like(traces[:, 0])
-    for current, step_decay in zip(traces.swapaxes(0, 1)[1:], decays.swapaxes(0, 1)[:-1], strict=True):
-        current += np.multiply(step_decay, previous, out=decayed)
-        previous = current
-    return th.from_numpy(traces)
+    # A block of steps is a product with the matrix of the decays from each of its steps to each later one.
+    traces, n_steps = features.clone(), features.shape[1]
+    trajectories = (1.0 - continues).cumsum(dim=1) - (1.0 - continues)
+    lags = th.arange(BLOCK_STEPS + 1)[:, None] - th.arange(BLOCK_STEPS + 1)
+    decays = (decay ** lags.clamp(min=0).double()).tril()
+    for first in range(0, n_steps, BLOCK_STEPS):
+        # The first trace of a block is the last of the block before.
+        block, own = slice(first, first + BLOCK_STEPS + 1), trajectories[:, first : first + BLOCK_STEPS + 1]
+        size = own.shape[1]
+        connected = own[:, :, None] == own[:, None, :]
+        traces[:, block] = (decays[:size, :size] * connected).to(features) @ traces[:, block]
+    return traces
+
+
+def lower_gram(features: th.Tensor) -> th.Tensor:
+    """
+    The lower triangle of ``Phi' Phi``, which is all that a Cholesky factorisation reads.
+
+    :param features: ``Phi``, shape ``(n, p)``
+    :return: ``Phi' Phi`` on and below the diagonal, other entries are arbitrary, shape ``(p, p)``
+    """
+    n_features = features.shape[1]
+    gram = features.new_zeros(n_features, n_features)
+    for first in range(0, n_features, BLOCK_COLUMNS):
+        columns = slice(first, first + BLOCK_COLUMNS)
+        gram[first:, columns] = features[:, first:].T @ features[:, columns]
+    return gram
 
 
 def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: float) -> th.Tensor:
@@ -90,7 +138,7 @@ def metric_factor(metric: th.Tensor, count: th.Tensor, ridge: float) -> th.Tenso
     """
     The Cholesky factor ``L`` of the metric ``C / N + ridge I`` of :func:`lstd_weights`.
 
-    :param metric: ``C = Phi' Phi``, shape ``(p, p)``
+    :param metric: ``C = Phi' Phi``, of which the lower triangle is read, shape ``(p, p)``
     :param count: ``N``, the (weighted) number of samples, shape ``()``; less than one counts as one
     :param ridge: Penalty
     :return: ``L``, shape ``(p, p)``
@@ -128,7 +176,7 @@ def lstd_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, factor: t
     system = th.hstack([gram, moment[:, None]]) / count.clamp(min=1.0)
     whitened = th.linalg.solve_triangular(factor, system, upper=False)
     left, right = whitened[:, :-1], whitened[:, -1:]
-    normal = left.T @ left
+    normal = lower_gram(left)
     normal.diagonal()[0] += LEVEL_RIDGE
     normal.diagonal()[1:] += ridge
     return th.cholesky_solve(left.T @ right, th.linalg.cholesky(normal))[:, 0]
@@ -159,7 +207,7 @@ def predict_by_fold(features: th.Tensor, weights: th.Tensor, folds: th.Tensor) -
     :param folds: Fold of each sample, shape ``(n,)``
     :return: ``b``, shape ``(n,)``
     """
-    return (features @ weights.T).gather(1, folds[:, None])[:, 0]
+    return (features @ weights.T.to(features)).gather(1, folds[:, None])[:, 0].double()
 
 
 class FitStatistics:
@@ -232,18 +280,19 @@ class FitStatistics:
         """
         left = features if traces is None else traces
         right = features if differences is None else differences
+        targets = targets.to(left)
         # One fold after the other: with hundreds of features, matrices of all folds at once take more memory than the rollout.
         own = []
         for fold in range(int(folds.max()) + 1):
             member = folds == fold
             z = left[member]
-            own.append((z.T @ right[member], z.T @ targets[member], member.sum().double()))
+            own.append(((z.T @ right[member]).double(), (z.T @ targets[member]).double(), member.sum().double()))
         grams, moments, counts = zip(*own, strict=True)
         self.gram += sum(grams)
         self.moment += sum(moments)
         self.count += sum(counts)
         if self.metric is not None:
-            self.metric += features.T @ features
+            self.metric += lower_gram(features)
         others = ((self.gram - gram, self.moment - moment, self.count - count) for gram, moment, count in own)
         return th.stack(self._solve(ridge, others))
 
@@ -261,7 +310,8 @@ class FitStatistics:
 
 class KernelBaseline:
     """
-    Running standardisation of the inputs, random Fourier features, and a linear fit that forgets earlier rollouts.
+    Running standardisation of the inputs that do not arrive standardised, random Fourier features, and a linear fit that
+    forgets earlier rollouts.
 
     Inputs that have never varied are left out of the fit. MiniGrid's flat observations have thousands of them.
 
@@ -303,11 +353,13 @@ class KernelBaseline:
         self._phases = th.empty(0, dtype=th.float64)
         self._statistics = FitStatistics(0, lstd)
 
-    def observe(self, inputs: np.ndarray) -> None:
+    def observe(self, inputs: np.ndarray, standardised: np.ndarray | bool = False) -> None:
         """
         Update the running mean and variance of the inputs, and which of them vary.
 
         :param inputs: Inputs, shape ``(n, d)``
+        :param standardised: Which inputs arrive standardised, so that no statistics of them are kept, shape ``(d,)``;
+            ``False`` for none
         """
         if self._input_statistics is None:
             self._draw_features(inputs.shape[1], int((inputs != inputs[0]).any(axis=0).sum()))
@@ -318,6 +370,7 @@ class KernelBaseline:
         else:
             updated = self._input_statistics.copy()
         updated.update(inputs)
+        updated.mean[standardised], updated.var[standardised] = 0.0, 1.0
         varies, statistics = self._varies | (inputs != self._first_input).any(axis=0), self._statistics
         if varies.sum() > self._varies.sum():
             # Standardised inputs that had not varied were zero, and so are their rows and columns of the statistics.
@@ -345,7 +398,7 @@ class KernelBaseline:
         """
         :param inputs: Inputs, shape ``(n, d)``
         :param times: Step within the episode divided by the horizon, shape ``(n,)``
-        :return: Features, shape ``(n, p)``
+        :return: Features in single precision, shape ``(n, p)``
         """
         assert self._input_statistics is not None, "observe() comes before features()"
         mean, var, frequencies = self._input_statistics.mean, self._input_statistics.var, self._frequencies
@@ -354,8 +407,8 @@ class KernelBaseline:
             frequencies = frequencies[np.flatnonzero(np.append(self._varies, [True] * self.time_feature))]
         standardised = np.clip((inputs - mean) / np.sqrt(var), -self.clip, self.clip)
         return fourier_features(
-            th.as_tensor(standardised, dtype=th.float64),
-            th.as_tensor(times, dtype=th.float64),
+            th.as_tensor(standardised, dtype=th.float32),
+            th.as_tensor(times, dtype=th.float32),
             frequencies,
             self._phases,
             self.time_feature,

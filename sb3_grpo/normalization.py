@@ -60,7 +60,7 @@ class ObservationNormalizer(nn.Module):
         return {**observations, **{name: self._standardised(observations[name], own) for name, own in self.slices.items()}}
 
     def _standardised(self, part: th.Tensor, own: slice) -> th.Tensor:
-        standardised = (part.flatten(1) - self.shift[own]) * self.scale[own]
+        standardised = (part.unsqueeze(-1).flatten(1) - self.shift[own]) * self.scale[own]
         return standardised.clamp_(-MAX_STANDARDISED, MAX_STANDARDISED).view_as(part)
 
     def observe(self, observations: Any) -> bool:

@@ -411,12 +411,19 @@ class ActorPolicy(BasePolicy):
         return self._distribution(self._latent(obs))
 
     def _distribution(self, latent: th.Tensor) -> Distribution:
-        action_params = self.action_net(latent)
+        params = [self.action_net(latent)]
         if isinstance(self.action_dist, StateDependentNoiseDistribution):
-            return self.action_dist.proba_distribution(action_params, self.log_std, latent)
-        if isinstance(self.action_dist, DiagGaussianDistribution):
-            return self.action_dist.proba_distribution(action_params, self.log_std)
-        return self.action_dist.proba_distribution(action_params)
+            params += [self.log_std, latent]
+        elif isinstance(self.action_dist, DiagGaussianDistribution):
+            params += [self.log_std]
+        try:
+            return self.action_dist.proba_distribution(*params)
+        except ValueError as error:  # torch checks the parameters of its distributions
+            if th.isfinite(params[0]).all():
+                raise
+            raise ValueError(
+                f"The output of the policy is not finite: {params[0].tolist()}. Check the weights and the features extractor."
+            ) from error
 
     # --- predicting ---------------------------------------------------------------------------------------------------
 

@@ -167,18 +167,20 @@ def check_policy_kwargs(policy_class: type, policy_kwargs: Mapping[str, Any], st
         )
 
 
-#: Arguments that shape what is built once, and can therefore not be assigned later.
+_PASS_TO_LOAD = "pass it to GRPO, or to `GRPO.load(path, env=env, {name}=...)`"
+_NEW_MODEL = "pass it to a new GRPO, and copy the weights with `load_actor`"
+#: Arguments that shape what is built once, and what to do instead of assigning them later.
 BUILT_ONCE = {
-    "n_steps",
-    "use_sde",
-    "kl_reference",
-    "kl_estimator",
-    "rollout_buffer_class",
-    "rollout_buffer_kwargs",
-    "normalize_observations",
-    "policy_kwargs",
-    "seed",
-    "device",
+    "n_steps": _PASS_TO_LOAD,
+    "kl_reference": _PASS_TO_LOAD,
+    "kl_estimator": _PASS_TO_LOAD,
+    "rollout_buffer_class": _PASS_TO_LOAD,
+    "rollout_buffer_kwargs": _PASS_TO_LOAD,
+    "device": _PASS_TO_LOAD,
+    "use_sde": _NEW_MODEL,
+    "normalize_observations": _NEW_MODEL,
+    "policy_kwargs": _NEW_MODEL,
+    "seed": "call `set_random_seed`",
 }
 
 
@@ -191,10 +193,10 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[s
     """
     assigned = {name for name in now if name not in before or now[name] is not before[name]}
     changed = {name for name in assigned if name not in before or now[name] != before[name]} - {"env", "policy"}
-    for name in sorted(BUILT_ONCE & changed):
+    for name in sorted(BUILT_ONCE.keys() & changed):
         raise ValueError(
-            f"`{name}` was changed to {now[name]!r} after the model was built, which has no effect: pass it to GRPO, or to "
-            f"`GRPO.load(path, env=env, {name}=...)`, instead."
+            f"`{name}` was changed to {now[name]!r} after the model was built, which has no effect: "
+            f"{BUILT_ONCE[name].format(name=name)} instead."
         )
     return changed
 
@@ -220,17 +222,36 @@ def describe_settings(
     )
 
 
+#: Smallest number of steps per environment and rollout that GRPO chooses.
+MIN_STEPS = 8
+
+
 def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> int:
     """
     :param rollout_size: Desired number of transitions per rollout
     :param n_envs: Number of environments
     :param batch_size: Minibatch size
-    :return: Number of steps per environment for a rollout of about that size, or of a minibatch if that is larger. Minibatches
-        are full, unless this would take a longer rollout
+    :return: Number of steps per environment for a rollout of about that size, or of a minibatch if that is larger, and at
+        least :data:`MIN_STEPS`. Minibatches are full, unless this would take a longer rollout
     """
-    n_steps = max(max(rollout_size, batch_size) // n_envs, 1)
+    n_steps = max(max(rollout_size, batch_size) // n_envs, MIN_STEPS)
     multiple = batch_size // math.gcd(batch_size, n_envs)
     return max(n_steps // multiple * multiple, min(n_steps, multiple))
+
+
+def min_steps_notice(n_steps: int, n_envs: int, rollout_size: int) -> str:
+    """
+    :param n_steps: Number of steps from :func:`chosen_n_steps`
+    :param n_envs: Number of environments
+    :param rollout_size: Desired number of transitions per rollout
+    :return: A sentence if rollouts are longer than desired, because each environment takes :data:`MIN_STEPS`; else empty
+    """
+    if n_steps > MIN_STEPS or n_steps * n_envs <= rollout_size:
+        return ""
+    return (
+        f"Each of the {n_envs} environments takes {n_steps} steps per rollout, so a rollout has {n_steps * n_envs} "
+        f"transitions instead of about {rollout_size}: shorter rollouts learn badly. Pass `n_steps` for another length."
+    )
 
 
 def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantage: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
+import torch as th
 
 from sb3_grpo.observations import same_values
 from sb3_grpo.validation import require_at_least
@@ -26,7 +27,7 @@ class SharedInputs:
     Result of :func:`check_shared_inputs`.
 
     :param verdict: "shared" if inputs stay in step as far as can be seen, "lost" if they depend on the actions, "not
-        seeded" if episodes with the same seed and the same actions differ
+        seeded" if some random numbers do not come from the seed alone
     :param message: What was seen, what it means for training, and how to mend it
     """
 
@@ -35,11 +36,12 @@ class SharedInputs:
 
 
 class _Step(NamedTuple):
-    """Everything that is compared after a reset or a step."""
+    """Everything that is compared after a reset or a step, and the global generator that it used."""
 
     outcome: Any
     inputs: Any
     generators: dict[str, Any]
+    used: str | None
 
 
 def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, seed: int = 0) -> SharedInputs:
@@ -53,7 +55,10 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
     ``inputs`` (an array, or arrays in a dictionary), either all of them or those so far; then these are compared as
     well.
 
-    It cannot see random numbers that are drawn only for actions that were not played, or by a generator that is no
+    An environment that uses a global random generator (``numpy.random``, Python's ``random`` or torch's) is found as well: all
+    environments of a process draw from it in turn, so that members differ although they have the same seed.
+
+    It cannot see random numbers that are drawn only for actions that were not played, or by another generator that is no
     attribute of the environment or a wrapper.
 
     :param env: The environment, wrapped or not; it is reset several times
@@ -69,6 +74,13 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
     require_at_least("n_steps", n_steps, 1)
     require_at_least("n_members", n_members, 2)
     first, again = (_play(env, n_steps, seed, member=0) for _ in range(2))
+    for number, seen in enumerate(first):
+        if seen.used is not None:
+            return SharedInputs(
+                "not seeded",
+                f"{f'Step {number}' if number else 'The reset'} uses the global generator of {seen.used}: its random numbers "
+                f"do not come from the seed alone, because all environments of a process draw from it. {ADVICE}",
+            )
     step = _first_difference([seen[:2] for seen in first], [seen[:2] for seen in again])
     if step is not None:
         return SharedInputs(
@@ -78,7 +90,7 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
         )
     for member in range(1, n_members):
         other = _play(env, n_steps, seed, member)
-        step = _first_difference([seen[1:] for seen in first], [seen[1:] for seen in other])
+        step = _first_difference([seen[1:3] for seen in first], [seen[1:3] for seen in other])
         if step is not None:
             what = "random generators" if same_values(first[step].inputs, other[step].inputs) else "`inputs`"
             return SharedInputs(
@@ -91,6 +103,7 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
 
 
 def _play(env: gym.Env, n_steps: int, seed: int, member: int) -> list[_Step]:
+    before = _global_states()
     try:
         observation, _ = env.reset(seed=seed)
     except TypeError as error:
@@ -98,22 +111,32 @@ def _play(env: gym.Env, n_steps: int, seed: int, member: int) -> list[_Step]:
     action_space = deepcopy(env.action_space)  # other environments may have the same one
     # With the seed of the reset, the actions would come from the same random numbers as the inputs
     action_space.seed(1_000_003 + seed + member)
-    play = [_look(env, observation)]
+    play = [_look(env, observation, before)]
     for step in range(1, n_steps + 1):
+        action, before = action_space.sample(), _global_states()
         try:
-            *outcome, _ = env.step(action_space.sample())
+            *outcome, _ = env.step(action)
         except Exception as error:
             raise ValueError(
                 f"The environment failed in step {step} of an episode ({error!r}). If `gym.make` gives it a time limit, pass "
                 "it as `gym.make` returns it."
             ) from error
-        play.append(_look(env, outcome))
+        play.append(_look(env, outcome, before))
         if outcome[2] or outcome[3]:
             break
     return play
 
 
-def _look(env: gym.Env, outcome: Any) -> _Step:
+def _global_states() -> dict[str, Any]:
+    of_numpy: Any = np.random.get_state(legacy=False)
+    return {
+        "`numpy.random`": (of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"], of_numpy["gauss"]),
+        "Python's `random`": random.getstate(),
+        "torch": th.get_rng_state().numpy().tobytes(),
+    }
+
+
+def _look(env: gym.Env, outcome: Any, before: dict[str, Any]) -> _Step:
     generators: dict[str, Any] = {}
     for depth, layer in enumerate(_layers(env)):
         for name, value in vars(layer).items():
@@ -123,7 +146,9 @@ def _look(env: gym.Env, outcome: Any) -> _Step:
                 generators[f"{depth} {name}"] = value.get_state(legacy=False)
             elif isinstance(value, random.Random):
                 generators[f"{depth} {name}"] = np.array(value.getstate()[1])
-    return _Step(deepcopy(outcome), deepcopy(getattr(env.unwrapped, "inputs", None)), generators)
+    after = _global_states()
+    used = next((name for name, state in before.items() if state != after[name]), None)
+    return _Step(deepcopy(outcome), deepcopy(getattr(env.unwrapped, "inputs", None)), generators, used)
 
 
 def _layers(env: gym.Env) -> Iterator[gym.Env]:

@@ -84,6 +84,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
         policy.normalize_observations = target.normalize_observations = False  # type: ignore[assignment, attr-defined]
         if hasattr(target, "kl_penalty"):
             target.kl_penalty.forget()
+            target._settings["normalize_observations"] = False  # type: ignore[attr-defined]
     policy.load_state_dict(actor, strict=False)
     if getattr(policy, "use_sde", False):
         policy.reset_noise()  # type: ignore[operator]

@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_grpo import GRPO
 from sb3_grpo.losses import exact_kl
-from sb3_grpo.starts import find_seeded_vec_env
+from sb3_grpo.starts import Position
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
 BOX = spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 1.0], np.float32))
@@ -99,11 +99,11 @@ class ContextEnv(gym.Env):
 
 
 class Starts(BaseCallback):
-    """Records the first observation of each start, as the environment itself knows it."""
+    """Records the first observation of each start, as the environment itself knows it, by group and member."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.firsts: dict[int, tuple[float, ...]] = {}
+        self.firsts: dict[tuple[int, int], tuple[float, ...]] = {}
 
     def _on_training_start(self) -> None:
         self._note(range(self.training_env.num_envs))
@@ -113,19 +113,21 @@ class Starts(BaseCallback):
         return True
 
     def _note(self, begun: Any) -> None:
-        indices = find_seeded_vec_env(self.training_env).start_indices
+        groups, members, _ = self.model.ledger.position  # type: ignore[attr-defined]
         for env in begun:
-            self.firsts[int(indices[env])] = flat(self.training_env.get_attr("first_observation", [env])[0])
+            start = int(groups[env]), int(members[env])
+            self.firsts[start] = flat(self.training_env.get_attr("first_observation", [env])[0])
 
     def groups(self, size: int) -> list[set[tuple[float, ...]]]:
         """:return: The different first observations of each group that has all its members"""
-        labels = sorted({start // size for start in self.firsts})
-        members = [[start for start in self.firsts if start // size == label] for label in labels]
-        return [{self.firsts[start] for start in group} for group in members if len(group) == size]
+        members: dict[int, list[tuple[float, ...]]] = {}
+        for (group, _), first in sorted(self.firsts.items()):
+            members.setdefault(group, []).append(first)
+        return [set(firsts) for firsts in members.values() if len(firsts) == size]
 
 
 class Watcher(BaseCallback):
-    """Records the model before each update and after the last, and every step."""
+    """Records the model before each update and after the last, and every step: its actions and the positions before it."""
 
     def __init__(self, stop_after: int = 0) -> None:
         super().__init__()
@@ -136,7 +138,7 @@ class Watcher(BaseCallback):
         self.logged: list[dict[str, Any]] = []
         self.timesteps: list[int] = []
         self.actions: list[np.ndarray] = []
-        self.start_indices: list[np.ndarray] = []
+        self.positions: list[Position] = []
 
     def _on_rollout_start(self) -> None:
         self._note()
@@ -152,7 +154,7 @@ class Watcher(BaseCallback):
 
     def _on_step(self) -> bool:
         self.actions.append(np.copy(self.locals["actions"]))
-        self.start_indices.append(self.locals["start_indices"])
+        self.positions.append(self.locals["position"])
         return self.n_calls != self.stop_after
 
     def _on_rollout_end(self) -> None:

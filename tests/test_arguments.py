@@ -19,6 +19,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from sb3_grpo import GRPO, KernelRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.settings import BUILT_ONCE, chosen_n_steps, min_steps_notice, time_limit
+from sb3_grpo.validation import check_finite
 
 
 def one_env(**kwargs: Any) -> dict[str, Any]:
@@ -177,27 +179,49 @@ def test_a_model_needs_an_environment():
 
 # --- Unknown arguments ------------------------------------------------------------------------------------------------
 
+#: Names from PPO, TRL, CleanRL, RLlib and Tianshou, and typing errors, by what is meant.
+CRITICS = "vf_coef clip_range_vf vf_loss_coeff vf_clip_param clip_vloss value_clip critic_lr"
+ELSEWHERE = {
+    "kl_coef": "beta kl_beta",
+    "clip_range": "epsilon clip_coef clip_param eps_clip",
+    "clip_range_high": "epsilon_high",
+    "n_epochs": "num_iterations update_epochs",
+    "learning_rate": "lr policy_lr lr_schedule",
+    "gae_lambda": "lam lambda_",
+    "group_size": "num_generations",
+    "loss_aggregation": "loss_type",
+    "ent_coef": "entropy_coeff",
+    "adaptive_kl_target": "kl_target",
+    "n_steps": "num_steps",
+}
+TYPOS = {
+    "n_steps": "n_step nsteps",
+    "n_epochs": "n_epoch epochs n_epcohs",
+    "batch_size": "batchsize batch",
+    "learning_rate": "learning_rat",
+    "clip_range": "cliprange clip_rnge",
+    "ent_coef": "ent_coeff entcoef",
+    "kl_coef": "kl_coeff",
+    "max_grad_norm": "max_grad",
+    "normalize_observations": "normalize_obs",
+    "normalize_advantage": "normalise_advantage normalize_advantages",
+    "use_sde": "use_gsde",
+    "group_size": "group",
+    "env": "envs",
+}
+NO_HINT = (
+    "temperature max_completion_length scale_rewards num_minibatches train_batch_size gae norm_adv anneal_lr discount tau "
+    "repeat_per_collect dual_clip reward_scale target_kl_div use_rms_prop xyzzy"
+)
+
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     cases(
         [
-            *(
-                (dict([(name, 1)]), NO_CRITIC)
-                for name in ("vf_coef", "clip_range_vf", "vf_loss_coeff", "clip_vloss", "critic_lr")
-            ),
+            *((dict([(name, 1)]), NO_CRITIC) for name in CRITICS.split()),
             (policy(share_features_extractor=True), NO_CRITIC),
-            *((dict([(name, 1)]), "here it is `kl_coef`.") for name in ("beta", "kl_beta")),
-            *((dict([(name, 1)]), "here it is `clip_range`.") for name in ("epsilon", "clip_coef", "clip_param", "eps_clip")),
-            *((dict([(name, 1)]), "here it is `n_epochs`.") for name in ("num_iterations", "update_epochs")),
-            *((dict([(name, 1)]), "here it is `learning_rate`.") for name in ("lr", "policy_lr", "lr_schedule")),
-            *((dict([(name, 1)]), "here it is `gae_lambda`.") for name in ("lam", "lambda_")),
-            (dict(num_generations=8), "here it is `group_size`."),
-            (dict(epsilon_high=0.28), "here it is `clip_range_high`."),
-            (dict(loss_type="dapo"), "here it is `loss_aggregation`."),
-            (dict(entropy_coeff=0.1), "here it is `ent_coef`."),
-            (dict(kl_target=0.01), "here it is `adaptive_kl_target`."),
-            (dict(num_steps=128), "here it is `n_steps`."),
+            *((dict([(name, 1)]), f"here it is `{ours}`.") for ours, names in ELSEWHERE.items() for name in names.split()),
             *(
                 (dict([(name, 4)]), "such as `make_vec_env('CartPole-v1', n_envs=4)`.")
                 for name in ("n_env", "n_envs", "num_envs")
@@ -209,44 +233,11 @@ def test_a_model_needs_an_environment():
             (policy(net_acrh=[8]), "ActorPolicy does not take `net_acrh=[8]`: did you mean `net_arch`?"),
             (policy(scale=1), "ActorPolicy does not take `scale=1`: see `help(ActorPolicy)`"),
             *(
-                (dict([(wrong, 1)]), f"GRPO does not take `{wrong}=1`: did you mean `{right}`?")
-                for wrong, right in {
-                    "n_step": "n_steps",
-                    "n_epoch": "n_epochs",
-                    "epochs": "n_epochs",
-                    "batchsize": "batch_size",
-                    "gama": "gamma",
-                    "learning_rat": "learning_rate",
-                    "cliprange": "clip_range",
-                    "ent_coeff": "ent_coef",
-                    "kl_coeff": "kl_coef",
-                    "max_grad": "max_grad_norm",
-                    "normalize_obs": "normalize_observations",
-                    "use_gsde": "use_sde",
-                    "normalise_advantage": "normalize_advantage",
-                    "group": "group_size",
-                    "seeds": "seed",
-                    "envs": "env",
-                }.items()
+                (dict([(wrong, 1)]), f"GRPO does not take `{wrong}=1`: did you mean `{ours}`?")
+                for ours, names in TYPOS.items()
+                for wrong in names.split()
             ),
-            *(
-                (dict([(name, 1)]), f"GRPO does not take `{name}=1`: see `help(GRPO)` for its arguments.")
-                for name in (
-                    "temperature",
-                    "max_completion_length",
-                    "scale_rewards",
-                    "num_minibatches",
-                    "train_batch_size",
-                    "gae",
-                    "norm_adv",
-                    "anneal_lr",
-                    "repeat_per_collect",
-                    "dual_clip",
-                    "discount",
-                    "tau",
-                    "xyzzy",
-                )
-            ),
+            *((dict([(name, 1)]), f"not take `{name}=1`: see `help(GRPO)` for its arguments.") for name in NO_HINT.split()),
         ]
     ),
 )
@@ -407,10 +398,67 @@ def test_a_value_on_the_boundary_is_accepted_and_the_model_acts(kwargs: dict[str
 
 
 @pytest.mark.parametrize("name", ["kernel", "outcome"])
-def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer(
-    name: str, capsys: pytest.CaptureFixture[str]
-):
+def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer(name: str):
     env = make_envs(observation_space=spaces.Box(-1, 1, (72, 72)))
-    make_model(env, rollout_buffer_class=name, verbose=1).learn(64)
-    notice = "Observations have 5184 numbers, and the kernel baseline can be fitted to 5000 at most"
-    assert (notice in capsys.readouterr().out) == (name == "kernel")
+    assert make_model(env, rollout_buffer_class=name).learn(64).num_timesteps == 64
+
+
+# --- What is chosen, and what stays -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rollout_size", "n_envs", "batch_size", "n_steps"),
+    [
+        pytest.param(1024, 8, 64, 128, id="of the size"),
+        pytest.param(1024, 64, 64, 16, id="many environments"),
+        pytest.param(1024, 256, 64, 8, id="longer than 4 steps"),
+        pytest.param(1024, 1024, 64, 8, id="longer than one step"),
+        pytest.param(1024, 100, 64, 10, id="a multiple would be longer"),
+    ],
+)
+def test_a_chosen_rollout_has_its_size_or_eight_steps_which_is_said(
+    rollout_size: int, n_envs: int, batch_size: int, n_steps: int
+):
+    assert chosen_n_steps(rollout_size, n_envs, batch_size) == n_steps
+    notice = min_steps_notice(n_steps, n_envs, rollout_size)
+    expected = f"a rollout has {8 * n_envs} transitions instead of about 1024" if n_envs >= 256 else ""
+    assert expected in notice and bool(notice) == bool(expected)
+
+
+@pytest.mark.parametrize("name", BUILT_ONCE)
+def test_a_setting_that_is_built_in_cannot_be_assigned_and_the_message_says_what_to_do(name: str):
+    model = make_model()
+    setattr(model, name, "new")
+    instead = rf"(pass it to GRPO.*{name}=|pass it to a new GRPO, .*`load_actor`|call `set_random_seed`).* instead"
+    with pytest.raises(ValueError, match=rf"`{name}` was changed to 'new' after the model was built.*: {instead}"):
+        model.learn(32)
+
+
+class Stub(DummyVecEnv):
+    """Answers as simulators do that do not know their environments one by one."""
+
+    answer: Any = None
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> Any:
+        if attr_name != "_max_episode_steps":
+            return super().get_attr(attr_name, indices)
+        if isinstance(self.answer, type):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "limit"),
+    [(None, None), ([], None), ([None], None), ([7], 7), (NotImplementedError, None), (RuntimeError, None)],
+)
+def test_a_time_limit_that_is_not_known_is_none(answer: Any, limit: int | None):
+    env = Stub([AnyEnv])
+    env.answer = answer
+    assert time_limit(env) == limit
+
+
+def test_a_number_that_is_not_finite_is_named_with_the_environment_and_the_step_of_its_episode():
+    rewards = np.array([1.0, 2.0, np.nan, np.inf])
+    message = "Environment 6 returned a non-finite reward in step 13 of its episode, after 96 timesteps: nan"
+    with pytest.raises(ValueError, match=message):
+        check_finite("reward", rewards, 96, first_env=4, episode_steps=[11, 12, 13, 14])

@@ -2,9 +2,10 @@
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
@@ -39,6 +40,7 @@ from sb3_grpo.buffers import (
     resolve_buffer_class,
 )
 from sb3_grpo.policies import MlpPolicy
+from sb3_grpo.starts import Ledger
 
 GAMMA = 0.9
 COMPLETE_GROUP_BUFFERS = ["outcome", "process", "return_to_go", "stepwise"]
@@ -149,7 +151,8 @@ class Seen(NamedTuple):
     """One transition, as a callback saw it being collected."""
 
     rollout: int
-    start: int
+    group: int
+    member: int
     reward: float
     done: bool
     log_prob: float
@@ -179,6 +182,7 @@ class Recorder(BaseCallback):
         self.seen: dict[Id, Seen] = {}
         self.updates: list[dict[Id, Sample]] = []
         self.metrics: list[dict[str, float]] = []
+        self.group_returns: list[list[list[float]]] = []
         self.weights: list[th.Tensor] = []
         self.log_prob_changes: list[float] = []
 
@@ -186,12 +190,14 @@ class Recorder(BaseCallback):
         self.weights.append(th.nn.utils.parameters_to_vector(self.model.policy.parameters()).detach().clone())
 
     def _on_step(self) -> bool:
+        position = self.locals["position"]
         for env, obs in enumerate(observations_of(self.model)):
             key = id_of(obs)
-            assert key not in self.seen
+            assert key not in self.seen and position.steps[env] == key[2]
             self.seen[key] = Seen(
                 self.rollout,
-                int(self.locals["start_indices"][env]),
+                int(position.groups[env]),
+                int(position.members[env]),
                 float(self.locals["rewards"][env]),
                 bool(self.locals["dones"][env]),
                 float(self.locals["log_probs"][env]),
@@ -206,7 +212,11 @@ class Recorder(BaseCallback):
         columns = (update.old_log_prob.tolist(), update.advantages.tolist(), update.actions.numpy())
         self.updates.append({id: Sample(*sample) for id, *sample in zip(ids, *columns, strict=True)})
         assert len(self.updates[-1]) == len(ids) == buffer_of(self.model).n_samples
+        trajectories = [id[:2] for id in ids]
+        labels = set(zip(update.trajectories.tolist(), trajectories, strict=True))
+        assert len(labels) == len(set(update.trajectories.tolist())) == len(set(trajectories))
         self.metrics.append(dict(buffer_of(self.model).metrics))
+        self.group_returns.append(buffer_of(self.model).group_returns)
         old = [i for i, id in enumerate(ids) if self.seen[id].rollout < self.rollout]
         if old:
             with th.no_grad():
@@ -283,23 +293,22 @@ def record(
     return recorder
 
 
-def by_start(recorder: Recorder, ids: Any) -> dict[int, list[Id]]:
-    """:return: The transitions of each start, in order"""
-    trajectories: dict[int, list[Id]] = {}
-    for id in sorted(ids, key=lambda id: (recorder.seen[id].start, id)):
-        trajectories.setdefault(recorder.seen[id].start, []).append(id)
+def by_trajectory(recorder: Recorder, ids: Any) -> dict[tuple[int, int], list[Id]]:
+    """:return: The transitions of each trajectory, in order, by its group and member"""
+    trajectories: dict[tuple[int, int], list[Id]] = {}
+    for group, member, id in sorted((recorder.seen[id].group, recorder.seen[id].member, id) for id in ids):
+        trajectories.setdefault((group, member), []).append(id)
     return trajectories
 
 
 def assert_whole_groups(recorder: Recorder, group_size: int) -> None:
     """Each update consists of groups that have all their members, each from its first step to its end."""
     for update in recorder.updates:
-        trajectories = by_start(recorder, update)
+        trajectories = by_trajectory(recorder, update)
         for ids in trajectories.values():
             assert [id[2] for id in ids] == list(range(len(ids)))
             assert [recorder.seen[id].done for id in ids] == [False] * (len(ids) - 1) + [True]
-        members = Counter(start // group_size for start in trajectories)
-        assert set(members.values()) <= {group_size}
+        assert set(Counter(group for group, _ in trajectories).values()) <= {group_size}
 
 
 def assert_accounted_for(recorder: Recorder) -> None:
@@ -333,10 +342,10 @@ def test_an_update_is_all_the_groups_that_ended_in_its_rollout(n_envs: int, grou
     rollouts_of_ends = defaultdict(list)
     for transition in recorder.seen.values():
         if transition.done:
-            rollouts_of_ends[transition.start // group_size].append(transition.rollout)
+            rollouts_of_ends[transition.group].append(transition.rollout)
     for rollout, update in enumerate(recorder.updates):
         due = {group for group, ends in rollouts_of_ends.items() if len(ends) == group_size and max(ends) == rollout}
-        assert {start // group_size for start in by_start(recorder, update)} == due
+        assert {group for group, _ in by_trajectory(recorder, update)} == due
         assert recorder.metrics[rollout]["rollout/groups_completed"] == len(due)
     # Most have been trained on: only the groups of the last episodes wait
     assert len(recorder.trained_on) > 0.5 * len(recorder.seen)
@@ -360,14 +369,15 @@ FORMULAS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def formula_of(
-    recorder: Recorder, update: dict[Id, Sample], buffer: str, scale: str, group_size: int = 2, **kwargs: Any
+    recorder: Recorder, update: dict[Id, Sample], buffer: str, scale: str, **kwargs: Any
 ) -> Any:
     """:return: The transitions of an update, and the advantage of each by the formula"""
-    trajectories = by_start(recorder, update)
-    ids = [id for of_start in trajectories.values() for id in of_start]
+    trajectories = by_trajectory(recorder, update)
+    ids = [id for of_one in trajectories.values() for id in of_one]
     rewards = np.array([recorder.seen[id].reward for id in ids])
-    lengths = np.array([len(of_start) for of_start in trajectories.values()])
-    return ids, FORMULAS[buffer](rewards, lengths, np.arange(len(lengths)) // group_size, scale, **kwargs)
+    lengths = np.array([len(of_one) for of_one in trajectories.values()])
+    groups = np.unique([group for group, _ in trajectories], return_inverse=True)[1]
+    return ids, FORMULAS[buffer](rewards, lengths, groups, scale, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +400,7 @@ def test_each_transition_gets_the_advantage_of_the_formula_unwhitened(
     recorder = record(buffer, group_size=3, rollout_buffer_kwargs=buffer_kwargs, normalize_advantage=True)
     assert any(recorder.updates)
     for update in filter(None, recorder.updates):
-        ids, expected = formula_of(recorder, update, buffer, scale, 3, **kwargs)
+        ids, expected = formula_of(recorder, update, buffer, scale, **kwargs)
         np.testing.assert_allclose([update[id].advantage for id in ids], expected, rtol=1e-4, atol=1e-6)
 
 
@@ -447,25 +457,67 @@ def test_the_late_members_of_a_dropped_group_never_enter_an_update():
     assert_accounted_for(recorder)
 
 
-def test_a_fast_worker_whose_groups_are_dropped_takes_no_group_of_a_slow_worker_with_it():
-    """Workers take groups of their own, even ones and odd ones, so group numbers say nothing about who started last."""
-    buffer = OutcomeRolloutBuffer(1, VECTOR, DISCRETE, n_envs=2, group_size=2, max_waiting=25)
-    buffer.n_parts = 2
-    policy = MlpPolicy(VECTOR, DISCRETE, lambda _: 0.0)
-    observations, trained_on = np.zeros((2, 3), np.float32), []
+def fill(
+    buffer: CompleteGroupRolloutBuffer, ledger: Ledger, lengths: list[int], lanes: list[int], n_rollouts: int
+) -> Iterator[Counter[Id]]:
+    """
+    Give a buffer rollouts that a ledger records.
+
+    :param buffer: The buffer
+    :param ledger: The ledger
+    :param lengths: Number of steps of the episodes of each environment
+    :param lanes: Worker of each environment
+    :param n_rollouts: Number of rollouts
+    :return: After each rollout, the number of transitions in its update, by group and member of their trajectory
+    """
+    policy, n_envs = MlpPolicy(VECTOR, DISCRETE, lambda _: 0.0), len(lengths)
+    if len(ledger.position.steps) == 0:
+        ledger.begin_all(lanes)
+    for _ in range(n_rollouts):
+        buffer.reset()
+        for _ in range(buffer.buffer_size):
+            before, parts = ledger.position, ledger.split()
+            done = before.steps + 1 == lengths
+            for lane, part in enumerate(parts):
+                for env in np.flatnonzero(done[np.equal(lanes, lane)]).tolist():
+                    part.restart(env)
+                part.advance()
+            ledger.join(parts)
+            observations = np.stack(before, axis=1)  # which name the trajectory
+            buffer.add(observations, np.zeros(n_envs), np.ones(n_envs), done, th.zeros(n_envs), before, [{}] * n_envs)
+        buffer.finish_rollout(observations, policy, ledger.open_groups())
+        assert buffer._dropped_groups <= ledger.open_groups().keys()
+        yield Counter(id_of(obs)[:2] for update in buffer.get() for obs in update.observations)
+
+
+def test_the_oldest_groups_are_dropped_whichever_worker_has_them_and_stay_dropped_until_they_are_closed():
+    # Of the first worker, one environment has episodes of 20 steps and the other one of a single step, so that each long
+    # episode shares a group with a short one; groups of the second worker are two episodes of five steps
+    buffer, ledger = OutcomeRolloutBuffer(1, VECTOR, DISCRETE, n_envs=3, max_waiting=20), Ledger(2, seed=0)
     with pytest.warns(UserWarning, match="transitions wait"):
-        for step in range(50):
-            # The fast worker begins a group in each step, and its second member never runs.
-            # The slow worker's trajectories have five steps, and two of them are a group: 1, 3, 5, 7, 9
-            trajectory, t = divmod(step, 5)
-            starts = np.array([2 * (2 * step), 2 * (2 * (trajectory // 2) + 1) + trajectory % 2])
-            buffer.reset()
-            buffer.add(observations, np.zeros(2), np.ones(2), np.array([True, t == 4]), th.zeros(2), starts, [{}, {}])
-            buffer.finish_rollout(observations, policy)
-            trained_on += [samples.starts.tolist() for samples in buffer.get()]
-    assert [sorted(set(starts)) for starts in trained_on if starts] == [[2, 3], [6, 7], [10, 11], [14, 15], [18, 19]]
-    # At the last but one step, nine of the 25 were the slow worker's
-    assert buffer.dropped == 50 - (25 - 9) - 1
+        updates = list(fill(buffer, ledger, [20, 1, 5], [0, 0, 1], n_rollouts=50))
+    # When the long episode has waited for 15 steps and the second worker's group for five, the former is the oldest
+    lengths = [length for update in updates for length in update.values()]
+    assert (lengths.count(20), lengths.count(5)) == (0, 10)
+    assert buffer.dropped == 2 * (20 + 1)
+    assert sum(lengths) + buffer.dropped + buffer.metrics["rollout/transitions_waiting"] == 3 * 50
+
+
+def test_a_group_is_complete_when_the_ledger_says_so_also_if_the_size_of_groups_changes():
+    buffer, ledger = OutcomeRolloutBuffer(4, VECTOR, DISCRETE, n_envs=2, group_size=2), Ledger(2, seed=0)
+    members: dict[int, list[int]] = {}
+    for size in (2, 5, 3):
+        ledger.group_size = size
+        for update in fill(buffer, ledger, [3, 7], [0, 0], n_rollouts=15):
+            assert set(update.values()) <= {3, 7}  # whole trajectories
+            assert not members.keys() & {group for group, _ in update}
+            for group, member in sorted(update):
+                members.setdefault(group, []).append(member)
+            sizes = Counter(group for group, _ in update).values()
+            assert sorted(map(len, buffer.group_returns)) == sorted(sizes)
+    # Groups that had begun before a change keep their size
+    assert [each for each, _ in groupby(members[group] for group in sorted(members))] == [[0, 1], [*range(5)], [*range(3)]]
+    assert buffer.dropped == 0
 
 
 @pytest.mark.parametrize(
@@ -613,8 +665,7 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
     ("space", "policy_kwargs", "buffer_kwargs", "expected"),
     [
         pytest.param(VECTOR, {}, dict(actor_features=True), [(26, True)], id="actor_features"),
-        pytest.param(MANY_NUMBERS, {}, {}, [(26, True)], id="more than 5,000 numbers"),
-        pytest.param(spaces.Box(0, 255, (3, 41, 41), np.uint8), {}, {}, [(26, True)], id="more than 5,000 pixels"),
+        pytest.param(MANY_NUMBERS, {}, {}, [], id="more than 5,000 numbers"),
         pytest.param(VECTOR, {}, {}, [], id="observations"),
     ],
 )
@@ -653,22 +704,6 @@ def test_images_of_episodes_that_all_terminate_with_the_rollout_are_learned_from
     model = make_model(envs, "kernel", "CnnPolicy", 8, **kwargs).learn(32)
     assert whole_update(model).advantages.isfinite().all() and model.rollout_buffer.n_samples == 16
     assert all(parameter.isfinite().all() for parameter in model.policy.parameters())
-
-
-@pytest.mark.parametrize("space", [MANY_NUMBERS, spaces.Dict(a=spaces.Box(-1, 1, (5000,)), b=DISCRETE)], ids=["Box", "Dict"])
-def test_more_than_5000_numbers_make_the_default_buffer_fall_back_to_the_actors_features(
-    space: spaces.Space, capsys: pytest.CaptureFixture
-):
-    policy = "MultiInputPolicy" if isinstance(space, spaces.Dict) else "MlpPolicy"
-    for verbose in (0, 1):
-        model = make_model(DummyVecEnv([lambda: SpaceEnv(space)]), None, policy, verbose=verbose).learn(8)
-        assert model.rollout_buffer.actor_features  # type: ignore[attr-defined]
-        printed = capsys.readouterr().out
-        assert ("actor_features=True" in printed) == (verbose == 1)
-        assert model.rollout_buffer.n_samples == 8
-    # 5,000 are not more than 5,000
-    few = KernelRolloutBuffer(8, spaces.Box(-1, 1, (5000,)), DISCRETE)
-    assert not few.actor_features and few.notice == ""
 
 
 @pytest.mark.parametrize("time_limit", [5, None])
@@ -769,7 +804,7 @@ def assert_same_transitions(batch: GroupRolloutBufferSamples, whole: GroupRollou
     """The columns of the minibatch belong together."""
     rows = {id: i for i, id in enumerate(ids_of(whole))}
     expected = whole.take(th.tensor([rows[id] for id in ids_of(batch)]))
-    for name in ("actions", "old_log_prob", "advantages", "starts"):
+    for name in ("actions", "old_log_prob", "advantages", "trajectories"):
         assert th.equal(getattr(batch, name), getattr(expected, name))
 
 
@@ -824,8 +859,8 @@ def test_minibatches_of_whole_trajectories_have_them_all_once_and_losses_that_av
         assert_same_transitions(batch, whole)
         assert all(homes.setdefault(id[:2], i) == i for id in ids_of(batch))
     for batch in batches[:-1]:
-        last = int((batch.starts == batch.starts[-1]).sum())
-        assert batch_size is not None and len(batch.starts) - last < batch_size <= len(batch.starts)
+        last = int((batch.trajectories == batch.trajectories[-1]).sum())
+        assert batch_size is not None and len(batch.advantages) - last < batch_size <= len(batch.advantages)
     means = [losses.weighted_mean(irregular_losses(batch), batch.weights).item() for batch in batches]
     expected = losses.weighted_mean(irregular_losses(whole), whole.weights).item()
     assert np.mean(means) == pytest.approx(expected, rel=1e-6)
@@ -902,34 +937,6 @@ def test_the_time_limit_of_the_environment_is_the_largest_length_of_a_trajectory
 @BOTH_WAYS
 def test_per_step_all_transitions_weigh_alike_and_no_weights_are_needed(buffer: str):
     assert whole_update(make_id_model(buffer, 3).learn(24)).weights is None
-
-
-@BOTH_WAYS
-def test_reused_transitions_weigh_as_the_lengths_of_their_own_trajectories_demand(buffer: str):
-    # Each update holds the last three rollouts. Observations tell the trajectories apart
-    class Reuse(BaseCallback):
-        updates: list[GroupRolloutBufferSamples] = []  # noqa: RUF012
-
-        def _on_step(self) -> bool:
-            return True
-
-        def _on_rollout_end(self) -> None:
-            self.updates.append(whole_update(self.model))
-
-    callback = Reuse()
-    model = make_id_model(buffer, 2, n_steps=12, n_reused_rollouts=2, loss_aggregation="trajectory")
-    model.learn(5 * 24, callback=callback)
-    sizes = [len(update.advantages) for update in callback.updates]
-    assert sizes[-1] > sizes[0] and len(set(ids_of(callback.updates[-1]))) == sizes[-1]
-    for update in callback.updates:
-        trajectories = [id[:2] for id in ids_of(update)]
-        lengths = Counter(trajectories)
-        expected = [len(trajectories) / len(lengths) / lengths[trajectory] for trajectory in trajectories]
-        assert update.weights is not None
-        np.testing.assert_allclose(update.weights.numpy(), expected, rtol=1e-6)
-        assert len(set(expected)) > 1
-        by_start = Counter(zip(update.starts.tolist(), trajectories, strict=True))
-        assert sorted(by_start.values()) == sorted(lengths.values())
 
 
 # --- choosing a buffer ------------------------------------------------------------------------------------------------
@@ -1025,20 +1032,12 @@ def test_a_hook_that_does_not_return_one_finite_number_per_transition_is_named()
             record(buffer_class)
 
 
-def test_a_group_buffer_cannot_change_the_size_of_groups():
-    class Changing(LongerIsBetter):
-        max_group_size = 8
-
-    with pytest.raises(ValueError, match=r"`Changing\.max_group_size` is 8, and groups that are compared as a whole cannot"):
-        make_model(SpaceEnv(VECTOR), Changing)
-
-
 def test_a_users_own_group_buffer_overrides_one_hook():
     recorder = record(LongerIsBetter)
     assert_whole_groups(recorder, 2)
     assert_accounted_for(recorder)
     for update in recorder.updates:
-        for ids in by_start(recorder, update).values():
+        for ids in by_trajectory(recorder, update).values():
             assert {update[id].advantage for id in ids} == {1.0 if len(ids) > 5 else -1.0}
     assert any(recorder.made_updates)
 
@@ -1052,6 +1051,47 @@ def test_a_users_own_rollout_buffer_overrides_one_hook():
     assert all(recorder.made_updates)
 
 
+class Own(RewardIsAdvantage):
+    """A user's own settings: rollouts of 24, each of which is an update; groups of five; half the advantages."""
+
+    @classmethod
+    def rollout_size(cls) -> int:
+        return 24
+
+    @classmethod
+    def update_size(cls, rollout_size: int) -> int:
+        return rollout_size
+
+    def suggested_group_size(self) -> int:
+        return 5
+
+    def remark(self) -> str:
+        return "Groups of five suit the task."
+
+    def _scaled(self, advantages: np.ndarray, normalize_advantage: bool) -> np.ndarray:
+        return advantages / 2 if normalize_advantage else advantages
+
+
+@pytest.mark.parametrize(("group_size", "expected"), [(None, 5), (3, 3)])
+def test_a_users_own_buffer_chooses_sizes_and_the_scale_of_advantages(
+    group_size: int | None, expected: int, capsys: pytest.CaptureFixture
+):
+    model = make_model(SpaceEnv(VECTOR), Own, n_steps=None, batch_size=8, group_size=group_size, verbose=1)  # type: ignore[arg-type]
+    assert model.n_steps == 24 and "Groups of five suit the task." in capsys.readouterr().out
+    model.learn(24)
+    assert model.ledger is not None and model.ledger.group_size == expected
+    expected_advantages = model.rollout_buffer.rewards.ravel() / 2
+    np.testing.assert_array_equal(np.sort(whole_update(model).advantages), np.sort(expected_advantages))
+
+
+def test_a_truncated_minibatch_is_warned_of_if_the_size_of_updates_is_known():
+    with pytest.warns(UserWarning, match="does not divide the rollout"):
+        make_model(SpaceEnv(VECTOR), Own, n_steps=24, batch_size=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_model(SpaceEnv(VECTOR), RewardIsAdvantage, n_steps=24, batch_size=7)
+
+
 # --- returns of groups ------------------------------------------------------------------------------------------------
 
 #: Groups of two have returns of 6 and 12, 3 and 3, 5 and 1.
@@ -1063,7 +1103,7 @@ RETURNS = ("groups_completed", "group_return_mean", "group_return_spread")
 def test_the_returns_of_a_group_are_reported_when_its_last_member_ends(buffer: str):
     # Episodes of 3 steps: groups end with steps 6, 12 and 18, and so in the second, third and fifth rollout of 4
     recorder = record(buffer, n_envs=1, n_steps=4, n_rollouts=5, env=THREE_GROUPS)
-    assert figures(recorder, *RETURNS) == [(0, None, None), (1, 9, 6), (1, 3, 0), (0, None, None), (1, 3, 4)]
+    assert recorder.group_returns == [[], [[6, 12]], [[3, 3]], [], [[5, 1]]]
     # `return_to_go` also compares the steps of a trajectory, where the others have nothing to learn from equal rewards;
     # `kernel` does not compare the members of a group
     tied = 0 if buffer == "return_to_go" else 1
@@ -1071,11 +1111,19 @@ def test_the_returns_of_a_group_are_reported_when_its_last_member_ends(buffer: s
     assert figures(recorder, "groups_tied") == [(value,) for value in expected]
 
 
-@BOTH_WAYS
-def test_the_returns_of_several_groups_are_averaged(buffer: str):
-    recorder = record(buffer, n_envs=1, n_steps=18, n_rollouts=1, env=THREE_GROUPS)
-    # (6 + 12 + 3 + 3 + 5 + 1) / 6 = 5; (6 + 0 + 4) / 3
-    assert figures(recorder, *RETURNS) == [(3, 5, pytest.approx(10 / 3))]
+@pytest.mark.parametrize(
+    ("buffer", "kwargs", "expected"),
+    [
+        # (6 + 12 + 3 + 3 + 5 + 1) / 6 = 5; (6 + 0 + 4) / 3
+        pytest.param("outcome", {}, (3, 5, pytest.approx(10 / 3)), id="outcome"),
+        pytest.param("kernel", {}, (None, None, None), id="kernel, which reports those that Monitor does not know"),
+        pytest.param("kernel", dict(reward_weights={"half": 2.0}), (None, 5, None), id="kernel with weighted rewards"),
+    ],
+)
+def test_the_returns_of_several_groups_are_averaged(buffer: str, kwargs: dict[str, Any], expected: tuple[Any, ...]):
+    env = dict(THREE_GROUPS, components=lambda id: {"half": THREE_GROUPS["reward"](id) / 2})
+    recorder = record(buffer, n_envs=1, n_steps=18, n_rollouts=1, env=env, rollout_buffer_kwargs=kwargs)
+    assert figures(recorder, *RETURNS) == [expected]
 
 
 @BOTH_WAYS
@@ -1086,8 +1134,7 @@ def test_the_members_of_a_group_may_end_in_several_environments_and_rollouts(buf
     env = dict(length=lambda env, episode: (2, 5)[env], reward=lambda id: float(10 * id[0] + id[1]))
     recorder = record(buffer, n_envs=2, n_steps=4, n_rollouts=3, env=env)
     # Returns: 0 and 50, 2 and 4; 55 and 6, of which the first ends at step 10; 8 and 10 make the fourth group
-    expected = [(0, None, None), (2, 14, 26), (2, (55 + 6 + 8 + 10) / 4, (49 + 2) / 2)]
-    assert figures(recorder, *RETURNS) == expected
+    assert recorder.group_returns == [[], [[2, 4], [0, 50]], [[8, 10], [6, 55]]]
 
 
 @BOTH_WAYS
@@ -1098,8 +1145,8 @@ def test_the_returns_of_a_stopped_rollout_are_reported_by_the_next_unless_it_sta
     model = make_id_model(buffer, 1, THREE_GROUPS, n_steps=4)
     model.learn(100, callback=recorder)
     model.learn(8, callback=recorder, reset_num_timesteps=not goes_on)
-    reported = figures(recorder, *RETURNS)
-    assert reported == [(0, None, None), (1, 9, 6), (1, 3, 0)] if goes_on else (1, 9, 6) not in reported
+    reported = recorder.group_returns
+    assert reported == [[], [[6, 12]], [[3, 3]]] if goes_on else [[6, 12]] not in reported
 
 
 @BOTH_WAYS
@@ -1115,7 +1162,7 @@ def test_the_returns_of_a_group_that_is_abandoned_are_not_reported(
     model = make_id_model(buffer, 1, THREE_GROUPS, n_steps=4, group_size=2).learn(4, callback=recorder)
     model.set_random_seed(new_seed)
     model.learn(12, callback=recorder, reset_num_timesteps=reset_num_timesteps)
-    assert figures(recorder, *RETURNS) == [(0, None, None), (0, None, None), (1, 3, 0), (1, 3, 4)]
+    assert recorder.group_returns == [[], [], [[3, 3]], [[5, 1]]]
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -1278,7 +1325,9 @@ def test_the_sum_of_components_is_trained_on_as_if_it_were_the_reward(buffer: st
     recorder = record_components(both, buffer, n_steps=4, n_rollouts=20, rollout_buffer_kwargs=kwargs)
     rewarded = record(buffer, n_steps=4, n_rollouts=20, env=dict(reward=lambda id: 2 * progress(id) - 0.5 * energy(id)))
     assert_same_training(recorder, rewarded)
-    assert recorder.metrics == rewarded.metrics
+    assert recorder.group_returns == rewarded.group_returns
+    for metrics, other in zip(recorder.metrics, rewarded.metrics, strict=True):
+        assert other.items() <= metrics.items() and metrics.keys() - other.keys() <= {"rollout/group_return_mean"}
 
 
 #: Two groups of two. The second member does better in ``progress``. In ``energy`` it does worse in the first group, and as
@@ -1445,24 +1494,24 @@ ACTION_SPACES: list[spaces.Space] = [
 
 
 class RolloutRecorder(BaseCallback):
-    """Counts the transitions by trajectory and observation: those that were collected, and those of each update."""
+    """Counts the transitions by observation: those that were collected, by group, and those of each update."""
 
     def __init__(self) -> None:
         super().__init__()
         self.collected: Counter[tuple[int, bytes]] = Counter()
-        self.ended: list[int] = []
-        self.updates: list[Counter[tuple[int, bytes]]] = []
+        self.ended: Counter[int] = Counter()
+        self.updates: list[Counter[bytes]] = []
 
     def _on_step(self) -> bool:
-        starts = self.locals["start_indices"].tolist()
-        self.collected.update(zip(starts, as_bytes(observations_of(self.model)), strict=True))
-        self.ended += [start for start, done in zip(starts, self.locals["dones"], strict=True) if done]
+        groups = self.locals["position"].groups
+        self.collected.update(zip(groups.tolist(), as_bytes(observations_of(self.model)), strict=True))
+        self.ended.update(groups[self.locals["dones"]].tolist())
         return True
 
     def _on_rollout_end(self) -> None:
         update = whole_update(self.model)
         assert len(update.advantages) == buffer_of(self.model).n_samples and update.advantages.isfinite().all()
-        self.updates.append(Counter(zip(update.starts.tolist(), as_bytes(update.observations), strict=True)))
+        self.updates.append(Counter(as_bytes(update.observations)))
 
 
 def as_bytes(observations: Any) -> list[bytes]:
@@ -1498,13 +1547,12 @@ def test_every_transition_is_used_once_whatever_spaces_episodes_and_options(buff
         model = make_model(env, buffer, policy, n_steps, **kwargs).learn(2 * n_steps * n_envs, callback=recorder)
         assert all(parameter.isfinite().all() for parameter in model.policy.parameters())
         used = sum(recorder.updates, Counter())
+        due: Counter[bytes] = Counter()
+        for (group, obs), count in recorder.collected.items():
+            if buffer == "kernel" or recorder.ended[group] == group_size:
+                due[obs] += count
+        assert used == due
         if buffer == "kernel":
             assert [update.total() for update in recorder.updates] == [n_steps * n_envs] * 2
-            assert used == recorder.collected
-        else:
-            groups = Counter(start // group_size for start in recorder.ended)
-            complete = {group for group, n_ended in groups.items() if n_ended == group_size}
-            due = {key: count for key, count in recorder.collected.items() if key[0] // group_size in complete}
-            assert used == due
         n_used, n_collected = n_used + used.total(), n_collected + recorder.collected.total()
     assert n_used == n_collected if buffer == "kernel" else 0.1 < n_used / n_collected < 0.9

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.wrappers.vector import (
-    ClipReward,
-    DictInfoToList,
-    NormalizeObservation,
-    NormalizeReward,
-    RecordEpisodeStatistics,
-)
+from gymnasium.wrappers.vector import ClipReward, DictInfoToList, NormalizeObservation, RecordEpisodeStatistics
 from helpers import HWC, VECTOR, AnyEnv
 from stable_baselines3 import PPO
 from stable_baselines3.common.monitor import Monitor
@@ -62,10 +56,34 @@ class Talkative(AnyEnv):
         info: dict[str, Any] = {"steps_left": self.steps_left, "parts": {"half": reward / 2, "name": "x"}, "_private": True}
         if self.steps_left % 2 == 0:
             info.update(even=True, position=np.full(2, self.steps_left), words=["a"])
-        return observation, reward, terminated, truncated, info
+        is_both = terminated and bool(self.np_random.integers(2))
+        return observation, reward, terminated, truncated or is_both, info
 
     def double(self, value: int) -> int:
         return 2 * value
+
+
+class Native(VectorEnv):
+    """A vector environment of a class of its own, which takes a mask and one seed for all environments."""
+
+    def __init__(self) -> None:
+        self.envs = SyncVectorEnv(env_fns(), autoreset_mode=DISABLED)
+        self.num_envs, self.metadata = N_ENVS, {"autoreset_mode": DISABLED}
+        self.single_observation_space, self.single_action_space = VECTOR, spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        assert seed is None or type(seed) is int
+        return self.envs.reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        return self.envs.step(actions)
+
+
+class OwnReset(gym.vector.VectorWrapper):
+    """A wrapper that may keep a state for each environment."""
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        return super().reset(seed=seed, options=options)
 
 
 def env_fns(observation_space: spaces.Space = VECTOR, wrapper: Callable = lambda env: env) -> list[Callable[[], gym.Env]]:
@@ -73,7 +91,7 @@ def env_fns(observation_space: spaces.Space = VECTOR, wrapper: Callable = lambda
 
 
 def sync(mode: AutoresetMode = NEXT_STEP, observation_space: spaces.Space = VECTOR) -> GymnasiumVecEnv:
-    return GymnasiumVecEnv(SyncVectorEnv(env_fns(observation_space), autoreset_mode=mode))
+    return GymnasiumVecEnv(SyncVectorEnv(env_fns(observation_space), autoreset_mode=mode, copy=False))
 
 
 def native(n_envs: int = 2) -> Any:
@@ -95,6 +113,7 @@ def history(env: VecEnv, n_steps: int = 30, actions: Any = None, seed: int = 5) 
 
 def assert_same(found: Any, expected: Any) -> None:
     np.testing.assert_equal(found, expected)
+    assert type(found[1][3][0]["steps_left"]) is int
     arrays = [array for step in found[1:] for array in step[:3] if isinstance(array, np.ndarray)]
     assert [array.dtype for array in arrays] == [
         array.dtype for step in expected[1:] for array in step[:3] if isinstance(array, np.ndarray)
@@ -122,12 +141,33 @@ def test_transitions_infos_and_resets_are_those_of_a_dummy_vec_env(
         assert_same(history(env), expected)
 
 
+def test_a_native_vector_environment_without_autoreset_is_reset_with_a_mask_and_no_seeds() -> None:
+    env: Any = GymnasiumVecEnv(Native())
+    assert_same(history(env), history(DummyVecEnv(env_fns())))
+    with pytest.raises(NotImplementedError, match=r"cannot reset the environments \[1\] with \[7\]"):
+        env.reset_envs([1], [7])
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("observation_space", OBSERVATION_SPACES)
 def test_every_observation_space_has_the_observations_of_a_dummy_vec_env(
     observation_space: spaces.Space, mode: AutoresetMode
 ) -> None:
     assert_same(history(sync(mode, observation_space)), history(DummyVecEnv(env_fns(observation_space))))
+
+
+def test_infos_do_not_change_with_the_arrays_of_the_vector_environment() -> None:
+    class Clock(gym.vector.VectorWrapper):
+        times = np.zeros((N_ENVS, 1))
+
+        def step(self, actions: Any) -> Any:
+            self.times += 1
+            return *super().step(actions)[:-1], {"time": self.times}
+
+    env = GymnasiumVecEnv(Clock(SyncVectorEnv(env_fns())))
+    env.reset()
+    infos = [env.step(np.ones(N_ENVS, int))[3] for _ in range(3)]
+    assert [info[2]["time"].item() for info in infos] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -140,7 +180,7 @@ def test_wrappers_of_vector_environments_transform_what_the_environments_return(
         assert [info["steps_left"] for info in found[3]] == [info["steps_left"] for info in expected[3]]
 
 
-@pytest.mark.parametrize("wrapper", [RecordEpisodeStatistics, NormalizeReward])
+@pytest.mark.parametrize("wrapper", [RecordEpisodeStatistics, OwnReset])
 def test_with_resets_in_the_next_step_an_episode_ends_one_step_later_and_is_otherwise_the_same(
     wrapper: Callable[[VectorEnv], VectorEnv],
 ) -> None:
@@ -304,6 +344,7 @@ def test_attributes_are_read_and_set_for_single_environments(vec_env: GymnasiumV
     vec_env.set_attr("label", "all")
     assert vec_env.get_attr("label", [0, 2]) == ["all", "all"]
     assert vec_env.env_method("double", 4) == [8, 8, 8]
+    assert vec_env.get_attr("double")[0](4) == 8  # not called
 
 
 def test_a_missing_attribute_is_reported_and_ends_no_worker(vec_env: GymnasiumVecEnv) -> None:

@@ -9,12 +9,17 @@ import torch as th
 
 from sb3_grpo.advantages import explained_variance
 from sb3_grpo.kernel import (
+    BLOCK_COLUMNS,
+    BLOCK_STEPS,
     LEVEL_RIDGE,
+    MAX_INPUTS,
     FitStatistics,
     KernelBaseline,
     calibration_slope,
     eligibility_traces,
     fourier_features,
+    hashed_inputs,
+    lower_gram,
     lstd_weights,
     metric_factor,
     predict_by_fold,
@@ -65,6 +70,34 @@ def test_inner_products_of_many_cosines_approximate_the_gaussian_kernel_of_stand
             assert (cosines[i] @ cosines[j]).item() == pytest.approx(expected, abs=0.07)
 
 
+# --- hashing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_inputs", [MAX_INPUTS + 1, 2 * MAX_INPUTS, 3 * MAX_INPUTS + 7])
+def test_each_input_is_added_to_one_sum_with_a_sign_that_does_not_depend_on_the_others(n_inputs: int):
+    unit_sums = hashed_inputs(th.eye(n_inputs))
+    assert unit_sums.shape == (n_inputs, MAX_INPUTS)
+    for i, sums in enumerate(unit_sums):
+        assert abs(sums[i % MAX_INPUTS]) == 1.0 and sums.abs().sum() == 1.0
+    inputs = tensor(np.random.default_rng(0).normal(size=(4, n_inputs)))
+    th.testing.assert_close(hashed_inputs(inputs), inputs @ unit_sums.double())
+
+
+def test_inputs_that_are_few_enough_are_not_hashed():
+    inputs = th.randn(3, MAX_INPUTS)
+    assert hashed_inputs(inputs) is inputs
+
+
+@pytest.mark.parametrize("similar", [False, True], ids=["independent", "smooth as an image"])
+def test_hashing_keeps_distances(similar: bool):
+    inputs = np.random.default_rng(0).normal(size=(2, 100, 30_000))
+    if similar:
+        inputs = inputs.cumsum(axis=2) / 100.0
+    differences = tensor(inputs[0] - inputs[1])
+    ratios = hashed_inputs(differences).norm(dim=1) / differences.norm(dim=1)
+    assert (ratios.mean() - 1.0).abs() < 0.03 and (ratios - 1.0).abs().max() < 0.3
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -88,6 +121,24 @@ def test_traces_are_as_worked_out_by_hand_and_end_with_the_trajectory():
     traces = eligibility_traces(features, continues, decay=0.5)
     th.testing.assert_close(traces[..., 0], tensor([[1.0, 2.5, 5.25, 8.0], [1.0, 0.5, 0.25, 0.125]]))
     assert features[0, 1] == 2.0
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("n_steps", [1, BLOCK_STEPS, BLOCK_STEPS + 1, 3 * BLOCK_STEPS + 5])
+def test_traces_over_any_number_of_steps_equal_a_loop(n_steps: int, decay: float):
+    rng = np.random.default_rng(0)
+    features, continues = rng.normal(size=(3, n_steps, 2)), 1.0 * (rng.random((3, n_steps)) < [[0.5], [0.95], [1.0]])
+    expected = features.copy()
+    for t in range(1, n_steps):
+        expected[:, t] += decay * continues[:, t - 1, None] * expected[:, t - 1]
+    traces = eligibility_traces(th.from_numpy(features), th.from_numpy(continues), decay)
+    np.testing.assert_allclose(traces.numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("n_features", [1, BLOCK_COLUMNS, 2 * BLOCK_COLUMNS + 3])
+def test_the_lower_triangle_of_a_gram_matrix_is_that_of_the_whole_product(n_features: int):
+    features = tensor(np.random.default_rng(0).normal(size=(20, n_features)))
+    th.testing.assert_close(lower_gram(features).tril(), (features.T @ features).tril())
 
 
 def test_lstd_weights_are_as_worked_out_by_hand():
@@ -222,7 +273,7 @@ def fitted(inputs: np.ndarray, times: np.ndarray, targets: np.ndarray, **kwargs:
 
 
 def predict(baseline: KernelBaseline, inputs: np.ndarray, times: np.ndarray) -> np.ndarray:
-    return (baseline.features(inputs, times) @ baseline.weights).numpy()
+    return (baseline.features(inputs, times).double() @ baseline.weights).numpy()
 
 
 def draw_regression(n: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

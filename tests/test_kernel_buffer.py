@@ -13,7 +13,10 @@ from gymnasium import spaces
 
 from sb3_grpo.advantages import generalized_advantages
 from sb3_grpo.buffers import KernelRolloutBuffer
+from sb3_grpo.kernel import MAX_INPUTS, hashed_inputs
+from sb3_grpo.observations import take_observations
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MlpPolicy, MultiInputActorPolicy
+from sb3_grpo.starts import Position
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
 IMAGE = spaces.Box(0, 255, (3, 36, 36), np.uint8)
@@ -42,8 +45,10 @@ def collect(
     :return: Advantages, shape ``(n_envs, n_steps)``
     """
     terminated, truncated = (np.broadcast_to(each, rewards.shape) for each in (terminated, truncated))
-    buffer.reset()
     zeros = np.zeros(buffer.n_envs, dtype=np.int64)
+    begin = buffer.dones[:, -1] | (buffer._rollout == 0)
+    position = Position(zeros, zeros, np.where(begin, 0, buffer.steps[:, -1] + 1))
+    buffer.reset()
     for t in range(buffer.buffer_size):
         # Log-probabilities number the transitions, so that the shuffled update can be sorted
         numbers = th.arange(buffer.n_envs) * buffer.buffer_size + t
@@ -52,10 +57,10 @@ def collect(
             for env, is_truncated in enumerate(truncated[t])
         ]
         features = th.as_tensor(policy.encode(observations[t])) if keep_features else None
-        buffer.add(
-            observations[t], zeros[:, None], rewards[t], terminated[t] | truncated[t], numbers.float(), zeros, infos, features
-        )
-    buffer.finish_rollout(observations[-1], policy)
+        done = terminated[t] | truncated[t]
+        buffer.add(observations[t], zeros[:, None], rewards[t], done, numbers.float(), position, infos, features)
+        position = position._replace(steps=np.where(done, 0, position.steps + 1))
+    buffer.finish_rollout(observations[-1], policy, open_groups={})
     (update,) = buffer.get()
     return update.advantages[update.old_log_prob.argsort()].numpy().reshape(buffer.n_envs, -1)
 
@@ -267,15 +272,18 @@ def shrunk(segments: list[Segment], predictions: list[np.ndarray], rules: Rules)
 
 def assert_as_from_scratch(rollouts: list[Rollout], rules: Rules, **kwargs: Any) -> None:
     for rollout, expected in zip(rollouts, from_scratch(rollouts, rules, **kwargs), strict=True):
-        np.testing.assert_allclose(rollout.advantages, expected.advantages, rtol=1e-4, atol=1e-5)
-        assert rollout.metrics["train/baseline_shrinkage"] == pytest.approx(expected.shrinkage, abs=1e-5)
-        assert rollout.metrics["train/explained_variance"] == pytest.approx(expected.explained_variance, abs=1e-5)
-        assert rollout.metrics["train/baseline_variance_reduction"] == pytest.approx(expected.variance_reduction, abs=1e-5)
+        # Features have single precision, and the fit amplifies its rounding where features are dependent
+        np.testing.assert_allclose(rollout.advantages, expected.advantages, atol=5e-3 * expected.advantages.std())
+        assert rollout.metrics["train/baseline_shrinkage"] == pytest.approx(expected.shrinkage, abs=1e-3)
+        assert rollout.metrics["train/explained_variance"] == pytest.approx(expected.explained_variance, abs=1e-3)
+        assert rollout.metrics["train/baseline_variance_reduction"] == pytest.approx(expected.variance_reduction, abs=1e-3)
 
 
 def assert_advantages_differ(rollouts: list[Rollout], others: Any) -> None:
     pairs = zip(rollouts, others, strict=True)
-    assert max(np.abs(rollout.advantages - other.advantages).max() for rollout, other in pairs) > 1e-3
+    assert (
+        max(np.abs(rollout.advantages - other.advantages).max() / rollout.advantages.std() for rollout, other in pairs) > 0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -368,6 +376,84 @@ def test_for_images_the_inputs_are_the_actors_features(space: spaces.Space, keep
     # A network rounds differently for one observation and for many, which a fit with a smaller ridge amplifies
     rollouts = run(space, policy=policy, n_rollouts=3, ridge=0.1, keep_features=keep_features)
     assert_as_from_scratch(rollouts, Rules(ridge=0.1), encode=lambda observation: extracted(policy, observation))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [spaces.Box(-1.0, 1.0, (30_000,)), spaces.Dict(a=spaces.Box(-1.0, 1.0, (600,)), b=spaces.Discrete(30_000))],
+    ids=["Box", "Dict"],
+)
+def test_the_size_of_the_fit_is_bounded_however_many_numbers_an_observation_has(space: spaces.Space):
+    last = run(space, n_rollouts=2)[-1]
+    assert last.state["frequencies"].shape == (MAX_INPUTS + 1, 12)
+    assert len(last.state["statistics"].moment) <= 1 + MAX_INPUTS + 1 + 12
+    assert np.isfinite(last.advantages).all() and last.advantages.std() > 0.0
+
+
+@pytest.mark.parametrize("keep_features", [False, True])
+def test_pixels_that_an_mlp_passes_on_are_hashed(keep_features: bool):
+    space = spaces.Box(0, 255, (3, 40, 40), np.uint8)
+    policy = MlpPolicy(space, DISCRETE, lambda _: 1e-3)
+    rollouts = run(space, policy=policy, n_rollouts=2, ridge=0.1, keep_features=keep_features)
+    assert rollouts[-1].state["frequencies"].shape == (MAX_INPUTS + 1, 12)
+
+    def encode(observation: Any) -> np.ndarray:
+        return hashed_inputs(th.as_tensor(extracted(policy, observation))[None])[0].numpy()
+
+    assert_as_from_scratch(rollouts, Rules(ridge=0.1), encode=encode)
+
+
+# --- standardised inputs ----------------------------------------------------------------------------------------------
+
+MIXED = spaces.Dict(b=spaces.Box(-np.inf, np.inf, (2,)), a=spaces.Discrete(3), c=spaces.Box(-np.inf, np.inf, (2,)))
+
+
+def mixed_rollout(seed: int, n_steps: int = 40, n_envs: int = 2) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    shape = (n_steps + 1, n_envs, 2)
+    # One input is far from zero, one is tiny, one drifts from rollout to rollout, and one never varies
+    b = np.array([1000.0, 0.0]) + rng.normal(size=shape) * [5.0, 1e-4]
+    c = np.stack([seed + rng.normal(size=shape[:2]), np.full(shape[:2], 0.1)], axis=2)
+    a = rng.integers(3, size=shape[:2])
+    return [{"b": b[t].astype(np.float32), "a": a[t], "c": c[t].astype(np.float32)} for t in range(n_steps + 1)]
+
+
+def mixed_advantages(normalize_observations: bool, actor_features: bool = False) -> tuple[list[np.ndarray], dict[str, Any]]:
+    np.random.seed(0)
+    th.manual_seed(0)
+    policy = MultiInputActorPolicy(MIXED, DISCRETE, lambda _: 1e-3, normalize_observations=normalize_observations)
+    buffer = KernelRolloutBuffer(40, MIXED, DISCRETE, "cpu", n_envs=2, relative=False, actor_features=actor_features)
+    rewards = np.random.default_rng(1).normal(1.0, 1.0, (40, 2))
+    truncated = (np.arange(40) % 7 == 6)[:, None]
+    advantages = []
+    for seed in range(4):
+        observations = mixed_rollout(seed)
+        if policy.normalizer is not None:
+            policy.normalizer.observe({key: np.stack([each[key] for each in observations[:-1]]) for key in MIXED})
+        # Environments may give the parts of an observation in any order
+        final = [[dict(reversed(take_observations(each, env).items())) for env in range(2)] for each in observations[1:]]
+        advantages.append(collect(buffer, observations, rewards, truncated=truncated, final=final, policy=policy))
+        if policy.normalizer is not None:
+            policy.normalizer.renew()
+    return advantages, buffer.baseline.get_state()
+
+
+def test_the_statistics_of_the_policys_normalizer_lead_to_the_same_advantages_as_those_of_the_baseline():
+    (by_policy, state), (by_baseline, own_state) = mixed_advantages(True), mixed_advantages(False)
+    for one, other in zip(by_policy, by_baseline, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-2 * other.std())
+    # The baseline keeps statistics of the discrete part, and of nothing else
+    discrete = np.repeat([False, True, False], [2, 3, 2])
+    statistics, own_statistics = state["input_statistics"], own_state["input_statistics"]
+    np.testing.assert_array_equal(statistics.mean[~discrete], np.zeros(4))
+    np.testing.assert_array_equal(statistics.var[~discrete], np.ones(4))
+    np.testing.assert_allclose(statistics.mean[discrete], own_statistics.mean[discrete])
+    np.testing.assert_array_equal(state["varies"], [True] * 6 + [False])
+
+
+def test_outputs_of_the_actor_are_standardised_by_the_baseline_also_if_the_policy_standardises_observations():
+    _, state = mixed_advantages(True, actor_features=True)
+    assert (state["input_statistics"].mean != 0.0).all() and (state["input_statistics"].var != 1.0).all()
 
 
 # --- problems whose answer is known -----------------------------------------------------------------------------------
@@ -468,7 +554,7 @@ def test_lstd_does_not_lag_behind_a_value_that_jumps_as_a_regression_does(
     for reward in (1.0, 1.0, 10.0):
         collect(buffer, states, np.full((200, 2), reward))
     features = buffer.baseline.features(states[-1], np.full(2, 0.5))
-    assert least <= abs((features @ buffer.baseline.weights).mean().item() - 100.0) < most
+    assert least <= abs((features.double() @ buffer.baseline.weights).mean().item() - 100.0) < most
 
 
 # --- the state of the fit ---------------------------------------------------------------------------------------------

@@ -41,6 +41,25 @@ def gradient_of(loss: th.Tensor, parameter: th.Tensor) -> th.Tensor:
     return th.autograd.grad(loss.sum(), parameter, retain_graph=True)[0]
 
 
+# --- the loss of a minibatch ------------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_a_minibatch_is_as_worked_out_by_hand():
+    # Ratios 1.2 and 0.5: -min(1.2 * 2, 1.2 * 2) = -2.4 and -min(0.5 * -1, 0.8 * -1) = 0.8, their mean with weights -1
+    log_prob, old_log_prob = th.tensor([0.6, 0.2]).log(), th.tensor([0.5, 0.4]).log()
+    ratios = log_prob, old_log_prob, th.tensor([2.0, -1.0]), CLIP, 0.5
+    weights, entropy, kl = th.tensor([1.0, 0.5]), th.tensor([1.0, 0.5]), th.tensor([0.2, 0.4])
+    loss = losses.minibatch_loss(*ratios, entropy=entropy, ent_coef=0.1, kl=kl, kl_coef=0.5, weights=weights)
+    # -1 - 0.1 * (1 + 0.25) / 2 + 0.5 * (0.2 + 0.2) / 2 = -1 - 0.0625 + 0.1
+    assert loss.loss.item() == pytest.approx(-0.9625) and loss.policy_gradient_loss.item() == pytest.approx(-1.0)
+    # Without weights, entropies and penalty: (-2.4 + 0.8) / 2 = -0.8, and the entropy is estimated by -log pi
+    loss = losses.minibatch_loss(*ratios)
+    assert loss.loss.item() == pytest.approx(-0.8) and th.equal(loss.entropy, -log_prob) and len(loss.kl) == 0
+    # One trajectory: the ratio is sqrt(1.2 * 0.5) = 0.7746, so (-0.7746 * 2 + 0.8) / 2 = -0.3746
+    loss = losses.minibatch_loss(*ratios, trajectories=th.zeros(2, dtype=th.int64))
+    assert loss.loss.item() == pytest.approx(-0.3746, abs=1e-4) and th.equal(loss.log_ratio, log_prob - old_log_prob)
+
+
 # --- importance ratios ------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from helpers import (
     ACTION_SPACES,
     BOX,
     ENDLESS,
-    OBSERVATIONS,
     SMALL,
     AnyEnv,
     Watcher,
@@ -32,7 +31,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import DummyVecEnv
 from test_grpo import logged_keys
 
-from sb3_grpo.buffers import BUFFERS, GroupRolloutBufferSamples
+from sb3_grpo.buffers import BUFFERS
 
 #: Settings under which most ratios leave the clip range.
 FAR: dict[str, Any] = dict(clip_range=0.05, learning_rate=0.05, n_epochs=4)
@@ -107,7 +106,6 @@ def trained(make_env: Any = make_envs, n_updates: int = 4, **kwargs: Any) -> dic
         pytest.param(component_envs, GROUP, of_buffer(reward_weights={"mean": 1.0}), {}, id="the-reward-as-component"),
         pytest.param(make_envs, PENALTY, dict(kl_reference=1), dict(kl_reference="old"), id="renewed-each-update"),
         pytest.param(make_envs, PENALTY, dict(kl_reference=1000), dict(kl_reference="initial"), id="never-renewed"),
-        pytest.param(make_envs, dict(n_updates=1), dict(n_reused_rollouts=3), {}, id="nothing-to-reuse-yet"),
     ],
 )
 def test_an_option_at_its_limit_leaves_a_run_as_it_is_bit_for_bit(make_env: Any, kwargs: Any, option: Any, plain: Any):
@@ -129,8 +127,6 @@ def test_an_option_at_its_limit_leaves_a_run_as_it_is_bit_for_bit(make_env: Any,
         pytest.param(make_envs, PENALTY, dict(kl_reference=2), dict(kl_reference="old"), id="kl_reference-old"),
         pytest.param(make_envs, PENALTY, dict(kl_reference=2), dict(kl_reference="initial"), id="kl_reference-initial"),
         pytest.param(make_envs, PENALTY, dict(adaptive_kl_target=1e-4), {}, id="adaptive_kl_target"),
-        pytest.param(make_envs, {}, dict(n_reused_rollouts=1), {}, id="n_reused_rollouts"),
-        pytest.param(make_envs, {}, dict(n_reused_rollouts=2), dict(n_reused_rollouts=1), id="n_reused_rollouts-2"),
     ],
 )
 def test_an_option_changes_a_run_where_it_should(make_env: Any, kwargs: Any, option: Any, plain: Any):
@@ -252,99 +248,6 @@ def test_an_adaptive_penalty_reaches_the_divergence_that_a_constant_one_misses(k
     assert target / 3 < divergence(target) < 3 * target
 
 
-# --- Rollouts that are trained on again -----------------------------------------------------------------------------------
-
-
-class Updates(BaseCallback):
-    """Records each update, the log-probabilities of its actions under the policy before it, and the metrics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.updates: list[GroupRolloutBufferSamples] = []
-        self.log_probs: list[th.Tensor] = []
-        self.metrics: list[dict[str, float]] = []
-
-    def _on_step(self) -> bool:
-        return True
-
-    def _on_rollout_end(self) -> None:
-        update = self.model.rollout_buffer._update.map(th.clone)  # type: ignore[attr-defined]  # in order, unlike get()
-        self.updates.append(update)
-        log_probs, _ = self.model.policy.evaluate_actions(update.observations, update.actions)  # type: ignore[operator]
-        self.log_probs.append(log_probs.detach())
-        self.metrics.append(dict(self.model.rollout_buffer.metrics))  # type: ignore[attr-defined]
-
-
-def assert_same_observations(left: Any, right: Any) -> None:
-    assert same(left, right) if isinstance(left, dict) else th.equal(left, right)
-
-
-def updates_of(n_updates: int, **kwargs: Any) -> Updates:
-    updates = Updates()
-    make_model(**kwargs).learn(32 * n_updates, callback=updates)
-    return updates
-
-
-@pytest.mark.parametrize("n_reused", [1, 3])
-def test_an_update_reuses_earlier_rollouts_with_probabilities_and_weights_of_the_current_policy(n_reused: int):
-    # Far from the policies that sampled, so that some weights are truncated.
-    updates = updates_of(6, env=box_envs(), n_reused_rollouts=n_reused, learning_rate=0.05, normalize_observations=False)
-    own = [update.take(slice(32)) for update in updates.updates]
-    truncated = 0
-    for index, (update, log_probs) in enumerate(zip(updates.updates, updates.log_probs, strict=True)):
-        n_earlier = min(index, n_reused)
-        assert len(update.advantages) == 32 * (1 + n_earlier)
-        th.testing.assert_close(update.old_log_prob, log_probs, rtol=1e-4, atol=1e-5)
-        weights_of_all = []
-        for age in range(1, n_earlier + 1):
-            reused, sampled = update.take(slice(32 * age, 32 * (age + 1))), own[index - age]
-            assert_same_observations(reused.observations, sampled.observations)
-            assert th.equal(reused.actions, sampled.actions)
-            ratio = th.exp(reused.old_log_prob - sampled.old_log_prob)
-            weights_of_all.append(ratio.clamp(max=2.0))
-            truncated += int((ratio > 2.0).sum())
-            th.testing.assert_close(reused.advantages, sampled.advantages * weights_of_all[-1], rtol=1e-4, atol=1e-6)
-        if n_earlier > 0:
-            all_weights = th.cat(weights_of_all).double()
-            expected = all_weights.sum() ** 2 / (all_weights**2).sum() / len(all_weights)
-            logged = updates.metrics[index]["train/reuse_effective_sample_size"]
-            assert logged == pytest.approx(expected.item(), rel=1e-4)
-    assert truncated > 0
-
-
-def test_rollouts_before_a_reset_from_outside_are_not_reused():
-    updates, model = Updates(), make_model(n_reused_rollouts=3)
-    model.learn(64)
-    model.learn(64, callback=updates)
-    assert [len(update.advantages) for update in updates.updates] == [32, 64]
-
-
-def test_a_rollout_that_completes_no_group_makes_no_update_from_earlier_ones():
-    # Episodes of 40 steps in rollouts of 16: only some rollouts complete groups.
-    updates = updates_of(10, env=make_envs(lengths=(40, 41)), n_reused_rollouts=2, **GROUP)
-    lengths = [len(update.advantages) for update in updates.updates]
-    complete = [index for index, length in enumerate(lengths) if length > 0]
-    assert 2 <= len(complete) < len(lengths)
-    assert lengths[complete[1]] == 2 * lengths[complete[0]] == 160
-
-
-def test_reused_groups_keep_their_trajectories():
-    trajectory: dict[str, Any] = dict(importance_sampling_level="trajectory", loss_aggregation="trajectory")
-    for update in updates_of(4, n_reused_rollouts=1, **trajectory, **GROUP).updates:
-        starts = update.starts.numpy()
-        n_trajectories = len(set(starts.tolist()))
-        expected = [len(starts) / n_trajectories / np.sum(starts == start) for start in starts]
-        assert update.weights is not None
-        np.testing.assert_allclose(update.weights.numpy(), expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("policy", "space", "policy_kwargs"), [OBSERVATIONS[0], OBSERVATIONS[3], OBSERVATIONS[6]])
-def test_observations_of_every_kind_are_reused(policy: str, space: spaces.Space, policy_kwargs: dict[str, Any]):
-    settings: dict[str, Any] = dict(policy=policy, policy_kwargs=policy_kwargs, n_reused_rollouts=1)
-    first, second = updates_of(2, env=make_envs(observation_space=space), **settings).updates
-    assert_same_observations(second.take(slice(32, None)).observations, first.observations)
-
-
 # --- All together ---------------------------------------------------------------------------------------------------------
 
 
@@ -356,7 +259,6 @@ def test_all_options_together_train_and_continue_from_a_file(buffer: str):
         adaptive_kl_target=0.01,
         kl_coef=0.1,
         kl_reference=2,
-        n_reused_rollouts=1,
         ent_coef=0.01,
     )
     groups: dict[str, Any] = dict(tied_groups="skip", scale="none", component_aggregation="normalize_then_sum")
@@ -541,7 +443,6 @@ def test_reward_weights_decide_which_action_is_learned(buffer: str):
         pytest.param(dict(importance_sampling_level="trajectory"), id="importance_sampling_level"),
         pytest.param(dict(loss_aggregation="trajectory"), id="loss_aggregation-trajectory"),
         pytest.param(dict(kl_coef=0.1, adaptive_kl_target=0.5), id="adaptive_kl_target"),
-        pytest.param(dict(n_reused_rollouts=2), id="n_reused_rollouts"),
         pytest.param({**OUTCOME, **of_buffer(leave_one_out=True, scale="none")}, id="leave_one_out"),
     ],
 )

@@ -15,6 +15,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from sb3_grpo import GRPO
 from sb3_grpo import advantages as A
 from sb3_grpo.relative import FORGETTING, MAX_AGE, RelativeTerm, correlation_sums, shrunk_correlation, sums_of_others
+from sb3_grpo.starts import Ledger
 
 # --- the formula ------------------------------------------------------------------------------------------------------
 
@@ -138,19 +139,18 @@ def test_the_sum_of_the_others_does_not_lose_small_ones_beside_a_large_one():
 
 
 def shared_rollout(n_groups: int, group_size: int, n_steps: int, rng: np.random.Generator, first: int = 0) -> list[Any]:
-    """:return: Advantages, starts, steps and dones of a rollout in which groups live through inputs of their own"""
+    """:return: Advantages, groups and steps of a rollout in which groups live through inputs of their own, and are complete"""
     shared = 3.0 * rng.normal(size=(n_groups, 1, n_steps))
     advantages = shared + rng.normal(size=(n_groups, group_size, n_steps))
-    starts = np.arange(n_groups * group_size).repeat(n_steps) + first
-    steps = np.tile(np.arange(n_steps), n_groups * group_size)
-    return [advantages.ravel(), starts, steps, steps == n_steps - 1]
+    groups = np.arange(n_groups).repeat(group_size * n_steps) + first
+    return [advantages.ravel(), groups, np.tile(np.arange(n_steps), n_groups * group_size), {}]
 
 
 @pytest.mark.parametrize("group_size, least", [(2, 0.75), (8, 0.85)])
 def test_the_variance_due_to_shared_inputs_is_removed(group_size: int, least: float):
-    rng, term = np.random.default_rng(0), RelativeTerm(group_size)
+    rng, term = np.random.default_rng(0), RelativeTerm()
     for rollout in range(5):
-        given = shared_rollout(8, group_size, 50, rng, 8 * group_size * rollout)
+        given = shared_rollout(8, group_size, 50, rng, 8 * rollout)
         relative = term.apply(*given)
     removed = 1 - relative.var() / given[0].var()
     assert removed > least
@@ -160,11 +160,11 @@ def test_the_variance_due_to_shared_inputs_is_removed(group_size: int, least: fl
 
 def test_the_coefficient_of_a_group_does_not_depend_on_its_own_advantages():
     advantages, *rest = shared_rollout(4, 2, 30, np.random.default_rng(0))
-    own = rest[0] < 2
+    own = rest[0] == 0
     changed = np.where(own, 100.0 * np.arange(1, len(own) + 1), advantages)
     coefficients = []
     for values in (advantages, changed):
-        term = RelativeTerm(2)
+        term = RelativeTerm()
         term.apply(*shared_rollout(4, 2, 30, np.random.default_rng(1), first=100))
         relative = term.apply(values, *rest)
         others = values.reshape(4, 2, 30)[:, ::-1].ravel()
@@ -174,41 +174,38 @@ def test_the_coefficient_of_a_group_does_not_depend_on_its_own_advantages():
 
 
 def test_groups_whose_members_never_overlap_are_left_alone():
-    rng, term = np.random.default_rng(0), RelativeTerm(2)
+    rng, term = np.random.default_rng(0), RelativeTerm()
     for rollout in range(3):
         advantages = rng.normal(size=40) + 5.0
-        starts = np.repeat([4 * rollout, 4 * rollout + 1, 4 * rollout + 2, 4 * rollout + 3], 10)
+        groups = np.repeat([2 * rollout, 2 * rollout + 1], 20)
         steps = np.tile(np.concatenate([np.arange(10), np.arange(20, 30)]), 2)
-        relative = term.apply(advantages, starts, steps, np.zeros(40, dtype=bool))
+        relative = term.apply(advantages, groups, steps, {2 * rollout: -1, 2 * rollout + 1: -1})
         assert np.array_equal(relative, advantages)
         assert term.metrics == pytest.approx({"train/relative_coefficient": 0.0, "train/relative_variance_removed": 0.0})
 
 
 def test_advantages_of_zero_do_not_disturb():
-    term = RelativeTerm(2)
+    term = RelativeTerm()
     given = shared_rollout(4, 2, 10, np.random.default_rng(0))
     assert not term.apply(np.zeros(80), *given[1:]).any()
     assert np.isfinite(term.apply(*given)).all()
 
 
-def slow_term(history: list[list[Any]], group_size: int) -> list[np.ndarray]:
+def slow_term(history: list[list[Any]]) -> list[np.ndarray]:
     """The relative term of each rollout, computed transition by transition from everything that came before."""
-    seen: list[tuple[int, int, int, float]] = []  # rollout, start, step, advantage
+    seen: list[tuple[int, int, int, float]] = []  # rollout, group, step, advantage
     earlier, results = np.zeros(6), []
-    for number, (advantages, starts, steps, _) in enumerate(history):
-        seen += [(number, int(s), int(t), float(a)) for a, s, t in zip(advantages, starts, steps, strict=True)]
+    for number, (advantages, groups, steps, _) in enumerate(history):
+        seen += [(number, int(g), int(t), float(a)) for a, g, t in zip(advantages, groups, steps, strict=True)]
         others = []
-        for start, step in zip(starts, steps, strict=True):
-            group = start // group_size
+        for own in range(len(seen) - len(groups), len(seen)):
             others.append([
-                a for rollout, s, t, a in seen
-                if s // group_size == group and s != start and t == step and rollout > number - MAX_AGE
+                a for i, (rollout, group, step, a) in enumerate(seen)
+                if (group, step) == seen[own][1:3] and i != own and rollout > number - MAX_AGE
             ])  # fmt: skip
         sums = {}
-        for group in set(starts // group_size):
-            pairs = [
-                (a, np.mean(x)) for a, x, s in zip(advantages, others, starts, strict=True) if x and s // group_size == group
-            ]
+        for group in set(groups):
+            pairs = [(a, np.mean(x)) for a, x, g in zip(advantages, others, groups, strict=True) if x and g == group]
             n, d = sum(a * x for a, x in pairs), sum(a * a for a, _ in pairs)
             sums[group] = np.array([len(pairs), n, d, n * n, n * d, d * d])
 
@@ -217,8 +214,8 @@ def slow_term(history: list[list[Any]], group_size: int) -> list[np.ndarray]:
             return total / np.array([1.0, square, square, square**2, square**2, square**2])
 
         relative = []
-        for a, x, s in zip(advantages, others, starts, strict=True):
-            of_others = sum((value for group, value in sums.items() if group != s // group_size), np.zeros(6))
+        for a, x, g in zip(advantages, others, groups, strict=True):
+            of_others = sum((value for group, value in sums.items() if group != g), np.zeros(6))
             rho = float(shrunk_correlation(earlier + in_units(of_others)))
             c = rho * len(x) / (1 + (len(x) - 1) * rho) if x else 0.0
             relative.append(a - c * np.mean(x) if x else a)
@@ -228,36 +225,38 @@ def slow_term(history: list[list[Any]], group_size: int) -> list[np.ndarray]:
 
 
 def drifting_history(n_envs: int, group_size: int, n_rollouts: int, n_steps: int = 12) -> list[list[Any]]:
-    """:return: Rollouts in which environments take the next start whenever an episode of random length ends"""
-    rng = np.random.default_rng(0)
+    """:return: Rollouts with episodes of random length. In the middle, the size of new groups grows by one"""
+    rng, ledger = np.random.default_rng(0), Ledger(group_size, seed=0)
+    ledger.begin_all([0] * n_envs)
     inputs: dict[int, np.ndarray] = {}
-    next_start = n_envs
-    running = [[start, 0, int(rng.integers(3, 40))] for start in range(n_envs)]
+    lengths = rng.integers(3, 40, n_envs)
     history = []
-    for _ in range(n_rollouts):
-        rows: list[list[tuple[float, int, int, bool]]] = [[] for _ in range(n_envs)]
-        for _, env in itertools.product(range(n_steps), range(n_envs)):
-            start, step, length = running[env]
-            stream = inputs.setdefault(start // group_size, rng.normal(size=50))
-            done = step == length - 1
-            rows[env].append((2.0 * stream[step] + rng.normal(), start, step, done))
-            running[env][1] += 1
-            if done:
-                running[env] = [next_start, 0, int(rng.integers(3, 40))]
-                next_start += 1
-        history.append([np.array(column) for column in zip(*itertools.chain(*rows), strict=True)])
+    for rollout in range(n_rollouts):
+        ledger.group_size = group_size + rollout // (n_rollouts // 2)
+        rows: list[list[tuple[float, int, int]]] = [[] for _ in range(n_envs)]
+        for _ in range(n_steps):
+            groups, _, steps = ledger.position
+            for env, (group, step) in enumerate(zip(groups.tolist(), steps.tolist(), strict=True)):
+                stream = inputs.setdefault(group, rng.normal(size=50))
+                rows[env].append((2.0 * stream[step] + rng.normal(), group, step))
+                if step == lengths[env] - 1:
+                    ledger.restart(env)
+                    lengths[env] = rng.integers(3, 40)
+            ledger.advance()
+        columns = zip(*itertools.chain(*rows), strict=True)
+        history.append([*map(np.array, columns), ledger.open_groups()])
     return history
 
 
 @pytest.mark.parametrize("n_envs, group_size", [(1, 2), (3, 2), (4, 4), (5, 3)])
 def test_members_that_run_later_are_compared_with_those_before(n_envs: int, group_size: int):
     history = drifting_history(n_envs, group_size, n_rollouts=25)
-    term = RelativeTerm(group_size)
+    term = RelativeTerm()
     results = [term.apply(*rollout) for rollout in history]
-    for found, expected in zip(results, slow_term(history, group_size), strict=True):
+    for found, expected in zip(results, slow_term(history), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-9)
     # Without what is kept, later members would have nobody to be compared with
-    forgetful, different = RelativeTerm(group_size), 0
+    forgetful, different = RelativeTerm(), 0
     for rollout, found in zip(history, results, strict=True):
         different += not np.allclose(forgetful.apply(*rollout), found)
         forgetful.forget_trajectories()
@@ -265,12 +264,16 @@ def test_members_that_run_later_are_compared_with_those_before(n_envs: int, grou
 
 
 def test_what_is_kept_does_not_grow_while_episodes_never_end():
-    term, rng, sizes = RelativeTerm(2), np.random.default_rng(0), []
+    term, rng, sizes = RelativeTerm(), np.random.default_rng(0), []
     for rollout in range(3 * MAX_AGE):
         # The second member of the group never runs
-        term.apply(rng.normal(size=10), np.zeros(10, dtype=int), np.arange(10) + 10 * rollout, np.zeros(10, dtype=bool))
+        term.apply(rng.normal(size=10), np.zeros(10, dtype=int), np.arange(10) + 10 * rollout, {0: -1})
         sizes.append(len(term._kept.groups))
     assert max(sizes) == sizes[-1] == 10 * MAX_AGE
+    # Until all members have passed a step, or the group is closed
+    for open_groups, kept in (({0: 10 * rollout + 6}, [7, 8, 9]), ({}, [])):
+        term.apply(rng.normal(size=1), np.ones(1, dtype=int), np.zeros(1, dtype=int), open_groups)
+        assert (term._kept.steps - 10 * rollout).tolist() == kept
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -319,7 +322,7 @@ def test_by_default_the_term_removes_what_the_seed_fixes(n_envs: int):
 @pytest.mark.parametrize(
     "env, kwargs", [({}, dict(share_starts=False)), (dict(seeded=False), {})], ids=["starts not shared", "seeds ignored"]
 )
-@pytest.mark.filterwarnings("ignore:.*do not start alike")
+@pytest.mark.filterwarnings("ignore:.*does not reproduce its initial state")
 def test_the_term_is_zero_where_nothing_is_shared(env: dict[str, Any], kwargs: dict[str, Any]):
     metrics = trained(make(make_vec_env(Weather, n_envs=4, env_kwargs=env), **kwargs))
     assert metrics["train/relative_coefficient"] < 0.02
@@ -335,7 +338,7 @@ def sizes_of_groups(model: Any, n_rollouts: int = 10) -> list[int]:
             return True
 
         def _on_rollout_start(self) -> None:
-            sizes.append(model.start_queue.group_size)
+            sizes.append(model.ledger.group_size)
 
     model.learn(n_rollouts * model.n_steps * model.n_envs, callback=Sizes())
     return sizes
@@ -346,11 +349,9 @@ def test_groups_grow_where_members_have_much_in_common():
     sizes = sizes_of_groups(model)
     assert sizes[0] == 2
     assert sizes[-1] == 8
-    starts = model.rollout_buffer.starts
-    assert max(np.bincount(np.unique(starts) // 8)) > 2
-    assert model.rollout_buffer.metrics["rollout/groups_completed"] >= 0
+    assert model.rollout_buffer.members.max() > 1
     # A loaded model goes on with the groups that it had
-    assert reload(model, env=make_vec_env(Weather, n_envs=8)).start_queue.group_size == 8
+    assert reload(model, env=make_vec_env(Weather, n_envs=8)).ledger.group_size == 8
 
 
 @pytest.mark.parametrize(

@@ -92,14 +92,14 @@ def test_a_run_that_is_loaded_with_a_seed_is_a_new_run_with_that_seed():
     assert set(runs[0][0]).isdisjoint(runs[2][0])
 
 
-def test_continuing_takes_the_next_group_of_the_queue_and_a_new_run_the_first():
+def test_continuing_takes_the_next_group_of_the_ledger_and_a_new_run_the_first():
     model = make_model(group_size=3).learn(64)
-    taken = model.start_queue.next_index
-    for reset, first in ((False, 3 * -(-taken // 3)), (True, 0)):
+    newest = max(model.ledger.open_groups())
+    for reset, group in ((False, newest + 1), (True, 0)):
         watcher = Watcher()
         loaded = reload(model, env=make_envs()).learn(32, callback=watcher, reset_num_timesteps=reset)
-        assert watcher.start_indices[0].tolist() == [first, first + 1]
-        assert loaded.start_queue.seed == model.start_queue.seed
+        assert [array.tolist() for array in watcher.positions[0]] == [[group, group], [0, 1], [0, 0]]
+        assert loaded.ledger.seed == model.ledger.seed
 
 
 # --- What a file keeps ------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_chosen_number_of_steps_follows_the_number_of_environments(
 
 def test_a_seed_that_is_given_as_an_object_is_that_of_the_starts():
     loaded = reload(make_model().learn(64), env=make_envs(), custom_objects=dict(seed=3))
-    assert loaded.seed == loaded.start_queue.seed == 3
+    assert loaded.seed == loaded.ledger.seed == 3
 
 
 def test_the_options_of_the_buffer_can_be_left_out_again():
@@ -178,7 +178,7 @@ def test_a_model_can_be_loaded_with_another_argument(kwargs: dict[str, Any]):
     loaded, starts = reload(make_model(group_size=2).learn(64), env=make_envs(), **kwargs), Starts()
     before = weights(loaded)
     assert_trained(loaded.learn(128, callback=starts), before)
-    assert loaded.group_size == loaded.rollout_buffer.group_size == loaded.start_queue.group_size
+    assert loaded.group_size == loaded.rollout_buffer.group_size == loaded.ledger.group_size
     groups = starts.groups(loaded.group_size)
     assert len(groups) >= 4 and all(len(group) == 1 for group in groups)
     reference = reference_weights(loaded)
@@ -280,12 +280,16 @@ def test_a_file_of_format_1_is_refused_by_name_and_load_actor_takes_its_weights(
     th.testing.assert_close(log_probs(), expected)
 
 
-def test_a_file_of_a_later_format_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch):
-    with monkeypatch.context() as later:
-        later.setattr("sb3_grpo.persistence.FORMAT", 5)
-        later.setattr("sb3_grpo.persistence.VERSION", "9.0")
+@pytest.mark.parametrize(("file_format", "version"), [(4, "1.0"), (6, "9.0")], ids=["earlier", "later"])
+def test_a_file_of_another_format_is_refused_with_both_versions(
+    file_format: int, version: str, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as other:
+        other.setattr("sb3_grpo.persistence.FORMAT", file_format)
+        other.setattr("sb3_grpo.persistence.VERSION", version)
         file = saved(make_model())
-    with pytest.raises(ValueError, match=r"saved by sb3-grpo 9\.0 in file format 5; .* which loads format 4"):
+    expected = rf"saved by sb3-grpo {version} in file format {file_format}; .* which loads format 5\. .*`load_actor\(model, "
+    with pytest.raises(ValueError, match=expected):
         GRPO.load(file)
 
 

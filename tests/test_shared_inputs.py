@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.env_util import make_vec_env
 
@@ -60,6 +61,22 @@ class DrawsFromPythonsGenerator(Walk):
         return random.gauss(0, 1)
 
 
+class SeedsTheGeneratorOfNumpy(Walk):
+    """Repeats itself, but another environment of the same process would draw from the generator in between."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        np.random.seed(seed)
+        return super().reset(seed=seed, options=options)
+
+    def shock(self, action: int) -> float:
+        return float(np.random.normal())
+
+
+class DrawsFromTheGeneratorOfTorch(Walk):
+    def shock(self, action: int) -> float:
+        return th.rand(()).item() if self.t == 9 else 0.0
+
+
 class DrawsFromASeededGeneratorOfPython(Walk):
     """For some actions only."""
 
@@ -111,6 +128,8 @@ class DrawsForAction2(gym.Wrapper[np.ndarray, int, np.ndarray, int]):
         pytest.param(DrawsFromASeededGeneratorOfPython(), "lost", id="Python's generator draws for some actions"),
         pytest.param(ExposesInputsOfTheActions(), "lost", id="exposed inputs depend on actions"),
         pytest.param(DrawsFromPythonsGenerator(), "not seeded", id="generator that the seed does not reach"),
+        pytest.param(SeedsTheGeneratorOfNumpy(), "not seeded", id="global generator that resets seed"),
+        pytest.param(DrawsFromTheGeneratorOfTorch(), "not seeded", id="torch's generator"),
         pytest.param(NeverReseedsItsGenerator(), "not seeded", id="generator that resets do not seed"),
     ],
 )
@@ -127,6 +146,18 @@ def test_the_message_names_the_first_step_that_differs() -> None:
 
     message = check_shared_inputs(DrawsInTheTenthStep()).message
     assert "random generators of two members with the same seed and different actions differ from step 10 on" in message
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (SeedsTheGeneratorOfNumpy(), "The reset uses the global generator of `numpy.random`: its random numbers do not come"),
+        (DrawsFromPythonsGenerator(), "Step 1 uses the global generator of Python's `random`"),
+        (DrawsFromTheGeneratorOfTorch(), "Step 10 uses the global generator of torch"),
+    ],
+)
+def test_the_message_names_the_global_generator_and_the_step(env: gym.Env, message: str) -> None:
+    assert message in check_shared_inputs(env, seed=1).message
 
 
 def test_the_check_leaves_the_action_space_as_it_is_because_other_environments_may_have_the_same() -> None:

@@ -4,7 +4,7 @@ The five buffers side by side
 
 The variants of GRPO differ most in how they turn rewards into advantages, and ``rollout_buffer_class`` chooses among them.
 This tour trains each of the five buffers on CartPole for 20,480 steps, which takes a few seconds each. It compares their
-learning curves, their advantages, and their logs.
+learning curves, their advantages, and their logs. It needs two packages more: ``pip install matplotlib pandas``.
 """
 
 # %%

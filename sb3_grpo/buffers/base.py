@@ -158,12 +158,6 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         """
         return DEFAULT_GROUP_SIZE
 
-    def remark(self) -> str:
-        """
-        :return: A sentence about a setting that the buffer has chosen by itself, which GRPO prints; empty without one
-        """
-        return ""
-
     def obstacle(self) -> str:
         """
         :return: Why the last rollout gave nothing to learn from, if it did not, and what to change

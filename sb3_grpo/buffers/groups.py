@@ -220,10 +220,9 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         """
         if len(waiting) <= self.max_waiting:
             return waiting
-        groups, first, counts = np.unique(waiting.groups, return_index=True, return_counts=True)
-        newest_first = np.lexsort((groups, waiting.rollouts[first]))[::-1]
-        fits = np.cumsum(counts[newest_first]) <= self.max_waiting
-        self._dropped_groups.update(groups[newest_first[~fits]].tolist())
+        groups, counts = np.unique(waiting.groups, return_counts=True)  # in the order in which they began
+        fits = np.cumsum(counts[::-1])[::-1] <= self.max_waiting
+        self._dropped_groups.update(groups[~fits].tolist())
         kept = self._without_dropped(waiting)
         if not self._has_warned:
             self._has_warned = True

@@ -1,5 +1,6 @@
 """The buffer of the kernel baseline."""
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -8,19 +9,18 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
+from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_grpo import advantages as A
 from sb3_grpo.buffers.base import GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
-from sb3_grpo.kernel import KernelBaseline, calibration_slope, eligibility_traces, predict_by_fold
-from sb3_grpo.observations import Observations, map_observations, take_observations
+from sb3_grpo.kernel import MAX_INPUTS, KernelBaseline, calibration_slope, eligibility_traces, hashed_inputs, predict_by_fold
+from sb3_grpo.observations import Observations, map_observations, space_parts, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
 from sb3_grpo.starts import Position
 from sb3_grpo.validation import require_at_least, require_between, require_bool, require_one_of, require_positive
 
-#: The kernel baseline solves a linear system with as many unknowns as it has inputs.
-MAX_INPUTS = 5000
 #: Group size if members of a group have more than ``LARGE_GROUP_ABOVE`` of the variance of their advantages in common. Larger
 #: groups estimate what their inputs did more accurately, and leave fewer different starts in a rollout.
 LARGE_GROUP = 8
@@ -80,8 +80,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     constant remains.
 
     The inputs are the flattened observations, with one-hot encoding of discrete ones. For spaces with images, which are arrays
-    with three axes, the output of the policy's features extractor takes their place. If either has more than 5,000 numbers,
-    the inputs are those of ``actor_features``.
+    with three axes, the output of the policy's features extractor takes their place. If there are more than
+    :data:`~sb3_grpo.kernel.MAX_INPUTS` of them, they are hashed, see :func:`~sb3_grpo.kernel.hashed_inputs`.
+
+    Inputs are standardised with the statistics of the policy's
+    :class:`~sb3_grpo.normalization.ObservationNormalizer`, including those of the rollout. The baseline keeps statistics of
+    its own only of inputs that the policy does not standardise, and of hashed ones.
 
     :param buffer_size: Number of steps per environment and rollout
     :param observation_space: Observation space
@@ -159,14 +163,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             require_bool(name, flag)
         self.target_lambda = gae_lambda if target_lambda is None else target_lambda
         self.n_folds = n_folds
-        self._remark = ""
-        n_inputs = 0 if self.has_images else get_flattened_obs_dim(observation_space)
-        if n_inputs > MAX_INPUTS and not actor_features:
-            actor_features = True
-            self._remark = (
-                f"Observations have {n_inputs} numbers, and the kernel baseline can be fitted to {MAX_INPUTS} at most: it "
-                "uses the actor's last hidden layer instead (actor_features=True)."
-            )
         self.actor_features = actor_features
         # SB3 has seeded numpy's global generator with the model's seed at this point.
         seed = np.random.randint(np.iinfo(np.int32).max)
@@ -175,7 +171,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self._longest = 1
         # The fit keeps its unit of time, also in environments with another time limit.
         self._fitted_horizon = self.horizon
-        # Features of images, which are expensive to encode again; shape (n_envs, buffer_size, features_dim).
+        # Inputs from images, which are expensive to encode again; shape (n_envs, buffer_size, d).
         self._features = th.empty(0, 0, 0)
         self._n_features_kept = 0
 
@@ -191,9 +187,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     def suggested_group_size(self) -> int:
         is_large = self.relative_term is not None and self.relative_term.correlation > LARGE_GROUP_ABOVE
         return LARGE_GROUP if is_large else super().suggested_group_size()
-
-    def remark(self) -> str:
-        return self._remark
 
     def _scaled(self, advantages: np.ndarray, normalize_advantage: bool) -> np.ndarray:
         self.metrics["train/advantage_mean"] = float(np.mean(advantages))
@@ -225,11 +218,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         features: th.Tensor | None = None,
     ) -> None:
         are_inputs = self.has_images and not self.actor_features
-        if are_inputs and features is not None and features.shape[1] <= MAX_INPUTS:
-            shape = (self.n_envs, self.buffer_size, features.shape[1])
+        if are_inputs and features is not None:
+            inputs = hashed_inputs(features)
+            shape = (self.n_envs, self.buffer_size, inputs.shape[1])
             if self._features.shape != shape:
-                self._features = th.zeros(shape, dtype=features.dtype, device=features.device)
-            self._features[:, self.pos] = features
+                self._features = th.zeros(shape, dtype=inputs.dtype, device=inputs.device)
+            self._features[:, self.pos] = inputs
             self._n_features_kept += 1
         super().add(obs, action, reward, done, log_prob, position, infos, features)
 
@@ -242,7 +236,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     ) -> tuple[Transitions, np.ndarray]:
         time_unit = self._time_unit(rollout.steps)
         inputs = self._inputs(rollout, policy)
-        self.baseline.observe(inputs)
+        self.baseline.observe(inputs, self._standardised_by(policy))
         features = self.baseline.features(inputs, rollout.steps / time_unit)
 
         cuts, cut_obs = self._cut_observations(last_obs)
@@ -312,7 +306,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         those of :meth:`_fit_lstd`.
         """
         earlier = self.baseline.weights
-        prior, cut_prior = ((each @ earlier).numpy() for each in (features, cut_features))
+        prior, cut_prior = ((each.double() @ earlier).numpy() for each in (features, cut_features))
         targets = prior + segments.advantages(prior, cut_prior, self.target_lambda)
         return self.baseline.fit(features, th.as_tensor(targets), folds)
 
@@ -327,7 +321,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         :param folds: Fold of each transition, shape ``(n,)``
         :return: Weights, shape ``(n_folds, p)``
         """
-        goes_on = th.as_tensor(segments.continues)
+        goes_on = th.as_tensor(segments.continues, dtype=features.dtype)
         following = features.roll(-1, dims=0).mul_(goes_on[:, None])
         following[segments.cuts] = cut_features
         by_env = features.view(self.n_envs, self.buffer_size, -1)
@@ -362,13 +356,29 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         :return: Inputs of the baseline, shape ``(n, d)``
         """
         if self.actor_features or self.has_images:
-            # An `MlpPolicy` passes pixels on.
-            hidden = self.actor_features or policy.features_extractor.features_dim > MAX_INPUTS
-            return policy.encode(observations, hidden=hidden)
-        tensors = map_observations(th.as_tensor, observations)
-        encoded = preprocess_obs(tensors, self.observation_space, normalize_images=False)
-        parts = list(encoded.values()) if isinstance(encoded, dict) else [encoded]
-        return th.cat([part.unsqueeze(-1).flatten(start_dim=1).double() for part in parts], dim=1).numpy()
+            encoded = th.from_numpy(policy.encode(observations, hidden=self.actor_features))
+        else:
+            tensors = obs_as_tensor(observations, policy.device)
+            if policy.normalizer is not None:
+                # The policy keeps to the statistics that it acted with, and a fit need not.
+                normalizer = copy.deepcopy(policy.normalizer)
+                normalizer.renew()
+                tensors = normalizer(tensors)
+            by_part = preprocess_obs(tensors, self.observation_space, normalize_images=False)
+            parts = [by_part[name] for name in space_parts(self.observation_space)] if isinstance(by_part, dict) else [by_part]
+            encoded = th.cat([part.unsqueeze(-1).flatten(start_dim=1).cpu() for part in parts], dim=1)
+        return hashed_inputs(encoded).double().numpy()
+
+    def _standardised_by(self, policy: ActorPolicy) -> np.ndarray | bool:
+        """
+        :param policy: The policy that is about to be updated
+        :return: Which inputs its normaliser has standardised, shape ``(d,)``; ``False`` for none
+        """
+        if policy.normalizer is None or self.actor_features or self.has_images:
+            return False
+        names, parts = zip(*space_parts(self.observation_space).items(), strict=True)
+        covered = np.repeat([name in policy.normalizer.slices for name in names], [get_flattened_obs_dim(p) for p in parts])
+        return covered if len(covered) <= MAX_INPUTS else False
 
     def get_state(self) -> dict[str, Any]:
         return {

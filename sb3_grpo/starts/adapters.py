@@ -15,6 +15,7 @@ fails when SB3 changes it:
 - A worker answers ``("env_method", ("step", (action,), {}))`` with the result of ``step``, and ``("reset", (seed, options))``
   with an observation and an info.
 - ``SubprocVecEnv.waiting`` says whether answers are due; ``close()`` does nothing if ``.closed`` is true.
+- ``_stack_obs`` stacks the observations of the workers.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ from typing import Any
 
 import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
-from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
+from stable_baselines3.common.vec_env.subproc_vec_env import _stack_obs
 
 from sb3_grpo.observations import map_observations, observation_parts, space_parts
 from sb3_grpo.starts.faults import EnvironmentFault, name_environment
@@ -63,13 +65,10 @@ class VecEnvAdapter:
         """The worker of each environment that collects by itself; zeros if none does."""
         return list(getattr(self.venv, "worker_of_env", [0] * self.venv.num_envs))
 
-    def reset(self) -> VecEnvObs:
-        """
-        Reset all environments, with the seeds that were set by ``seed()`` or in ``_seeds``.
-
-        :return: First observations
-        """
-        return self.venv.reset()
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """The context in which ``reset()`` of the ``VecEnv`` is called, by whomever."""
+        yield
 
     def step_async(self, actions: np.ndarray) -> None:
         """
@@ -203,16 +202,26 @@ class SubprocVecEnvAdapter(VecEnvAdapter):
     venv: SubprocVecEnv
     takes_seeds = True
 
-    def reset(self) -> VecEnvObs:
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
         with self._all_or_no_answers():
-            if self.venv.waiting:  # for the answers to a step that was interrupted
-                for env_idx in range(self.venv.num_envs):
+            for env_idx, process in enumerate(self.venv.processes):
+                if not process.is_alive():
+                    raise self._fault(env_idx)
+                if self.venv.waiting:  # for the answer to a step that was interrupted
                     self._receive(env_idx)
-                self.venv.waiting = False
-            try:
-                return self.venv.reset()
-            except (EOFError, OSError) as error:
-                raise self._fault_of_dead_worker() from error
+            self.venv.waiting = False
+        seeds = self.venv._seeds
+        try:
+            yield
+        except BaseException as error:
+            if self.venv._seeds is not seeds:  # the reset was completed, and something else failed afterwards
+                raise
+            fault = self._fault_of_dead_worker() if isinstance(error, (EOFError, OSError)) else None
+            self._stop()
+            if fault is not None:
+                raise fault from error
+            raise
 
     def step_async(self, actions: np.ndarray) -> None:
         with self._all_or_no_answers():
@@ -236,8 +245,7 @@ class SubprocVecEnvAdapter(VecEnvAdapter):
             for env_idx in done:
                 observations[env_idx], reset_infos[env_idx] = self._receive(env_idx)
             self.venv.reset_infos = reset_infos
-        stacked = map_observations(lambda *each: np.stack(each), *observations)
-        return stacked, np.stack(rewards), dones, list(infos)
+        return _stack_obs(observations, self.venv.observation_space), np.stack(rewards), dones, list(infos)
 
     @contextmanager
     def _all_or_no_answers(self) -> Iterator[None]:
@@ -251,14 +259,17 @@ class SubprocVecEnvAdapter(VecEnvAdapter):
         try:
             yield
         except BaseException:
-            # `close()` would wait for their answers.
-            for process in self.venv.processes:
-                process.kill()
-            for process, remote in zip(self.venv.processes, self.venv.remotes, strict=True):
-                process.join(DEAD_WORKER_TIMEOUT_S)
-                remote.close()
-            self.venv.waiting, self.venv.closed = False, True
+            self._stop()
             raise
+
+    def _stop(self) -> None:
+        # `close()` would wait for the answers of the workers.
+        for process in self.venv.processes:
+            process.kill()
+        for process, remote in zip(self.venv.processes, self.venv.remotes, strict=True):
+            process.join(DEAD_WORKER_TIMEOUT_S)
+            remote.close()
+        self.venv.waiting, self.venv.closed = False, True
 
     def _send(self, env_idx: int, message: tuple[str, Any]) -> None:
         try:
@@ -283,9 +294,8 @@ class SubprocVecEnvAdapter(VecEnvAdapter):
         return EnvironmentFault(env_idx, what)
 
     def _fault_of_dead_worker(self) -> EnvironmentFault:
-        for process in self.venv.processes:
-            process.join(DEAD_WORKER_TIMEOUT_S / 10)
-        dead = [env_idx for env_idx, process in enumerate(self.venv.processes) if not process.is_alive()]
+        ended = connection.wait([process.sentinel for process in self.venv.processes], DEAD_WORKER_TIMEOUT_S)
+        dead = [env_idx for env_idx, process in enumerate(self.venv.processes) if process.sentinel in ended]
         return self._fault(dead[0] if dead else 0)
 
 

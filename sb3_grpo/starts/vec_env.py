@@ -102,7 +102,7 @@ class SeededVecEnv:
         if self.share_starts:
             self.venv._seeds = [start.seed for start in starts]
         self._first_raw = None
-        with self._in_place():
+        with self._in_place(), self.adapter.resetting():
             observations = reset()
         raw = observations if self._wrapper is None else self._first_raw
         if self.share_starts and raw is not None:
@@ -165,7 +165,7 @@ class SeededVecEnv:
         """
         :return: First observations of all environments
         """
-        self._first_raw = self.adapter.reset()
+        self._first_raw = self.venv.reset()
         if self._wrapper is not None:
             self._wrapper.venv = self.venv  # SB3 goes on to set up callbacks, which find the environments as they are
         if self._checks:

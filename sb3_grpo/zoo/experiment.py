@@ -101,13 +101,12 @@ def processed(hyperparams: dict[str, Any]) -> dict[str, Any]:
             schedule = linear_schedule(name, hyperparams[name])
             if name == "clip_range_high":  # rl-zoo3 does it for the others
                 hyperparams[name] = schedule
-    if "policy" not in hyperparams or not isinstance(hyperparams["policy"], str):
+    if not isinstance(hyperparams.get("policy"), str):
         raise ValueError(f"`policy` is {hyperparams.get('policy', 'missing')!r}: write a name, such as `policy: MlpPolicy`.")
-    for name in ("n_envs", "frame_stack"):
-        if hyperparams.get(name, 1) is None:
-            del hyperparams[name]
-    for name, default in (("n_timesteps", None), ("n_envs", 1), ("frame_stack", 1)):
+    for name, default in (("n_timesteps", None), ("n_envs", 1)):
         require_at_least(name, hyperparams.get(name, default), 1)
+    if hyperparams.get("frame_stack") is not None:
+        require_at_least("frame_stack", hyperparams["frame_stack"], 1)
     return hyperparams
 
 
