@@ -50,6 +50,9 @@ FAMILIES: dict[type[Distribution], int] = {
 #: Keys are exact classes, as above.
 ACTIVATIONS: dict[type[nn.Module], int] = {nn.Tanh: TANH, nn.ReLU: RELU}
 
+#: Seconds of compiling that are worth a word. Loading from numba's cache takes about half a second.
+LONG = 3.0
+
 #: Methods that choose actions. A subclass that overrides one of them acts in its own way.
 ACTING = ("__call__", "forward", "forward_features", "extract_features", "get_distribution", "_distribution", "_latent")
 #: Methods that evaluate actions.
@@ -111,7 +114,7 @@ def _warm_up(act: Callable[..., Any], update: Callable[..., Any]) -> None:
     optimizer = Optimizer(two, two, two, two, np.array([0, 1, 2]), np.full((2, 4), 0.5))
     batch = Batch(column, column, one, one, one, none, none.reshape(-1))
     settings = Settings(0.2, 0.2, 0.0, 0.0, 0.5, np.inf)
-    act(network, two, one, one, np.ones((1, 1)), column)
+    act(network, two, one, one, np.ones((1, 1)), column, column.copy(), column.copy(), one.copy())
     update(network, two.copy(), optimizer, batch, np.zeros(1, np.int64), 1, settings, np.zeros(len(Metrics._fields)))
 
 
@@ -232,7 +235,8 @@ def describe_arithmetic(acting: "CompiledPolicy | str", updating: "CompiledPolic
         return f"Acting and updating with torch, because {acting}"
     if isinstance(updating, str):
         return f"Acting in machine code, and updating with torch, because {updating}"
-    return "Acting and updating in machine code"
+    seconds = compile_functions().seconds  # type: ignore[union-attr]
+    return "Acting and updating in machine code" + (f", compiled in {seconds:.0f} s" if seconds >= LONG else "")
 
 
 def _parts(policy: ActorPolicy) -> Parts | str:
@@ -382,14 +386,20 @@ class CompiledPolicy:
         shift = scale = np.zeros(0, np.float32)
         if is_vector and policy.normalizer is not None:
             shift, scale = policy.normalizer.shift.numpy(), policy.normalizer.scale.numpy()
-        dtype = np.int64 if network.family == CATEGORICAL else np.float32
+        dtype, n_components = np.float32, int(network.sizes[-1])
+        if network.family == CATEGORICAL:
+            dtype, n_components = np.int64, len(network.n_categories)
         shape = (-1, *policy.action_space.shape)  # type: ignore[misc]
 
         def choose(obs: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
             if not is_vector:  # numbers of categories, which the policy encodes
                 obs = policy.extract_features(obs if isinstance(obs, th.Tensor) else obs_as_tensor(obs, policy.device))
             inputs = np.ascontiguousarray(obs, dtype=np.float64).reshape(len(obs), -1)
-            features, actions, log_prob = act(network, parameters, shift, scale, inputs, draw(len(inputs)))
+            n = len(inputs)
+            # The function returns nothing, because numba runs Python code to return arrays, in which Ctrl-C would be lost.
+            features, actions = np.empty(inputs.shape, np.float32), np.empty((n, n_components), np.float32)
+            log_prob = np.empty(n, np.float32)
+            act(network, parameters, shift, scale, inputs, draw(n), features, actions, log_prob)
             actions = actions.astype(dtype, copy=False).reshape(shape)
             return th.from_numpy(actions), th.from_numpy(log_prob), th.from_numpy(features)
 

@@ -687,7 +687,10 @@ def act(
     scale: np.ndarray,
     observations: np.ndarray,
     noise: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    features: np.ndarray,
+    actions: np.ndarray,
+    log_prob: np.ndarray,
+) -> None:
     """
     Standardise observations, ``clip((x - shift) scale, -10, 10)``, and sample an action for each.
 
@@ -700,10 +703,11 @@ def act(
     :param scale: Scale of each input
     :param observations: Observations in double precision, shape ``(n, n_inputs)``
     :param noise: Normal, exponential or uniform random numbers, according to the family, shape ``(n, k)``
-    :return: Features, shape ``(n, n_inputs)``, actions, shape ``(n, d)``, and their log-probabilities, shape ``(n,)``
+    :param features: Receives the standardised observations, shape ``(n, n_inputs)``
+    :param actions: Receives the actions, shape ``(n, d)``
+    :param log_prob: Receives their log-probabilities, shape ``(n,)``
     """
     n, n_inputs = observations.shape
-    features = np.empty((n, n_inputs), np.float32)
     for i in range(n):
         for j in range(n_inputs):
             x = observations[i, j]
@@ -717,8 +721,7 @@ def act(
     outputs = forward(network, parameters, values, n)
     none = np.empty((0, 0), np.float32)
     found = np.empty((3, n), np.float32)
-    n_components = len(network.n_categories) if network.family == CATEGORICAL else outputs.shape[1]
-    actions = np.empty((n, n_components), np.float32)
+    n_components = actions.shape[1]
     if network.family == GAUSSIAN:
         log_std = split_log_std(network, parameters)
         std = np.exp(log_std)
@@ -745,7 +748,7 @@ def act(
             for j in range(n_components):
                 actions[i, j] = ONE if noise[i, j] < sigmoid(outputs[i, j]) else ZERO
         evaluate_bernoulli(outputs, none, actions, found)
-    return features, actions, found[0]
+    log_prob[:] = found[0]
 
 
 # --- updating ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch as th
 
@@ -279,7 +279,7 @@ def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator
     :param policy: Policy that is updated
     :param kl_penalty: The KL penalty, whose reference may be renewed
     """
-    before = copy.deepcopy((policy.state_dict(), policy.optimizer.state_dict()))
+    before = _copied(policy.state_dict()), _copied(policy.optimizer.state_dict())
     kl_state = kl_penalty.get_state()
     try:
         yield
@@ -288,6 +288,22 @@ def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator
         policy.optimizer.load_state_dict(before[1])
         kl_penalty.set_state(kl_state, policy)
         raise
+
+
+def _copied(state: Any) -> Any:
+    """
+    :param state: State of a module or an optimizer
+    :return: What ``copy.deepcopy`` gives, in a fraction of its time
+    """
+    if isinstance(state, th.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        copied = copy.copy(state)  # with the versions of a module's parts, which are an attribute
+        copied.update((key, _copied(value)) for key, value in state.items())
+        return copied
+    if isinstance(state, list):
+        return [_copied(value) for value in state]
+    return copy.deepcopy(state)
 
 
 def check_update(policy: ActorPolicy, epochs: list[Epoch]) -> None:

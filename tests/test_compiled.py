@@ -728,7 +728,7 @@ def test_an_unusual_update_is_left_to_torch_and_acting_is_not(
 # --- what the user is told ---
 
 SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
-    "usual": ({}, "Acting and updating in machine code\n"),
+    "usual": ({}, "Acting and updating in machine code"),
     "estimated divergence": (
         dict(kl_coef=0.1, kl_estimator="k3"),
         "Acting in machine code, and updating with torch, because `kl_estimator` is 'k3'\n",
