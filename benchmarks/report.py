@@ -18,8 +18,8 @@ from benchmarks.figures import N_POINTS, draw_curves, draw_profiles, draw_scores
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
     NO_ROWS,
+    comparison_table,
     progress,
-    throughput_table,
     variance_table,
     variants_table,
     zoo_table,
@@ -129,7 +129,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "variance_removed": lambda: variance_table(groups["inputs"], OURS),
         "tokens": lambda: variants_table(Suite("tokens", results)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
-        "throughput": lambda: throughput_table(read_rows(results / "throughput.csv")),
+        "comparison": lambda: comparison_table(read_rows(results / "comparison.csv")),
     }
 
 

@@ -1,21 +1,17 @@
 """
-Measure speed and memory, on one torch thread.
+Measure speed and memory on one core.
 
-    python -m benchmarks.speed throughput               # CartPole-v1, 8 envs x 128 steps, kernel buffer
-    python -m benchmarks.speed throughput --env image --n-envs 4 --policy CnnPolicy --n-steps 64 --batch-size 64 --n-epochs 4
-    python -m benchmarks.speed scaling                  # with the number of environments, and with the size of a rollout
-    python -m benchmarks.speed memory                   # peak memory on images
-    python -m benchmarks.speed turns                    # seconds per step of the arms of a suite
+    python -m benchmarks.speed              # GRPO, SB3's PPO and sbx's PPO in turns, about eight minutes
+    python -m benchmarks.speed profile      # the time of GRPO's training by part
+    python -m benchmarks.speed memory       # peak memory on images
+    python -m benchmarks.speed turns        # seconds per step of the arms of a suite
 
-- `throughput`: GRPO, PPO and the bare work (see `benchmarks.bound`) take turns in one process, with the same environment,
-  rollout, minibatches, epochs and network; a turn is a few rollouts and updates. Printed are medians over turns, and the
-  median of the ratios within each round of turns with its interval. PPO is SB3's as it comes, whose Adam is not fused;
-  `--fused-ppo` gives it the one that GRPO has. sbx's PPO, on JAX, takes part where it is installed (`pip install sbx-rl`); the
-  first turns, in which JAX compiles, do not count. The breakdown comes from further turns with a stopwatch around each part,
-  whose overhead is in the figures.
-- `scaling`: steps per second of GRPO and PPO for 1 to 64 environments with rollouts of 1024 transitions, and the seconds in
-  which each rollout buffer turns a rollout of Pendulum-v1 into an update, which should not grow per transition. The time is
-  that of this thread alone.
+- Without a word: all have GRPO's default settings, which are rollouts of 1024 transitions, minibatches of 64 and ten epochs,
+  except for what the table names. They take turns in one process that is bound to one core, so that a drift of the machine
+  favours nobody. The first turn of each, in which numba and JAX compile, does not count. The bare environment is a
+  `DummyVecEnv` with `Monitor` that takes random actions: nobody who steps it can be faster. sbx's PPO, on JAX, takes part
+  where it is installed (`pip install sbx-rl`).
+- `profile`: stopwatches around the parts of GRPO's training, whose overhead is in the figures.
 - `memory`: peak resident memory of GRPO and of PPO, each in a process of its own.
 - `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for `benchmarks.seconds`.
 """
@@ -25,9 +21,10 @@ import contextlib
 import functools
 import importlib.util
 import multiprocessing
+import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,27 +35,23 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import FakeImageEnv
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
-from tqdm import tqdm
 
-from benchmarks.bound import LeanActor
 from benchmarks.matrix import Run, expand, load_matrix
 from benchmarks.results import RESULTS, append_row, provenance, read_rows
 from benchmarks.run import experiment
-from benchmarks.statistics import median
+from benchmarks.tables import comparison_table, markdown_table
 from benchmarks.timing import Stopwatch, take_turns
-from sb3_grpo import GRPO
-from sb3_grpo.buffers import BUFFERS
+from sb3_grpo import GRPO, collection
 
 #: SB3's algorithms on JAX, if they are installed
 SBX = importlib.util.find_spec("sbx") is not None
 ALGORITHMS: dict[str, type[GRPO] | type[PPO]] = {"GRPO": GRPO, "PPO": PPO}
-THROUGHPUT_FIELDS = [
-    "env", "n_envs", "n_steps", "batch_size", "n_epochs", "buffer", "fused_ppo", "pairs", "grpo", "ppo", "bound", "over_ppo",
-    "over_ppo_low", "over_ppo_high", "over_bound", "over_bound_low", "over_bound_high", "fit_share", "commit", "versions",
-    "sbx", "over_sbx", "over_sbx_low", "over_sbx_high",
+COMPARISON_FIELDS = [
+    "env", "n_envs", "batch_size", "width", "rounds", "grpo", "ppo", "sbx", "bare", "over_ppo", "over_sbx", "bare_share",
+    "commit", "versions",
 ]  # fmt: skip
 TURNS_FIELDS = ["session", "arm", "env", "settings_hash", "steps", "seconds_per_step", "commit", "versions"]
-SCALING_FIELDS = ["curve", "what", "x", "y"]
+ROLLOUTS_PER_TURN = 2
 #: Turns of each arm of a suite, and the fewest steps in each
 N_TURNS = 5
 SHORTEST_TURN = 4096
@@ -66,43 +59,35 @@ SHORTEST_TURN = 4096
 
 class Setting(NamedTuple):
     """
-    Settings that GRPO, PPO and the bare work have in common.
+    Settings that the algorithms have in common. The others are GRPO's defaults.
 
-    :param env: Gymnasium environment, or ``"image"`` for SB3's fake one with 84 x 84 pixels
-    :param policy: SB3's name of the policy
+    :param env: Gymnasium environment, or ``"image"`` for SB3's fake one with 84 x 84 pixels and four channels
     :param n_envs: Environments side by side
-    :param n_steps: Steps per environment and rollout
     :param batch_size: Minibatch size
+    :param width: Units of each of two hidden layers
     :param n_epochs: Passes over a rollout
-    :param buffer: GRPO's rollout buffer
-    :param fused_ppo: Whether PPO gets the fused Adam that GRPO has, in the place of SB3's default
-    :param n_channels: Channels of the images
+    :param rollout: Transitions of a rollout
     """
 
     env: str = "CartPole-v1"
-    policy: str = "MlpPolicy"
     n_envs: int = 8
-    n_steps: int = 128
-    batch_size: int = 256
+    batch_size: int = 64
+    width: int = 64
     n_epochs: int = 10
-    buffer: str = "kernel"
-    fused_ppo: bool = False
-    n_channels: int = 1
+    rollout: int = 1024
 
     def make_env(self) -> VecEnv:
         """:return: The environments, seeded"""
-        if self.env != "image":
-            return make_vec_env(self.env, self.n_envs, seed=0)
-        images = functools.partial(FakeImageEnv, screen_height=84, screen_width=84, n_channels=self.n_channels)
-        return make_vec_env(images, self.n_envs, seed=0)
-
-    @property
-    def rollout(self) -> int:
-        """Transitions per rollout."""
-        return self.n_envs * self.n_steps
+        images = functools.partial(FakeImageEnv, screen_height=84, screen_width=84, n_channels=4)
+        return make_vec_env(images if self.env == "image" else self.env, self.n_envs, seed=0)
 
 
-IMAGES = Setting(env="image", policy="CnnPolicy", n_epochs=1, n_channels=4)
+SETTINGS = [
+    Setting(env, **options)
+    for options in ({}, dict(batch_size=256), dict(width=256), dict(n_envs=1), dict(n_envs=64))
+    for env in ("CartPole-v1", "HalfCheetah-v5")
+]
+IMAGES = Setting(env="image", batch_size=256, n_epochs=1)
 
 
 def make_model(algorithm: type[OnPolicyAlgorithm], setting: Setting) -> OnPolicyAlgorithm:
@@ -111,14 +96,13 @@ def make_model(algorithm: type[OnPolicyAlgorithm], setting: Setting) -> OnPolicy
     :param setting: Setting of the comparison
     :return: A model
     """
-    kwargs: dict[str, Any] = {}
-    if algorithm is GRPO:
-        # SB3's images are random, whatever the seed
-        kwargs = dict(rollout_buffer_class=setting.buffer, share_starts=setting.env != "image")
-    elif setting.fused_ppo:
-        kwargs = dict(policy_kwargs=dict(optimizer_kwargs=dict(eps=1e-5, fused=True)))
-    kwargs.update(n_steps=setting.n_steps, batch_size=setting.batch_size, n_epochs=setting.n_epochs)
-    return algorithm(setting.policy, setting.make_env(), seed=0, device="cpu", **kwargs)
+    kwargs: dict[str, Any] = dict(n_steps=setting.rollout // setting.n_envs, batch_size=setting.batch_size)
+    kwargs.update(n_epochs=setting.n_epochs, gae_lambda=0.98, seed=0, device="cpu")
+    if setting.env == "image":  # SB3's images are random, whatever the seed
+        kwargs.update(dict(share_starts=False) if algorithm is GRPO else {})
+    else:
+        kwargs.update(policy_kwargs=dict(net_arch=[setting.width] * 2))
+    return algorithm("CnnPolicy" if setting.env == "image" else "MlpPolicy", setting.make_env(), **kwargs)
 
 
 def training(model: BaseAlgorithm, timesteps: int) -> Callable[[], object]:
@@ -130,139 +114,97 @@ def training(model: BaseAlgorithm, timesteps: int) -> Callable[[], object]:
     return functools.partial(model.learn, timesteps, reset_num_timesteps=False, log_interval=None)  # type: ignore[arg-type]
 
 
-def breakdown(model: GRPO, timesteps: int) -> dict[str, float]:
+def stepping(env: VecEnv, timesteps: int) -> Callable[[], object]:
     """
-    :param model: Model to train further
-    :param timesteps: Steps to train
-    :return: Share of the time by part
+    :param env: Vectorised environment
+    :param timesteps: Steps of a turn, of all environments together
+    :return: A function that steps it with random actions
     """
-    watch = Stopwatch()
-    assert model.env is not None
-    with (
-        watch.around("environment", model.env, "step"),
-        watch.around("advantages", model.rollout_buffer, "finish_rollout"),
-        watch.around("collecting", model, "collect_rollouts"),
-        watch.around("update", model, "train"),
-    ):
-        began = time.perf_counter()
-        training(model, timesteps)()
-        total = time.perf_counter() - began
-    shares = {part: seconds / total for part, seconds in watch.seconds.items()}
-    shares["acting and storing"] = shares.pop("collecting") - shares["environment"] - shares["advantages"]
-    return {**shares, "rest": 1.0 - sum(shares.values())}
+    env.action_space.seed(0)
+    actions = [np.array([env.action_space.sample() for _ in range(env.num_envs)]) for _ in range(timesteps // env.num_envs)]
+    env.reset()
+    return lambda: [env.step(each) for each in actions]
 
 
-def compare_speed(setting: Setting, pairs: int, rollouts: int) -> tuple[dict[str, Any], dict[str, float]]:
+def compare(setting: Setting, rounds: int) -> dict[str, Any]:
     """
     :param setting: Setting of the comparison
-    :param pairs: Turns of each contestant
-    :param rollouts: Rollouts per turn
-    :return: A row of ``throughput.csv``, and the breakdown
+    :param rounds: Turns of each contestant
+    :return: A row of ``comparison.csv``: medians of steps per second, and medians, minima and maxima of ratios of turns
     """
-    timesteps = rollouts * setting.rollout
-    grpo, ppo = make_model(GRPO, setting), make_model(PPO, setting)
-    assert isinstance(grpo, GRPO)
-    sizes = setting.n_steps, setting.batch_size, setting.n_epochs
-    lean = LeanActor(setting.make_env(), setting.policy == "CnnPolicy", *sizes)
-    contestants = dict(grpo=training(grpo, timesteps), ppo=training(ppo, timesteps), bound=lambda: lean.learn(timesteps))
+    models = {"grpo": make_model(GRPO, setting), "ppo": make_model(PPO, setting)}
     if SBX:
         import sbx
 
-        contestants["sbx"] = training(make_model(sbx.PPO, setting), timesteps)
-    seconds = take_turns(contestants, pairs)
-    shares = breakdown(grpo, pairs * timesteps)
-    row = {
-        **dict.fromkeys(THROUGHPUT_FIELDS, ""),
-        **{name: value for name, value in setting._asdict().items() if name in THROUGHPUT_FIELDS},
-        "pairs": pairs,
-        **{name: round(timesteps / float(np.median(turns))) for name, turns in seconds.items()},
-        "fit_share": f"{shares['advantages']:.4f}",
-        **provenance(),
-    }
-    for other in [name for name in seconds if name != "grpo"]:
-        for suffix, value in zip(("", "_low", "_high"), median(seconds[other] / seconds["grpo"]), strict=True):
-            row[f"over_{other}{suffix}"] = f"{value:.3f}"
-    return row, shares
+        models["sbx"] = make_model(sbx.PPO, setting)
+    timesteps = ROLLOUTS_PER_TURN * setting.rollout
+    contestants = {name: training(model, timesteps) for name, model in models.items()}
+    contestants["bare"] = stepping(setting.make_env(), timesteps)
+    speeds = {name: timesteps / seconds for name, seconds in take_turns(contestants, rounds).items()}
+    row: dict[str, Any] = {**dict.fromkeys(COMPARISON_FIELDS, ""), **provenance(), "rounds": rounds}
+    row.update({name: value for name, value in setting._asdict().items() if name in COMPARISON_FIELDS})
+    row.update({name: round(float(np.median(each))) for name, each in speeds.items()})
+    ratios = {f"over_{name}": speeds["grpo"] / speeds[name] for name in ("ppo", "sbx") if name in speeds}
+    ratios["bare_share"] = speeds["grpo"] / speeds["bare"]
+    for name, each in ratios.items():
+        row[name] = " ".join(f"{value:.3f}" for value in (np.median(each), each.min(), each.max()))
+    return row
 
 
-def throughput(args: argparse.Namespace) -> None:
+def comparison(args: argparse.Namespace) -> None:
     """
     :param args: Command line
     """
-    row, shares = compare_speed(setting_of(args), args.pairs, args.rollouts)
-    print(", ".join(f"{name} {row[name]}" for name in THROUGHPUT_FIELDS[:8]))
-    print(f"GRPO  {row['grpo']:>8,} steps/s")
-    for other in [name for name in ("ppo", "sbx", "bound") if row[name]]:
-        over, low, high = (row[f"over_{other}{suffix}"] for suffix in ("", "_low", "_high"))
-        print(f"{other:<5} {row[other]:>8,} steps/s, GRPO over it {over} ({low} to {high})")
-    for part, share in shares.items():
-        print(f"  {part:<22}{share:>7.1%}")
-    append_row(args.results / "throughput.csv", row, THROUGHPUT_FIELDS)
+    if not SBX:
+        print("sbx is not installed, so its PPO is left out: `pip install sbx-rl`.")
+    for setting in SETTINGS:
+        if not args.envs or setting.env in args.envs:
+            row = compare(setting, args.rounds)
+            append_row(args.results / "comparison.csv", row, COMPARISON_FIELDS)
+            print(comparison_table([row]).splitlines()[-1], flush=True)
+    print("\n" + comparison_table(read_rows(args.results / "comparison.csv")))
 
 
-def scaling_points(rounds: int, largest: int) -> Iterator[tuple[str, str, int, float]]:
+def breakdown(setting: Setting, n_rollouts: int) -> dict[str, float]:
     """
-    :param rounds: Turns of each algorithm, and rollouts of each buffer
-    :param largest: Transitions of the largest rollout
-    :return: Rows of ``scaling.csv``
+    :param setting: Setting of a training by GRPO
+    :param n_rollouts: Its rollouts, after a first one that does not count
+    :return: Share of the time by part
     """
-    for n_envs in (1, 2, 4, 8, 16, 32, 64):
-        setting = Setting(n_envs=n_envs, n_steps=1024 // n_envs)
-        contestants = {name: training(make_model(each, setting), 1024) for name, each in ALGORITHMS.items()}
-        turns = take_turns(contestants, rounds, clock=time.thread_time)
-        for name, seconds in turns.items():
-            yield "steps per second", name, n_envs, 1024 / float(np.median(seconds))
-    n_transitions = 1024
-    while n_transitions <= largest:
-        for buffer in BUFFERS:
-            setting = Setting("Pendulum-v1", n_steps=n_transitions // 8, batch_size=n_transitions, n_epochs=1, buffer=buffer)
-            model, watch = make_model(GRPO, setting), Stopwatch(time.thread_time)
-            with watch.around("finish", model.rollout_buffer, "finish_rollout"):
-                training(model, rounds * n_transitions)()
-            yield "seconds per rollout", buffer, n_transitions, watch.seconds["finish"] / rounds
-        n_transitions *= 4
+    model = make_model(GRPO, setting)
+    assert isinstance(model, GRPO) and model.env is not None
+    training(model, setting.rollout)()
+    watch, inner = Stopwatch(), Stopwatch()
+    with contextlib.ExitStack() as stack:
+        for env in model.env.envs:  # type: ignore[attr-defined]
+            stack.enter_context(inner.around("environment, with Monitor", env, "step"))
+        make_actor = collection.actor
+
+        def timed_actor(policy: Any) -> Callable[[Any], Any]:
+            owner = argparse.Namespace(act=make_actor(policy))
+            stack.enter_context(inner.around("acting", owner, "act"))
+            return lambda obs: owner.act(obs)
+
+        collection.actor = timed_actor
+        stack.callback(setattr, collection, "actor", make_actor)
+        stack.enter_context(inner.around("value estimate", model.rollout_buffer, "finish_rollout"))
+        stack.enter_context(watch.around("collection", model, "collect_rollouts"))
+        stack.enter_context(watch.around("update", model, "train"))
+        began = time.perf_counter()
+        training(model, n_rollouts * setting.rollout)()
+        total = time.perf_counter() - began
+    watch.seconds["collection"] -= sum(inner.seconds.values())
+    shares = {part: seconds / total for part, seconds in {**inner.seconds, **watch.seconds}.items()}
+    return {**shares, "rest": 1.0 - sum(shares.values())}
 
 
-def draw_scaling(points: list[tuple[str, str, int, float]], path: pathlib.Path) -> None:
-    """
-    :param points: Rows of ``scaling.csv``
-    :param path: File of the figure
-    """
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    from benchmarks.figures import STYLE, save
-
-    labels = {"steps per second": "environments", "seconds per rollout": "transitions"}
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(1, 2, figsize=(7.35, 4.2))
-        for axis, (curve, x_label) in zip(axes, labels.items(), strict=True):
-            for what in dict.fromkeys(point[1] for point in points if point[0] == curve):
-                own = [point for point in points if point[:2] == (curve, what)]
-                axis.plot([point[2] for point in own], [point[3] for point in own], marker="o", label=what)
-            axis.set(xscale="log", yscale="log", xlabel=x_label, ylabel=curve)
-            for side in (axis.xaxis, axis.yaxis):
-                side.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                side.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
-                side.set_minor_formatter(NullFormatter())
-            axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-        save(figure, path)
-
-
-def scaling(args: argparse.Namespace) -> None:
+def profile(args: argparse.Namespace) -> None:
     """
     :param args: Command line
     """
-    points = []
-    csv = args.results / "scaling.csv"
-    csv.unlink(missing_ok=True)
-    for point in tqdm(scaling_points(args.rounds, args.largest), unit="point"):
-        curve, what, x, y = point
-        points.append(point)
-        append_row(csv, {"curve": curve, "what": what, "x": x, "y": f"{y:.6g}"}, SCALING_FIELDS)
-        per = f", {1e6 * y / x:.2f} us a transition" if curve == "seconds per rollout" else ""
-        tqdm.write(f"{what:>13} {x:>7} {curve}: {y:.4g}{per}")
-    draw_scaling(points, args.results / "scaling.svg")
+    shares = {env: breakdown(Setting(env), args.rollouts) for env in ("CartPole-v1", "HalfCheetah-v5")}
+    rows = [[part, *(f"{each[part]:.0%}" for each in shares.values())] for part in next(iter(shares.values()))]
+    print(markdown_table(["part", *shares], rows))
 
 
 def peak_memory(algorithm: str, setting: Setting, rollouts: int) -> float:
@@ -299,7 +241,7 @@ def memory(args: argparse.Namespace) -> None:
     """
     :param args: Command line
     """
-    for algorithm, peak in compare_memory(setting_of(args), args.rollouts).items():
+    for algorithm, peak in compare_memory(IMAGES, args.rollouts).items():
         print(f"{algorithm:<5} peak {peak:7.1f} MB")
 
 
@@ -346,39 +288,26 @@ def turns(args: argparse.Namespace) -> None:
                 append_row(csv, row, TURNS_FIELDS)
 
 
-def setting_of(args: argparse.Namespace) -> Setting:
-    """:return: The setting that it describes"""
-    return Setting(**{name: getattr(args, name) for name in Setting._fields})
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    for command, defaults in ((throughput, Setting()), (memory, IMAGES), (scaling, None), (turns, None)):
-        own = commands.add_parser(command.__name__)
-        own.set_defaults(command=command)
-        own.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for rows")
-        for name, default in (defaults._asdict() if defaults else {}).items():
-            flag = f"--{name.replace('_', '-')}"
-            if isinstance(default, bool):
-                own.add_argument(flag, action="store_true")
-            else:
-                own.add_argument(
-                    flag, type=type(default), default=default, choices=list(BUFFERS) if name == "buffer" else None
-                )
-        if defaults:
-            own.add_argument("--rollouts", type=int, default=2, help="rollouts per turn, or in all")
-    commands.choices["throughput"].add_argument("--pairs", type=int, default=11, help="turns of each contestant")
-    commands.choices["scaling"].add_argument(
-        "--rounds", type=int, default=5, help="turns of each algorithm, rollouts of each size"
-    )
-    commands.choices["scaling"].add_argument("--largest", type=int, default=65_536, help="transitions of the largest rollout")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for rows")
+    common.add_argument("--envs", nargs="+", default=[], metavar="ENV", help="environments of the comparison or the suite")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, parents=[common])
+    parser.set_defaults(command=comparison)
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each algorithm")
+    commands = parser.add_subparsers()
+    for command in (profile, memory, turns):
+        commands.add_parser(command.__name__, parents=[common]).set_defaults(command=command)
+    for name, n_rollouts in (("profile", 20), ("memory", 2)):
+        commands.choices[name].add_argument("--rollouts", type=int, default=n_rollouts)
     commands.choices["turns"].add_argument("--suite", default="proof")
     commands.choices["turns"].add_argument("--arms", nargs="+", default=[], metavar="ARM")
-    commands.choices["turns"].add_argument("--envs", nargs="+", default=[], metavar="ENV")
     commands.choices["turns"].add_argument("--dry-run", action="store_true", help="print what would be measured")
     args = parser.parse_args()
     th.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):  # JAX has threads of its own
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     args.command(args)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.matrix import default_rollout_size
 from benchmarks.results import Suite
-from benchmarks.statistics import Estimate, mean_over_seeds
+from benchmarks.statistics import mean_over_seeds
 
 NO_ROWS = "There are no rows yet."
 
@@ -89,24 +89,21 @@ def zoo_table(suite: Suite) -> str:
     return markdown_table(("environment", "steps", "threshold", "reached", "mean", "seed: evaluation", "seconds"), lines)
 
 
-def throughput_table(rows: list[dict[str, str]]) -> str:
+def comparison_table(rows: list[dict[str, Any]]) -> str:
     """
-    :param rows: Rows of ``throughput.csv``, of which the last of each setting counts
+    :param rows: Rows of ``comparison.csv``, of which the last of each setting counts
     :return: One line per setting
     """
-    setting = ("env", "n_envs", "n_steps", "batch_size", "n_epochs", "buffer", "fused_ppo")
-    header = (
-        "environment", "envs x steps, batch, epochs", "GRPO, steps/s", "PPO", "over PPO", "over sbx's PPO", "of the bound",
-        "advantages",
-    )  # fmt: skip
     lines = []
-    for row in {tuple(row[name] for name in setting): row for row in rows}.values():
-        ppo = f"{int(row['ppo']):,}" + (", fused Adam" if row["fused_ppo"] == "True" else "")
-        over = [
-            Estimate(*(float(row[f"over_{other}{end}"]) for end in ("", "_low", "_high"))) if row[other] else ""
-            for other in ("ppo", "sbx")
-        ]
-        sizes = f"{row['n_envs']} x {row['n_steps']}, {row['batch_size']}, {row['n_epochs']}"
-        shares = f"{float(row['over_bound']):.2f}", f"{float(row['fit_share']):.1%}"
-        lines.append([row["env"], sizes, f"{int(row['grpo']):,}", ppo, *over, *shares])
+    for row in {tuple(str(row[name]) for name in ("env", "n_envs", "batch_size", "width")): row for row in rows}.values():
+        speeds = [f"{int(row[name]):,}" if row[name] else "" for name in ("grpo", "ppo", "sbx", "bare")]
+        ratios = [[float(value) for value in row[name].split()] for name in ("over_ppo", "over_sbx")]
+        over = [f"{ratio[0]:.1f} ({ratio[1]:.1f} to {ratio[2]:.1f})" if ratio else "" for ratio in ratios]
+        share = f"{float(row['bare_share'].split()[0]):.0%}"
+        sizes = [str(row["n_envs"]), str(row["batch_size"]), f"{row['width']} x {row['width']}"]
+        lines.append([row["env"], *sizes, *speeds, *over, share])
+    header = (
+        "environment", "how many", "minibatch", "network", "GRPO, steps/s", "PPO", "sbx's PPO", "bare environment", "over PPO",
+        "over sbx's PPO", "bare environment's share",
+    )  # fmt: skip
     return markdown_table(header, lines)

@@ -19,6 +19,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_grpo import losses
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.collection import collect
+from sb3_grpo.compiled import compiled_policy, describe_arithmetic
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.normalization import normalized_parts
@@ -387,6 +388,10 @@ class GRPO(PersistentAlgorithm):
             self.n_steps * self.n_envs,
             {"VecNormalize": self._has_normalized_observations(), "the policy": self.policy.normalizer is not None},
         )
+        # What is not compiled yet is compiled here, before the clock of the first rollout runs.
+        objective = self._objective(self._current_clip_range())
+        updating = objective.compiled_policy(self.policy, self.rollout_buffer)
+        settings += "\n" + describe_arithmetic(compiled_policy(self.policy), updating)
         if self.verbose >= 1 and self._printed_settings != settings:
             self._printed_settings = settings
             print(settings)
@@ -503,15 +508,13 @@ class GRPO(PersistentAlgorithm):
     def _update(self) -> None:
         self.policy.set_training_mode(True)
         clip_range = self._current_clip_range()
-        objective = Objective(
-            clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
-        )
+        objective = self._objective(clip_range)
         with rolled_back_on_error(self.policy, self.kl_penalty):
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
             steps = objective.optimize(self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl)
-            check_update(self.policy, steps.gradient_norms)
-            metrics = describe_update(steps, clip_range)
+            check_update(self.policy, steps.epochs)
+            metrics = describe_update(steps.epochs)
             if self.adaptive_kl_target is not None:
                 kl = self.kl_penalty.mean(self.policy, self.rollout_buffer.get(ENCODING_BATCH))
                 metrics["train/kl_to_reference"] = kl
@@ -521,6 +524,11 @@ class GRPO(PersistentAlgorithm):
         self._n_updates += len(steps.epochs)
         self.update_metrics = metrics
         self._log_update(clip_range)
+
+    def _objective(self, clip_range: ClipRange) -> Objective:
+        return Objective(
+            clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
+        )
 
     def _current_clip_range(self) -> ClipRange:
         low = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]

@@ -30,7 +30,6 @@ class MinibatchLoss(NamedTuple):
     :param policy_gradient_loss: Mean of the clipped surrogate, a scalar
     :param log_ratio: ``log rho``, shape ``(n,)``
     :param ratio: Importance ratios before clipping, of steps or of trajectories, shape ``(n,)``
-    :param slope: Derivatives of the surrogate with respect to ``log pi``, shape ``(n,)``
     :param entropy: Entropies of the policy, or their estimates, shape ``(n,)``
     :param kl: Divergences from the reference, or their estimates, shape ``(n,)``; empty without a penalty
     """
@@ -39,7 +38,6 @@ class MinibatchLoss(NamedTuple):
     policy_gradient_loss: th.Tensor
     log_ratio: th.Tensor
     ratio: th.Tensor
-    slope: th.Tensor
     entropy: th.Tensor
     kl: th.Tensor
 
@@ -85,7 +83,7 @@ def minibatch_loss(
     if kl is not None:
         loss = loss + kl_coef * weighted_mean(kl, weights)
     kl = log_prob.new_empty(0) if kl is None else kl
-    return MinibatchLoss(loss, policy_gradient_loss, log_ratio, surrogate.ratio, surrogate.slope, entropy, kl)
+    return MinibatchLoss(loss, policy_gradient_loss, log_ratio, surrogate.ratio, entropy, kl)
 
 
 class Surrogate(NamedTuple):

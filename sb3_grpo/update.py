@@ -2,19 +2,20 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch as th
 
 from sb3_grpo import losses
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
-from sb3_grpo.fast_actor import FastActor, fast_actor, is_unaltered
+from sb3_grpo.compiled import CompiledPolicy, compiled_policy, is_unaltered
 from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.losses import MinibatchLoss
+from sb3_grpo.machine_code import Settings
 from sb3_grpo.policies import ActorPolicy
 
 
@@ -66,40 +67,97 @@ class Objective:
             for no limit
         :return: The steps that were taken
         """
-        fast = fast_actor(policy) if self.kl_coef == 0 else None  # the gradient of the penalty is left to autograd
-        whole_trajectories = self.importance_sampling_level == "trajectory"
-        epochs: list[list[MinibatchLoss]] = []
-        gradient_norms: list[th.Tensor] = []
-        with th.set_grad_enabled(fast is None):
-            for _ in range(n_epochs):
-                epochs.append([])
-                for rollout_data in rollout_buffer.get(batch_size, whole_trajectories):
-                    minibatch = self.evaluate(policy, rollout_data, fast)
-                    epochs[-1].append(MinibatchLoss(*(field.detach() for field in minibatch)))
-                    if target_kl is not None:
-                        approx_kl = losses.approximate_kl(minibatch.log_ratio).item()
-                        if approx_kl > 1.5 * target_kl:  # not NaN, which is left to the check of the gradient
-                            return GradientSteps(epochs, gradient_norms, approx_kl)
-                    gradient_norms.append(self.set_gradient(policy, minibatch, rollout_data.weights, fast))
-                    policy.optimizer.step()
-        return GradientSteps(epochs, gradient_norms)
+        max_kl = math.inf if target_kl is None else 1.5 * target_kl
+        compiled = self.compiled_policy(policy, rollout_buffer)
+        take_epoch: Callable[[], tuple[Epoch, float]] = partial(self._take_epoch, policy, rollout_buffer, batch_size, max_kl)
+        if not isinstance(compiled, str):
+            take_epoch = self._compiled_epoch(compiled, policy, rollout_buffer, batch_size, max_kl)
+        epochs: list[Epoch] = []
+        for _ in range(n_epochs):
+            epoch, approx_kl = take_epoch()
+            epochs.append(epoch)
+            if approx_kl > max_kl:
+                return GradientSteps(epochs, approx_kl)
+        return GradientSteps(epochs)
 
-    def evaluate(self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples, fast: FastActor | None) -> MinibatchLoss:
+    def compiled_policy(self, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer) -> CompiledPolicy | str:
+        """
+        :param policy: Policy
+        :param rollout_buffer: Buffer with the transitions of the update
+        :return: The policy in machine code, or a reason why it is updated by torch
+        """
+        estimator = self.kl_penalty.estimator if self.kl_coef > 0 else "exact"
+        return compiled_policy(policy, rollout_buffer, self.importance_sampling_level, estimator)
+
+    def _compiled_epoch(
+        self,
+        compiled: CompiledPolicy,
+        policy: ActorPolicy,
+        rollout_buffer: GroupRolloutBuffer,
+        batch_size: int,
+        max_kl: float,
+    ) -> "Callable[[], tuple[Epoch, float]]":
+        """:return: A function that does what :meth:`_take_epoch` does, in machine code"""
+        settings = Settings(*map(float, (*self.clip_range, self.ent_coef, self.kl_coef, self.max_grad_norm, max_kl)))
+        batch = compiled.batch(policy, rollout_buffer.update, self.kl_penalty.policy if self.kl_coef > 0 else None)
+
+        def take_epoch() -> tuple[Epoch, float]:
+            sums, approx_kl = compiled.epoch(batch, rollout_buffer.permutation(), batch_size, settings)
+            epoch = Epoch(
+                n=sums.n,
+                n_minibatches=sums.n_minibatches,
+                n_steps=sums.n_steps,
+                entropy=sums.entropy / sums.n,
+                policy_gradient_loss=sums.surrogate / sums.n_minibatches,
+                approx_kl=sums.approx_kl / sums.n,
+                clip_fraction_low=sums.clipped_low / sums.n,
+                clip_fraction_high=sums.clipped_high / sums.n,
+                effective_sample_size=sums.ratio**2 / (sums.n * sums.ratio_squared),
+                kl=sums.kl / sums.n if self.kl_coef > 0 else None,
+                grad_norm=sums.grad_norm / max(sums.n_steps, 1.0),
+                loss=sums.loss,
+            )
+            return epoch, approx_kl
+
+        return take_epoch
+
+    def _take_epoch(
+        self, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, batch_size: int, max_kl: float
+    ) -> "tuple[Epoch, float]":
+        """
+        Take a gradient step with each minibatch of an epoch, up to one whose approximate KL divergence exceeds a limit.
+
+        :return: Metrics of the epoch, and the divergence of the last minibatch, if there is a limit
+        """
+        minibatches: list[MinibatchLoss] = []
+        gradient_norms: list[th.Tensor] = []
+        approx_kl = 0.0
+        for rollout_data in rollout_buffer.get(batch_size, self.importance_sampling_level == "trajectory"):
+            minibatch = self.evaluate(policy, rollout_data)
+            minibatches.append(MinibatchLoss(*(field.detach() for field in minibatch)))
+            if max_kl < math.inf:
+                approx_kl = losses.approximate_kl(minibatches[-1].log_ratio).item()
+                if approx_kl > max_kl:  # not NaN, which is left to the check of the gradient
+                    break
+            policy.optimizer.zero_grad()
+            minibatch.loss.backward()
+            gradient_norms.append(th.nn.utils.clip_grad_norm_(policy.parameters(), self.max_grad_norm))
+            policy.optimizer.step()
+        return _epoch(minibatches, gradient_norms, self.clip_range), approx_kl
+
+    def evaluate(self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples) -> MinibatchLoss:
         """
         :param policy: Policy
         :param rollout_data: Minibatch of ``n`` transitions
-        :param fast: Actor without autograd; ``None`` to use autograd
         :return: The loss and its parts
         """
         observations, actions = rollout_data.observations, rollout_data.actions
         distribution = policy.get_distribution(observations) if self.kl_coef > 0 and self.kl_penalty.is_exact else None
-        if fast is not None:
-            log_prob, entropy = fast.evaluate(policy.extract_features(observations), actions)
-        elif distribution is not None and is_unaltered(policy, ("evaluate_actions",)):
+        if distribution is not None and is_unaltered(policy, ("evaluate_actions",)):
             # One pass of the policy serves the surrogate and the divergence.
-            log_prob, entropy = policy.evaluate_distribution(distribution, actions)  # type: ignore[assignment]
+            log_prob, entropy = policy.evaluate_distribution(distribution, actions)
         else:
-            log_prob, entropy = policy.evaluate_actions(observations, actions)  # type: ignore[assignment]
+            log_prob, entropy = policy.evaluate_actions(observations, actions)
         return losses.minibatch_loss(
             log_prob,
             rollout_data.old_log_prob,
@@ -113,81 +171,104 @@ class Objective:
             trajectories=rollout_data.trajectories if self.importance_sampling_level == "trajectory" else None,
         )
 
-    def set_gradient(
-        self, policy: ActorPolicy, minibatch: MinibatchLoss, weights: th.Tensor | None, fast: FastActor | None
-    ) -> th.Tensor:
-        """
-        Set the gradients of the policy to those of the loss, and clip them.
 
-        :param policy: Policy
-        :param minibatch: Loss of a minibatch of ``n`` transitions
-        :param weights: Weights of the transitions in the loss, shape ``(n,)``; ``None`` for ones
-        :param fast: Actor that evaluated the actions; ``None`` if autograd did
-        :return: Norm of the gradient before clipping, a scalar
-        """
-        if fast is None:
-            policy.optimizer.zero_grad()
-            minibatch.loss.backward()
-            return th.nn.utils.clip_grad_norm_(policy.parameters(), self.max_grad_norm)
-        n = len(minibatch.slope)
-        grad_log_prob = minibatch.slope / n if weights is None else weights * minibatch.slope / n
-        grad_entropy = None
-        if self.ent_coef != 0:
-            grad_entropy = th.full_like(grad_log_prob, -self.ent_coef / n)
-            if weights is not None:
-                grad_entropy *= weights
-        fast.backward(grad_log_prob, grad_entropy)
-        return fast.clip_gradient(self.max_grad_norm)
+class Epoch(NamedTuple):
+    """
+    Means over the transitions of an epoch, if nothing else is said.
+
+    :param n: Number of transitions
+    :param n_minibatches: Number of minibatches
+    :param n_steps: Number of gradient steps, which is smaller if the update ended early
+    :param entropy: Entropy of the policy
+    :param policy_gradient_loss: Clipped surrogate, a mean over minibatches
+    :param approx_kl: :func:`~sb3_grpo.losses.approximate_kl`
+    :param clip_fraction_low: See :func:`~sb3_grpo.losses.clip_fractions`
+    :param clip_fraction_high: Likewise
+    :param effective_sample_size: :func:`~sb3_grpo.losses.effective_sample_size`
+    :param kl: Divergence from the reference; ``None`` without a penalty
+    :param grad_norm: Norm of the gradient before clipping, a mean over gradient steps
+    :param loss: Loss of the last minibatch
+    """
+
+    n: float
+    n_minibatches: float
+    n_steps: float
+    entropy: float
+    policy_gradient_loss: float
+    approx_kl: float
+    clip_fraction_low: float
+    clip_fraction_high: float
+    effective_sample_size: float
+    kl: float | None
+    grad_norm: float
+    loss: float
 
 
 class GradientSteps(NamedTuple):
     """
     The gradient steps of an update.
 
-    :param epochs: Losses of the minibatches of each epoch
-    :param gradient_norms: Norms of the gradients before clipping; none if the update stopped at once
+    :param epochs: Metrics of each epoch
     :param excessive_kl: The approximate KL divergence that ended the update early, if one did
     """
 
-    epochs: list[list[MinibatchLoss]]
-    gradient_norms: list[th.Tensor]
+    epochs: list[Epoch]
     excessive_kl: float | None = None
 
 
-def _joined(minibatches: list[MinibatchLoss]) -> MinibatchLoss:
+def _epoch(minibatches: list[MinibatchLoss], gradient_norms: list[th.Tensor], clip_range: ClipRange) -> Epoch:
     """
-    :param minibatches: Losses of at least one minibatch
-    :return: Scalars stacked to shape ``(n_minibatches,)``, and other entries concatenated
+    :param minibatches: Losses of the minibatches of an epoch
+    :param gradient_norms: Norms of the gradients
+    :param clip_range: Current clip range
+    :return: The metrics of the epoch
     """
-    return MinibatchLoss(
+    every = MinibatchLoss(
         *(th.stack(field) if field[0].dim() == 0 else th.cat(field) for field in zip(*minibatches, strict=True))
+    )
+    clipped_low, clipped_high = losses.clip_fractions(every.ratio, *clip_range)
+    return Epoch(
+        n=len(every.ratio),
+        n_minibatches=len(minibatches),
+        n_steps=len(gradient_norms),
+        entropy=every.entropy.mean().item(),
+        policy_gradient_loss=every.policy_gradient_loss.mean().item(),
+        approx_kl=losses.approximate_kl(every.log_ratio).item(),
+        clip_fraction_low=clipped_low.item(),
+        clip_fraction_high=clipped_high.item(),
+        effective_sample_size=losses.effective_sample_size(every.ratio).item(),
+        kl=every.kl.mean().item() if len(every.kl) > 0 else None,
+        grad_norm=th.stack(gradient_norms).mean().item() if gradient_norms else 0.0,
+        loss=every.loss[-1].item(),
     )
 
 
-def describe_update(steps: GradientSteps, clip_range: ClipRange) -> dict[str, float]:
+def describe_update(epochs: list[Epoch]) -> dict[str, float]:
     """
-    :param steps: The gradient steps of an update
-    :param clip_range: Current clip range
+    :param epochs: Metrics of each epoch
     :return: Metrics of the update
     """
-    all_epochs = _joined(list(chain(*steps.epochs)))
-    last_epoch = _joined(steps.epochs[-1])
-    clipped_low, clipped_high = losses.clip_fractions(all_epochs.ratio, *clip_range)
+
+    def mean(name: str, weight: str = "n") -> float:
+        weights = [getattr(epoch, weight) for epoch in epochs]
+        return sum(w * getattr(epoch, name) for w, epoch in zip(weights, epochs, strict=True)) / sum(weights)
+
+    low, high, last = mean("clip_fraction_low"), mean("clip_fraction_high"), epochs[-1]
     metrics = {
-        "train/entropy_loss": -all_epochs.entropy.mean(),
-        "train/policy_gradient_loss": all_epochs.policy_gradient_loss.mean(),
-        "train/approx_kl": losses.approximate_kl(last_epoch.log_ratio),
-        "train/clip_fraction": clipped_low + clipped_high,
-        "train/clip_fraction_low": clipped_low,
-        "train/clip_fraction_high": clipped_high,
-        "train/effective_sample_size": losses.effective_sample_size(last_epoch.ratio),
-        "train/loss": last_epoch.loss[-1],
+        "train/entropy_loss": -mean("entropy"),
+        "train/policy_gradient_loss": mean("policy_gradient_loss", "n_minibatches"),
+        "train/approx_kl": last.approx_kl,
+        "train/clip_fraction": low + high,
+        "train/clip_fraction_low": low,
+        "train/clip_fraction_high": high,
+        "train/effective_sample_size": last.effective_sample_size,
+        "train/loss": last.loss,
     }
-    if steps.gradient_norms:
-        metrics["train/grad_norm"] = th.stack(steps.gradient_norms).mean()
-    if len(all_epochs.kl) > 0:
-        metrics["train/kl_loss"] = all_epochs.kl.mean()
-    return {name: value.item() for name, value in metrics.items()}
+    if any(epoch.n_steps > 0 for epoch in epochs):
+        metrics["train/grad_norm"] = mean("grad_norm", "n_steps")
+    if last.kl is not None:
+        metrics["train/kl_loss"] = mean("kl")
+    return metrics
 
 
 @contextmanager
@@ -198,7 +279,7 @@ def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator
     :param policy: Policy that is updated
     :param kl_penalty: The KL penalty, whose reference may be renewed
     """
-    before = copy.deepcopy((policy.state_dict(), policy.optimizer.state_dict()))
+    before = _copied(policy.state_dict()), _copied(policy.optimizer.state_dict())
     kl_state = kl_penalty.get_state()
     try:
         yield
@@ -209,13 +290,29 @@ def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator
         raise
 
 
-def check_update(policy: ActorPolicy, gradient_norms: list[th.Tensor]) -> None:
+def _copied(state: Any) -> Any:
+    """
+    :param state: State of a module or an optimizer
+    :return: What ``copy.deepcopy`` gives, in a fraction of its time
+    """
+    if isinstance(state, th.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        copied = copy.copy(state)  # with the versions of a module's parts, which are an attribute
+        copied.update((key, _copied(value)) for key, value in state.items())
+        return copied
+    if isinstance(state, list):
+        return [_copied(value) for value in state]
+    return copy.deepcopy(state)
+
+
+def check_update(policy: ActorPolicy, epochs: list[Epoch]) -> None:
     """
     :param policy: Policy after an update
-    :param gradient_norms: Norms of the gradients of its minibatches
+    :param epochs: Metrics of each epoch
     :raises ValueError: If a gradient or a parameter is NaN or infinite
     """
-    is_finite = not gradient_norms or math.isfinite(th.stack(gradient_norms).sum().item())
+    is_finite = all(math.isfinite(epoch.grad_norm) for epoch in epochs)
     if is_finite and all(bool(th.isfinite(parameter).all()) for parameter in policy.parameters()):
         return
     what = "weights after the update are" if is_finite else "gradient of the update is"

@@ -25,7 +25,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv,
 
 from sb3_grpo import GRPO, EnvironmentFault, load_actor
 from sb3_grpo.buffers import BUFFERS
-from sb3_grpo.fast_actor import fast_actor
+from sb3_grpo.compiled import CompiledPolicy, compile_functions, compiled_policy
 
 BROKEN = 1  # index of the environment that fails
 Weights = dict[str, th.Tensor]
@@ -247,16 +247,18 @@ def test_without_a_fault_workers_give_what_one_process_gives(close):
     assert same(*(weights(make_model(env, n_steps=16, batch_size=48).learn(96)) for env in envs))
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 1e-3], ids=["closed form", "autograd"])
-def test_an_update_whose_gradient_is_not_finite_is_undone(kl_coef: float):
-    model = make_model(kl_coef=kl_coef).learn(64)
-    assert fast_actor(model.policy) is not None
+@pytest.mark.parametrize("in_torch", [False, True], ids=["machine code", "torch"])
+def test_an_update_whose_gradient_is_not_finite_is_undone(in_torch: bool):
+    options = dict(kl_coef=1e-3, kl_estimator="k3") if in_torch else {}
+    model = make_model(**options).learn(64)
+    compiled = compiled_policy(model.policy, model.rollout_buffer, kl_estimator=model.kl_estimator if in_torch else "exact")
+    assert isinstance(compiled, CompiledPolicy) != (in_torch or isinstance(compile_functions(), str))
     before, moments = weights(model), copy.deepcopy(model.policy.optimizer.state_dict()["state"])
     buffer: Any = model.rollout_buffer  # which still holds the last update
     advantages = buffer._update.advantages.clone()
     advantages[5] = float("nan")
     buffer._update = buffer._update._replace(advantages=advantages)
-    with pytest.raises(ValueError, match=r"gradient of the update is not finite|output of the policy is not finite"):
+    with pytest.raises(ValueError, match=r"(gradient of the update|output of the policy) is not finite"):
         model.train()
     assert same(before, weights(model)) and is_finite(model)
     after = model.policy.optimizer.state_dict()["state"]

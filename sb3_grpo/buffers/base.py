@@ -373,6 +373,18 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             weights = losses.constant_loss_weights(lengths.double(), self.horizon or self.buffer_size)
         return weights[labels].float().to(self.device)
 
+    @property
+    def update(self) -> GroupRolloutBufferSamples:
+        """The transitions of the update."""
+        assert self._update is not None, "finish_rollout() comes before the update"
+        return self._update
+
+    def permutation(self) -> np.ndarray:
+        """
+        :return: A random order of the transitions of the update
+        """
+        return np.random.permutation(self.n_samples)
+
     def get(self, batch_size: int | None = None, whole_trajectories: bool = False) -> Iterator[GroupRolloutBufferSamples]:
         """
         One pass over the update in random order.
@@ -383,16 +395,15 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             to the loss of the update
         :return: Minibatches
         """
-        assert self._update is not None, "finish_rollout() comes before get()"
         size = batch_size or max(self.n_samples, 1)
         if whole_trajectories:
-            yield from self._whole_trajectories(self._update, size)
+            yield from self._whole_trajectories(self.update, size)
             return
-        permutation = th.as_tensor(np.random.permutation(self.n_samples), device=self.device)
+        permutation = th.as_tensor(self.permutation(), device=self.device)
         if self.has_images:  # a permuted copy of all images would take as much memory again
-            yield from map(self._update.take, permutation.split(size))
+            yield from map(self.update.take, permutation.split(size))
         else:
-            yield from self._update.take(permutation).split(size)
+            yield from self.update.take(permutation).split(size)
 
     def _whole_trajectories(self, update: GroupRolloutBufferSamples, batch_size: int) -> Iterator[GroupRolloutBufferSamples]:
         trajectories = A.label_by_appearance(update.trajectories.cpu().numpy())

@@ -1,0 +1,824 @@
+"""Machine code gives the numbers of torch, in the same memory, and only for ordinary policies."""
+
+import copy
+import itertools
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.distributions import DiagGaussianDistribution, make_proba_distribution
+from stable_baselines3.common.envs import FakeImageEnv
+from torch import nn
+
+from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy, losses, normalization
+from sb3_grpo import machine_code as mc
+from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
+from sb3_grpo.compiled import FAMILIES, CompiledPolicy, actor, compile_functions, compiled_policy
+from sb3_grpo.kl_penalty import KLPenalty
+from sb3_grpo.update import ClipRange, Objective, describe_update
+
+VECTOR = spaces.Box(-1.0, 1.0, (3,))
+DISCRETE = spaces.Discrete(4)
+BOX = spaces.Box(-1.0, 1.0, (2,))
+ACTION_SPACES = {
+    "Discrete": DISCRETE,
+    "MultiDiscrete": spaces.MultiDiscrete([2, 3, 4]),
+    "MultiBinary": spaces.MultiBinary(3),
+    "Box": BOX,
+    "matrix of actions": spaces.Box(-1.0, 1.0, (2, 2)),
+}
+N = 40
+
+needs_numba = pytest.mark.skipif(isinstance(compile_functions(), str), reason=str(compile_functions()))
+
+
+class InTorch(ActorPolicy):
+    """The same policy, without machine code."""
+
+    def evaluate_actions(self, *args: Any) -> Any:
+        return super().evaluate_actions(*args)
+
+
+def make_policy(action_space: spaces.Space = DISCRETE, cls: type[ActorPolicy] = ActorPolicy, **kwargs: Any) -> ActorPolicy:
+    # With orthogonal initialisation, the action layer and most gradients start near zero.
+    arguments: dict[str, Any] = {"observation_space": VECTOR, "ortho_init": False, **kwargs}
+    observation_space = arguments.pop("observation_space")
+    return cls(observation_space, action_space, lambda _: 1e-3, **arguments)
+
+
+def pair(action_space: spaces.Space, **kwargs: Any) -> tuple[ActorPolicy, ActorPolicy]:
+    """A policy with random weights, and the same one that stays with torch."""
+    policy, in_torch = (make_policy(action_space, cls, **kwargs) for cls in (ActorPolicy, InTorch))
+    if hasattr(policy, "log_std"):
+        nn.init.normal_(policy.log_std, std=0.5)
+    in_torch.load_state_dict(policy.state_dict())
+    return policy, in_torch
+
+
+def compiled(policy: ActorPolicy) -> CompiledPolicy:
+    found = compiled_policy(policy)
+    assert isinstance(found, CompiledPolicy), found
+    return found
+
+
+class Samples(GroupRolloutBuffer):
+    """A buffer that holds a given update."""
+
+    def __init__(self, update: GroupRolloutBufferSamples):
+        self._update = update
+        self.has_images = False
+        self.device = th.device("cpu")
+
+    def _form_update(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+def random_update(policy: ActorPolicy, n: int, weighted: bool = False, observations: Any = None) -> GroupRolloutBufferSamples:
+    """Transitions of a policy that differs from the given one, so that some ratios are clipped."""
+    observations = th.randn(n, *policy.observation_space.shape) if observations is None else observations  # type: ignore[misc]
+    with th.no_grad():
+        actions = policy(observations)[0].reshape(n, -1)
+        log_prob = policy.evaluate_actions(observations, actions)[0]
+    return GroupRolloutBufferSamples(
+        observations,
+        actions.flatten() if isinstance(policy.action_space, spaces.Discrete) else actions.float(),
+        log_prob + 0.2 * th.randn(n),
+        th.randn(n),
+        th.zeros(n, dtype=th.long),
+        2.0 * th.rand(n) if weighted else None,
+    )
+
+
+def numbers(policy: ActorPolicy) -> dict[str, th.Tensor]:
+    """Parameters, moments and number of steps. Torch makes the moments when it takes the first step."""
+    state = policy.optimizer.state
+    return {
+        **{name: parameter.detach().clone() for name, parameter in policy.named_parameters()},
+        **{
+            f"{key} of {name}": state.get(parameter, {}).get(key, th.zeros(1)).clone()
+            for name, parameter in policy.named_parameters()
+            for key in ("exp_avg", "exp_avg_sq", "step")
+        },
+    }
+
+
+def differences(found: dict[str, th.Tensor], expected: dict[str, th.Tensor]) -> dict[str, float]:
+    """
+    Largest difference of each tensor, relative to its largest number, and for moments to the largest of all tensors: the
+    gradient of a single bias may be a sum of numbers that cancel.
+    """
+    assert found.keys() == expected.keys()
+    sizes = {name: expected[name].abs().max().item() for name in expected}
+    kinds = {name: name.split(" of ")[0] for name in expected}
+    largest = {kind: max(size for name, size in sizes.items() if kinds[name] == kind) for kind in kinds.values()}
+    return {name: (found[name] - expected[name]).abs().max().item() / (largest[kinds[name]] + 1e-12) for name in expected}
+
+
+# --- the arithmetic, as plain Python ---
+
+
+@pytest.mark.parametrize("m", [1, 4, 17])
+@pytest.mark.parametrize("k", [1, 6])
+@pytest.mark.parametrize("n", [1, 3, 16])
+def test_products_of_matrices_are_those_of_numpy(m: int, k: int, n: int):
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(m, k)).astype(np.float32), rng.normal(size=(k, n)).astype(np.float32)
+    for product, arguments in (
+        (mc.matmul, (a, b)),
+        (mc.matmul, (np.ascontiguousarray(a.T).T, b)),
+        (mc.matmul_transposed, (a, np.ascontiguousarray(b.T))),
+    ):
+        out = np.full((m, n), np.nan, np.float32)
+        product(*arguments, out)
+        np.testing.assert_allclose(out, a @ b, rtol=1e-5, atol=1e-5)
+
+
+def test_tanh_is_that_of_torch_to_rounding_and_keeps_nan():
+    x = np.concatenate([np.linspace(-12, 12, 2001), np.logspace(-30, 0, 200), [0.0, np.inf, -np.inf]]).astype(np.float32)
+    values = x.copy()
+    mc.activate(values, mc.TANH)
+    np.testing.assert_allclose(values, th.from_numpy(x).tanh().numpy(), rtol=5e-7, atol=1e-37)
+    nan = np.array([np.nan], np.float32)
+    for activation in (mc.TANH, mc.RELU):
+        mc.activate(nan, activation)
+        assert np.isnan(nan).all()
+
+
+def test_limits_are_those_of_torch():
+    assert (mc.MAX_LOG_RATIO, mc.MAX_STANDARDISED) == (losses.MAX_LOG_RATIO, normalization.MAX_STANDARDISED)
+
+
+def test_a_gaussian_agrees_with_numbers_worked_out_by_hand():
+    # Standard deviations 1 and 2, each action one deviation from the mean: -1/2 - 1/2 - log 1 - log 2 - log(2 pi).
+    # The reference has twice the deviations and means of 0: twice log 2 + (1/4 + (0 and 4) / (4 and 16)) / 2 - 1/2.
+    log_std = np.log(np.array([1.0, 2.0], np.float32))
+    means, actions, found = (
+        np.array([[0.0, 2.0]], np.float32),
+        np.array([[1.0, 0.0]], np.float32),
+        np.zeros((3, 1), np.float32),
+    )
+    mc.evaluate_gaussian(means, log_std, 0.0 * means, log_std + np.float32(math.log(2.0)), actions, found)
+    assert found[0, 0] == pytest.approx(-1.0 - math.log(2.0) - math.log(2 * math.pi), abs=1e-6)
+    assert found[1, 0] == pytest.approx(1.0 + math.log(2 * math.pi) + math.log(2.0), abs=1e-6)
+    assert found[2, 0] == pytest.approx(2 * math.log(2.0) - 0.75 + 0.125, abs=1e-6)
+
+
+def test_a_categorical_agrees_with_numbers_worked_out_by_hand():
+    log_p, log_q = np.log(np.array([[0.25, 0.25, 0.5]], np.float32)) + 3, np.log(np.array([[0.5, 0.25, 0.25]], np.float32))
+    found, choices = np.zeros((3, 1), np.float32), np.array([3])
+    mc.log_softmax(log_p, choices)
+    mc.evaluate_categorical(log_p, log_q, choices, np.array([[2.0]], np.float32), found)
+    assert found[:, 0] == pytest.approx([-math.log(2.0), 1.5 * math.log(2.0), 0.25 * math.log(2.0)], abs=1e-6)
+
+
+def test_a_bernoulli_variable_agrees_with_numbers_worked_out_by_hand():
+    # p = 3/4, and 1/4 for the reference: KL = 3/4 log 3 - 1/4 log 3
+    logits, found = np.log(np.array([[3.0]], np.float32)), np.zeros((3, 1), np.float32)
+    mc.evaluate_bernoulli(logits, -logits, np.ones((1, 1), np.float32), found)
+    entropy = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
+    assert found[:, 0] == pytest.approx([math.log(0.75), entropy, 0.5 * math.log(3.0)], abs=1e-6)
+
+
+def close(found: np.ndarray, expected: th.Tensor | None) -> None:
+    assert expected is not None
+    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-4, atol=3e-5)
+
+
+def torch_distribution(action_space: spaces.Space, outputs: th.Tensor, log_std: th.Tensor) -> Any:
+    distribution: Any = make_proba_distribution(action_space)
+    if isinstance(distribution, DiagGaussianDistribution):
+        return distribution.proba_distribution(outputs, log_std)
+    return distribution.proba_distribution(outputs)
+
+
+@pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
+@pytest.mark.parametrize("has_reference", [False, True], ids=["alone", "with a reference"])
+def test_values_and_gradients_of_distributions_are_those_of_autograd(space: spaces.Space, has_reference: bool):
+    family = FAMILIES[type(make_proba_distribution(space))]
+    choices = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0))).astype(np.int64)
+    k = int(choices.sum()) if family == mc.CATEGORICAL else int(np.prod(space.shape))  # type: ignore[arg-type]
+    outputs, reference = th.randn(N, k, requires_grad=True), th.randn(N, k)
+    log_std, reference_log_std = th.randn(k, requires_grad=True), th.randn(k)
+    pi, q = torch_distribution(space, outputs, log_std), torch_distribution(space, reference, reference_log_std)
+    actions, up = pi.sample().detach(), th.randn(3, N)
+    kl = losses.exact_kl(pi, q) if has_reference else th.zeros(N)
+    expected = th.stack([pi.log_prob(actions), pi.entropy(), kl])
+    (up * expected).sum().backward()
+
+    found, gradient, grad_log_std = np.zeros((3, N), np.float32), np.zeros((N, k), np.float32), np.zeros(k, np.float32)
+    rows = outputs.detach().numpy().copy(), (reference.numpy() if has_reference else np.zeros((0, k), np.float32))
+    taken = actions.reshape(N, -1).float().numpy()
+    if family == mc.GAUSSIAN:
+        deviations = log_std.detach().numpy(), reference_log_std.numpy()
+        arguments = rows[0], deviations[0], rows[1], deviations[1], taken
+        mc.evaluate_gaussian(*arguments, found)
+        mc.backward_gaussian(*arguments, up.numpy(), gradient, grad_log_std)
+        close(grad_log_std, log_std.grad)
+    elif family == mc.CATEGORICAL:
+        for logits in rows:
+            mc.log_softmax(logits, choices)
+        mc.evaluate_categorical(*rows, choices, taken, found)
+        mc.backward_categorical(*rows, choices, taken, up.numpy(), gradient)
+    else:
+        mc.evaluate_bernoulli(*rows, taken, found)
+        mc.backward_bernoulli(*rows, taken, up.numpy(), gradient)
+    close(found, expected)
+    close(gradient, outputs.grad)
+
+
+def test_a_forbidden_action_spoils_neither_entropy_nor_divergence_nor_gradient():
+    log_p, choices = np.array([[0.0, 0.0, -np.inf]], np.float32), np.array([3])
+    mc.log_softmax(log_p, choices)
+    found, gradient, action = np.zeros((3, 1), np.float32), np.ones((1, 3), np.float32), np.zeros((1, 1), np.float32)
+    mc.evaluate_categorical(log_p, log_p.copy(), choices, action, found)
+    mc.backward_categorical(log_p, log_p.copy(), choices, action, np.ones((3, 1), np.float32), gradient)
+    assert found[:, 0] == pytest.approx([-math.log(2.0), math.log(2.0), 0.0], abs=1e-6)
+    assert gradient[0] == pytest.approx([0.5, -0.5, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("activation", [mc.TANH, mc.RELU], ids=["tanh", "relu"])
+@pytest.mark.parametrize("hidden", [[], [5], [4, 6, 3]], ids=str)
+def test_the_gradient_of_a_network_is_that_of_autograd(activation: int, hidden: list[int]):
+    sizes = [3, *hidden, 2]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    x, up = th.randn(7, 3), th.randn(7, 2)
+    expected = layers[0](x)
+    for layer in layers[1:]:
+        expected = layer((th.tanh if activation == mc.TANH else th.relu)(expected))
+    (up * expected).sum().backward()
+
+    def flat(of: Callable[[Any], Any]) -> np.ndarray:
+        return th.cat([of(tensor).flatten() for layer in layers for tensor in (layer.weight, layer.bias)]).detach().numpy()
+
+    network = mc.Network(np.array(sizes), activation, mc.BERNOULLI, np.zeros(0, np.int64))
+    values, parameters = np.zeros(7 * sum(sizes), np.float32), flat(lambda tensor: tensor)
+    values[:21] = x.flatten().numpy()
+    outputs = mc.forward(network, parameters, values, 7)
+    np.testing.assert_allclose(outputs, expected.detach(), rtol=1e-5, atol=1e-6)
+    gradient = np.zeros_like(parameters)
+    mc.backward(network, parameters, values, up.numpy(), gradient)
+    np.testing.assert_allclose(gradient, flat(lambda tensor: tensor.grad), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_the_gradient_is_clipped_as_torch_does_it(max_norm: float):
+    parameter = nn.Parameter(th.zeros(9))
+    parameter.grad = th.randn(9)
+    gradient = parameter.grad.clone().numpy()
+    norm = nn.utils.clip_grad_norm_([parameter], max_norm)
+    assert mc.clip_gradient(gradient, max_norm) == pytest.approx(norm.item(), rel=1e-6)
+    np.testing.assert_allclose(gradient, parameter.grad, rtol=1e-6)
+
+
+# --- the same numbers ---
+
+
+@needs_numba
+@settings(max_examples=60)
+@given(
+    st.sampled_from(list(ACTION_SPACES)),
+    st.sampled_from([nn.Tanh, nn.ReLU]),
+    st.lists(st.integers(1, 20), max_size=3),
+    st.fixed_dictionaries(
+        dict(
+            ent_coef=st.sampled_from([0.0, 0.05]),
+            kl_coef=st.sampled_from([0.0, 0.3]),
+            clip=st.sampled_from([(0.2, 0.2), (0.1, 0.4)]),
+            max_grad_norm=st.sampled_from([0.1, 1e6]),
+            target_kl=st.sampled_from([None, 0.002, 1.0]),
+            weighted=st.booleans(),
+            normalize=st.booleans(),
+            log_std_lr_factor=st.sampled_from([1.0, 3.0]),
+            batch_size=st.sampled_from([7, 16, 64]),
+            seed=st.integers(0, 100),
+        )
+    ),
+)
+def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
+    space: str, activation_fn: type[nn.Module], net_arch: list[int], options: dict[str, Any]
+):
+    with th.random.fork_rng():
+        th.manual_seed(options["seed"])
+        kwargs: dict[str, Any] = dict(net_arch=net_arch, activation_fn=activation_fn)
+        kwargs["normalize_observations"] = options["normalize"]
+        if space in ("Box", "matrix of actions"):
+            kwargs["log_std_lr_factor"] = options["log_std_lr_factor"]
+        policies = pair(ACTION_SPACES[space], **kwargs)
+        for policy in policies:
+            policy.set_learning_rate(1e-3)
+            if policy.normalizer is not None:
+                policy.normalizer.observe(np.random.default_rng(1).normal(1.0, 3.0, size=(50, 3)))
+        update = random_update(policies[1], N, options["weighted"])
+        penalty = KLPenalty("initial", "exact")
+        with th.no_grad():  # a reference at some distance
+            kept = copy.deepcopy(policies[1].state_dict())
+            for parameter in policies[1].parameters():
+                parameter.add_(0.1 * th.randn_like(parameter))
+            penalty.renew(policies[1])
+            policies[1].load_state_dict(kept)
+        arguments = options["ent_coef"], options["kl_coef"], penalty, options["max_grad_norm"]
+        objective = Objective(ClipRange(*options["clip"]), "step", *arguments)
+        results = []
+        for policy in policies:
+            state = np.random.get_state()
+            np.random.seed(options["seed"])
+            steps = objective.optimize(policy, Samples(update), 2, options["batch_size"], options["target_kl"])
+            np.random.set_state(state)
+            results.append((describe_update(steps.epochs), steps.excessive_kl, len(steps.epochs)))
+    assert isinstance(objective.compiled_policy(policies[0], Samples(update)), CompiledPolicy)
+    assert isinstance(objective.compiled_policy(policies[1], Samples(update)), str)
+    far = {name: each for name, each in differences(numbers(policies[0]), numbers(policies[1])).items() if each > 1e-5}
+    assert not far
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5, abs=1e-6)
+    assert results[0][1:] == pytest.approx(results[1][1:], rel=1e-4)
+
+
+OBSERVATION_SPACES = {
+    "vector": VECTOR,
+    "matrix": spaces.Box(-1.0, 1.0, (2, 2), np.float64),
+    "integers": spaces.Box(0, 9, (3,), np.int64),
+    "Discrete": spaces.Discrete(5),
+    "MultiBinary": spaces.MultiBinary(3),
+}
+
+
+@needs_numba
+@pytest.mark.parametrize("observations", OBSERVATION_SPACES.values(), ids=OBSERVATION_SPACES)
+@pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
+@pytest.mark.parametrize("n", [1, 30])
+def test_the_same_random_numbers_give_the_same_actions(space: spaces.Space, observations: spaces.Space, n: int):
+    policy, in_torch = pair(space, observation_space=observations, normalize_observations=True)
+    observations.seed(0)
+    obs = np.stack([observations.sample() for _ in range(n)])
+    if policy.normalizer is not None:
+        policy.normalizer.observe(3.0 * obs + 1.0)
+        in_torch.load_state_dict(policy.state_dict())
+    results = []
+    for act, argument in ((actor(in_torch), th.as_tensor(obs)), (actor(policy), th.as_tensor(obs)), (actor(policy), obs)):
+        th.manual_seed(1)
+        with th.no_grad():
+            results.append([*act(argument), th.randn(1)])
+    for result in results[1:]:
+        for ours, theirs in zip(result, results[0], strict=True):
+            assert ours is not None and theirs is not None
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+            th.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert isinstance(compiled_policy(in_torch), str) and isinstance(compiled_policy(policy), CompiledPolicy)
+
+
+@needs_numba
+def test_actions_are_as_frequent_as_they_are_probable():
+    policy = make_policy(spaces.Discrete(3), net_arch=[])
+    policy.action_net.weight.data.zero_()
+    policy.action_net.bias.data.copy_(th.tensor([0.0, math.log(3.0), -math.inf]))
+    actions, log_prob, _ = actor(policy)(th.zeros(20_000, 3))
+    th.testing.assert_close(th.bincount(actions, minlength=3) / 20_000, th.tensor([0.25, 0.75, 0.0]), atol=0.01, rtol=0)
+    th.testing.assert_close(log_prob.exp(), th.tensor([0.25, 0.75, 0.0])[actions])
+
+
+class Actions(BaseCallback):
+    """Remembers the actions and the log-probabilities of all steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actions: list[np.ndarray] = []
+        self.log_probs: list[np.ndarray] = []
+
+    def _on_step(self) -> bool:
+        self.actions.append(self.locals["actions"])
+        self.log_probs.append(self.locals["log_probs"].numpy())
+        return True
+
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Discrete, entropy, weights": ("CartPole-v1", dict(ent_coef=0.01, loss_aggregation="trajectory")),
+    "Discrete, old policy": ("CartPole-v1", dict(kl_coef=0.1, kl_reference="old")),
+    "Box, clipping": ("Pendulum-v1", dict(clip_range_high=0.3, target_kl=0.5)),
+    "Box, first policy, schedule": ("Pendulum-v1", dict(kl_coef=0.1, learning_rate=lambda progress: 1e-3 * progress)),
+}
+
+
+@needs_numba
+@pytest.mark.parametrize(("env", "options"), RUNS.values(), ids=RUNS)
+def test_runs_are_the_same_in_machine_code_and_in_torch(env: str, options: dict[str, Any]):
+    # Few and small steps: rounding grows with every update, and a single other action would make another run.
+    settings: dict[str, Any] = dict(n_steps=64, batch_size=32, n_epochs=4, seed=3, device="cpu", **options)
+    watchers = [Actions(), Actions()]
+    policies: list[Any] = ["MlpPolicy", InTorch]
+    models = [
+        GRPO(policy, env, **settings).learn(192, callback=watcher) for policy, watcher in zip(policies, watchers, strict=True)
+    ]
+    assert [isinstance(compiled_policy(model.policy), str) for model in models] == [False, True]
+    np.testing.assert_allclose(watchers[0].actions, watchers[1].actions, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(watchers[0].log_probs, watchers[1].log_probs, rtol=1e-3, atol=1e-4)
+    th.testing.assert_close(*(dict(model.policy.named_parameters()) for model in models), rtol=1e-3, atol=1e-5)
+    assert models[0].update_metrics == pytest.approx(models[1].update_metrics, rel=1e-2, abs=1e-4)
+    initial = GRPO("MlpPolicy", env, **settings).policy
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(initial.parameters(), models[0].policy.parameters(), strict=True))
+
+
+@needs_numba
+def test_nothing_is_compiled_after_the_warm_up():
+    functions: Any = compile_functions()
+    for env, options in RUNS.values():
+        GRPO("MlpPolicy", env, n_steps=32, batch_size=16, n_epochs=1, seed=0, device="cpu", **options).learn(32)
+    assert len(functions.act.signatures) == len(functions.update.signatures) == 1
+
+
+# --- one memory ---
+
+
+def trained(cls: str | type[ActorPolicy] = "MlpPolicy", **options: Any) -> GRPO:
+    return GRPO(cls, "Pendulum-v1", n_steps=32, batch_size=16, n_epochs=2, seed=0, device="cpu", **options).learn(32)
+
+
+def set_alone(policy: ActorPolicy) -> None:
+    policy.load_state_dict({name: 1.01 * value for name, value in policy.state_dict().items()}, assign=True)
+
+
+def replace_data(policy: ActorPolicy) -> None:
+    for parameter in policy.parameters():
+        parameter.data = 1.01 * parameter.data
+
+
+def write(policy: ActorPolicy) -> None:
+    with th.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.01)
+
+
+def reload_optimizer(policy: ActorPolicy) -> None:
+    state = copy.deepcopy(policy.optimizer.state_dict())
+    for moments in state["state"].values():
+        moments["exp_avg"] *= 2.0
+    policy.optimizer.load_state_dict(state)
+
+
+def forget_moments(policy: ActorPolicy) -> None:
+    policy.optimizer.state.clear()
+
+
+def change_decay(policy: ActorPolicy) -> None:
+    for group in policy.optimizer.param_groups:
+        group["betas"], group["eps"] = (0.5, 0.9), 1e-3
+
+
+def take_a_step(policy: ActorPolicy) -> None:
+    for parameter in policy.parameters():
+        parameter.grad = th.ones_like(parameter)
+    policy.optimizer.step()
+
+
+def move(policy: ActorPolicy) -> None:
+    policy.double().float()
+
+
+CHANGES: dict[str, Callable[[ActorPolicy], None]] = {
+    "nothing": lambda policy: None,
+    "load_state_dict with assign": set_alone,
+    "new data": replace_data,
+    "in place": write,
+    "load_state_dict of the optimizer": reload_optimizer,
+    "no moments": forget_moments,
+    "options of Adam": change_decay,
+    "a step of the optimizer": take_a_step,
+    "to double and back": move,
+}
+
+
+@needs_numba
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_from_outside_reach_machine_code_and_its_changes_reach_torch(change: Callable[[ActorPolicy], None]):
+    found = []
+    classes: list[Any] = ["MlpPolicy", InTorch]
+    for cls in classes:
+        model = trained(cls)
+        change(model.policy)
+        model.learn(64, reset_num_timesteps=False)
+        found.append(numbers(model.policy))
+    assert max(differences(*found).values()) < 1e-3
+
+
+@needs_numba
+def test_weights_that_change_during_a_rollout_act_at_once():
+    class Freeze(BaseCallback):
+        def _on_step(self) -> bool:
+            if self.n_calls == 16:
+                with th.no_grad():
+                    self.model.policy.log_std.fill_(-20.0)
+                    self.model.policy.action_net.weight.zero_()  # type: ignore[operator, union-attr]
+                    self.model.policy.action_net.bias.fill_(0.5)  # type: ignore[operator, union-attr]
+            return True
+
+    model, seen = GRPO("MlpPolicy", "Pendulum-v1", n_steps=32, batch_size=16, seed=0, device="cpu"), Actions()
+    model.learn(32, callback=[Freeze(), seen])
+    np.testing.assert_allclose(np.ravel(seen.actions[16:]), 0.5, atol=1e-6)
+    assert np.ptp(seen.actions[:16]) > 0.1
+
+
+@needs_numba
+def test_a_copy_and_a_pickle_of_a_policy_have_their_own_memory():
+    policy = trained().policy
+    before = numbers(policy)
+    for other in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+        th.testing.assert_close(dict(other.named_parameters()), dict(policy.named_parameters()), rtol=0, atol=0)
+        assert isinstance(compiled_policy(other), CompiledPolicy)
+        write(other)
+        assert max(differences(numbers(policy), before).values()) == 0.0
+
+
+@needs_numba
+def test_a_run_may_change_between_both_ways():
+    """Frozen for one update, which takes torch, a parameter is trained in machine code before and after."""
+    found = []
+    classes: list[Any] = [InTorch, "MlpPolicy"]
+    for cls in classes:
+        model = trained(cls)
+        model.policy.policy_net[0].weight.requires_grad_(False)
+        model.learn(32, reset_num_timesteps=False)
+        model.policy.policy_net[0].weight.requires_grad_(True)
+        model.learn(32, reset_num_timesteps=False)
+        found.append(numbers(model.policy))
+    assert isinstance(compiled_policy(model.policy), CompiledPolicy)
+    assert max(differences(*found).values()) < 1e-3
+
+
+@needs_numba
+def test_the_gradient_of_the_last_minibatch_is_left_in_the_parameters():
+    policies = [trained(cls, max_grad_norm=0.05).policy for cls in ("MlpPolicy", InTorch)]
+    for ours, theirs in zip(*(policy.parameters() for policy in policies), strict=True):
+        th.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+    assert nn.utils.get_total_norm([p.grad for p in policies[0].parameters() if p.grad is not None]).item() < 0.0501
+
+
+# --- which policies ---
+
+
+class OwnForward(ActorPolicy):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class OwnFeatures(ActorPolicy):
+    def extract_features(self, *args: Any) -> Any:
+        return 2.0 * super().extract_features(*args)
+
+
+class OwnDistribution(ActorPolicy):
+    def get_distribution(self, *args: Any) -> Any:
+        return super().get_distribution(*args)
+
+
+class OwnLatent(ActorPolicy):
+    def _latent(self, obs: Any) -> Any:
+        return super()._latent(2.0 * obs)
+
+
+class OwnEvaluation(ActorPolicy):
+    def evaluate_distribution(self, *args: Any) -> Any:
+        log_prob, entropy = super().evaluate_distribution(*args)
+        assert entropy is not None
+        return log_prob, 2.0 * entropy
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: th.Tensor) -> th.Tensor:
+        return x + super().forward(x)
+
+
+def altered(change: Callable[[Any], Any], **kwargs: Any) -> Callable[[], ActorPolicy]:
+    """:return: Function that makes a policy and changes it in place"""
+
+    def make() -> ActorPolicy:
+        policy = make_policy(**kwargs)
+        change(policy)
+        return policy
+
+    return make
+
+
+def with_net(*modules: nn.Module) -> Callable[[], ActorPolicy]:
+    return altered(lambda policy: setattr(policy, "policy_net", nn.Sequential(*modules)))
+
+
+def listen(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
+
+
+ACTS_IN_ITS_OWN_WAY = {
+    "forward": lambda: make_policy(cls=OwnForward),
+    "extract_features": lambda: make_policy(cls=OwnFeatures),
+    "get_distribution": lambda: make_policy(cls=OwnDistribution),
+    "_latent": lambda: make_policy(cls=OwnLatent),
+    "hook on the policy": altered(listen),
+}
+NOT_FOR_MACHINE_CODE = {
+    **ACTS_IN_ITS_OWN_WAY,
+    "evaluate_distribution": lambda: make_policy(cls=OwnEvaluation),
+    "method of the object": altered(lambda policy: setattr(policy, "evaluate_actions", lambda obs, actions: None)),
+    "activation": lambda: make_policy(activation_fn=nn.ELU),
+    "several activations": with_net(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.ReLU()),
+    "normalisation": with_net(nn.Linear(3, 64), nn.LayerNorm(64), nn.Tanh()),
+    "two linear layers": with_net(nn.Linear(3, 64), nn.Linear(64, 64)),
+    "residual": altered(lambda policy: setattr(policy, "policy_net", Residual(nn.Linear(3, 3), nn.Tanh()))),
+    "no bias": altered(lambda policy: setattr(policy, "action_net", nn.Linear(64, 4, bias=False))),
+    "tied weights": altered(
+        lambda policy: setattr(policy.policy_net[4], "weight", policy.policy_net[2].weight), net_arch=[8] * 3
+    ),
+    "frozen weight": altered(lambda policy: policy.policy_net[0].requires_grad_(False)),
+    "another parameter": altered(lambda policy: setattr(policy, "bonus", nn.Linear(1, 1))),
+    "forward of a layer": altered(lambda policy: setattr(policy.policy_net[0], "forward", lambda x: x)),
+    "hook on a layer": altered(lambda policy: listen(policy.action_net)),
+    "hook on the extractor": altered(lambda policy: listen(policy.features_extractor)),
+    "hook on a gradient": altered(lambda policy: policy.action_net.weight.register_hook(lambda gradient: gradient)),
+    "hook on an accumulated gradient": altered(
+        lambda policy: policy.action_net.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    ),
+    "double precision": altered(lambda policy: policy.double()),
+    "shared memory": altered(lambda policy: policy.share_memory()),
+    "torch.compile": lambda: th.compile(make_policy(), backend="eager"),
+    "torch.compile of a module": altered(lambda policy: setattr(policy, "policy_net", th.compile(policy.policy_net))),
+    "gSDE": lambda: make_policy(BOX, use_sde=True),
+    "images": lambda: make_policy(observation_space=spaces.Box(0, 255, (1, 36, 36), np.uint8)),
+    "Dict observations": lambda: MultiInputPolicy(spaces.Dict({"a": VECTOR}), DISCRETE, lambda _: 1e-3),
+}
+
+
+@needs_numba
+@pytest.mark.parametrize("make", NOT_FOR_MACHINE_CODE.values(), ids=NOT_FOR_MACHINE_CODE)
+def test_an_unusual_policy_stays_with_torch(make: Callable[[], Any]):
+    assert isinstance(compiled_policy(make_policy()), CompiledPolicy)
+    assert isinstance(compiled_policy(make()), str)
+
+
+@needs_numba
+def test_a_hook_on_all_modules_is_noticed():
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert compiled_policy(make_policy()) == "there are hooks on the policy"
+    finally:
+        handle.remove()
+    assert isinstance(compiled_policy(make_policy()), CompiledPolicy)
+
+
+@pytest.mark.parametrize("make", ACTS_IN_ITS_OWN_WAY.values(), ids=ACTS_IN_ITS_OWN_WAY)
+def test_a_policy_that_acts_in_its_own_way_is_asked_itself(make: Callable[[], ActorPolicy]):
+    policy, obs = make(), th.randn(N, 3)
+    results = []
+    for act in (actor(policy), policy):
+        th.manual_seed(1)
+        results.append(act(obs)[:2])
+    th.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    # Its features may not be those that the extractor gives.
+    assert actor(policy)(obs)[2] is None
+    assert actor(make_policy())(obs)[2] is not None
+
+
+class OwnMinibatches(Samples):
+    def get(self, *args: Any, **kwargs: Any) -> Iterator[GroupRolloutBufferSamples]:
+        yield self.update
+
+
+def with_optimizer(optimizer_class: type[th.optim.Optimizer] = th.optim.Adam, **kwargs: Any) -> ActorPolicy:
+    return make_policy(optimizer_class=optimizer_class, optimizer_kwargs=kwargs)
+
+
+def with_scheduler() -> ActorPolicy:
+    policy = make_policy()
+    th.optim.lr_scheduler.StepLR(policy.optimizer, 1)
+    return policy
+
+
+UNUSUAL_UPDATES: dict[str, tuple[Callable[[], ActorPolicy], type[Samples], tuple[str, ...], str]] = {
+    "optimizer": (lambda: with_optimizer(th.optim.AdamW), Samples, (), "the optimizer is AdamW"),
+    "weight decay": (lambda: with_optimizer(weight_decay=0.1), Samples, (), "the optimizer has weight_decay=0.1"),
+    "amsgrad": (lambda: with_optimizer(amsgrad=True), Samples, (), "the optimizer has amsgrad=True"),
+    "maximize": (lambda: with_optimizer(maximize=True), Samples, (), "the optimizer has maximize=True"),
+    "scheduler": (with_scheduler, Samples, (), "there are hooks on the optimizer"),
+    "minibatches": (make_policy, OwnMinibatches, (), "OwnMinibatches overrides `get`"),
+    "GSPO": (make_policy, Samples, ("trajectory",), "`importance_sampling_level` is 'trajectory'"),
+    "estimated divergence": (make_policy, Samples, ("step", "k3"), "`kl_estimator` is 'k3'"),
+}
+
+
+@needs_numba
+@pytest.mark.parametrize(("make", "buffer", "options", "reason"), UNUSUAL_UPDATES.values(), ids=UNUSUAL_UPDATES)
+def test_an_unusual_update_is_left_to_torch_and_acting_is_not(
+    make: Callable[[], ActorPolicy], buffer: type[Samples], options: tuple[str, ...], reason: str
+):
+    policy = make()
+    samples = buffer(random_update(policy, N))
+    assert compiled_policy(policy, samples, *options) == reason
+    assert isinstance(compiled_policy(policy), CompiledPolicy)
+    assert isinstance(compiled_policy(with_optimizer(eps=1e-7, fused=True), Samples(samples.update)), CompiledPolicy)
+
+
+# --- what the user is told ---
+
+SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "usual": ({}, "Acting and updating in machine code"),
+    "estimated divergence": (
+        dict(kl_coef=0.1, kl_estimator="k3"),
+        "Acting in machine code, and updating with torch, because `kl_estimator` is 'k3'\n",
+    ),
+    "activation": (
+        dict(policy_kwargs=dict(activation_fn=nn.ELU)),
+        "Acting and updating with torch, because the activation is ELU, not Tanh or ReLU\n",
+    ),
+}
+
+
+@needs_numba
+@pytest.mark.parametrize(("options", "sentence"), SENTENCES.values(), ids=SENTENCES)
+def test_one_sentence_says_who_does_the_arithmetic(options: dict[str, Any], sentence: str, capsys: pytest.CaptureFixture[str]):
+    model = GRPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=16, n_epochs=1, verbose=1, device="cpu", **options)
+    for _ in range(2):
+        model.learn(32, log_interval=None)  # type: ignore[arg-type]
+    assert capsys.readouterr().out.count(sentence) == 1
+
+
+TRAINING = """
+import torch
+from sb3_grpo import GRPO
+torch.set_num_threads(1)
+model = GRPO("MlpPolicy", "CartPole-v1", n_steps=64, batch_size=32, n_epochs=2, seed=3, device="cpu", verbose=1)
+model.learn(128, log_interval=None)
+print("sum", sum(parameter.abs().sum().item() for parameter in model.policy.parameters()))
+"""
+
+
+def output_of(code: str, **environment: str) -> tuple[str, float]:
+    """What a training in a new process prints, and the sum of its weights."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    return result.stdout, float(result.stdout.split()[-1])
+
+
+@pytest.fixture(scope="module")
+def expected_sum() -> float:
+    model = GRPO(InTorch, "CartPole-v1", n_steps=64, batch_size=32, n_epochs=2, seed=3, device="cpu").learn(128)
+    return sum(parameter.abs().sum().item() for parameter in model.policy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("code", "environment", "reason"),
+    [
+        pytest.param(TRAINING, dict(NUMBA_DISABLE_JIT="1"), "NUMBA_DISABLE_JIT is set", id="disabled"),
+        pytest.param("import sys; sys.modules['numba'] = None\n" + TRAINING, {}, "numba is not installed", id="missing"),
+    ],
+)
+def test_without_numba_torch_gives_the_same(code: str, environment: dict[str, str], reason: str, expected_sum: float):
+    output, total = output_of(code, **environment)
+    assert f"Acting and updating with torch, because {reason}\n" in output
+    assert total == pytest.approx(expected_sum, rel=1e-6)
+
+
+def test_a_broken_numba_leaves_everything_to_torch(tmp_path: Path, expected_sum: float):
+    (tmp_path / "numba.py").write_text("raise RuntimeError('needs another numpy')", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    output, total = output_of(TRAINING, PYTHONPATH=path)
+    assert "with torch, because numba cannot be imported (needs another numpy)\n" in output
+    assert total == pytest.approx(expected_sum, rel=1e-6)
+
+
+# --- torch ---
+
+
+def test_minibatches_of_vectors_share_the_memory_of_one_permuted_copy():
+    model = GRPO("MlpPolicy", "CartPole-v1", n_steps=64, seed=0, device="cpu").learn(64)
+    batches = list(model.rollout_buffer.get(20))
+    assert [len(batch.advantages) for batch in batches] == [20, 20, 20, 4]
+    assert len({batch.observations.untyped_storage().data_ptr() for batch in batches}) == 1
+
+
+class CountingNet(nn.Sequential):
+    """Counts the observations that pass."""
+
+    n_observations = 0
+
+    def forward(self, obs: th.Tensor) -> th.Tensor:
+        self.n_observations += len(obs)
+        return super().forward(obs)
+
+
+def test_the_kernel_buffer_encodes_no_image_a_second_time():
+    env = FakeImageEnv(screen_height=40, screen_width=40, n_channels=1)
+    model = GRPO("CnnPolicy", env, n_steps=16, batch_size=16, n_epochs=1, share_starts=False, seed=0, device="cpu")
+    counter = CountingNet(*model.policy.features_extractor.cnn)
+    model.policy.features_extractor.cnn = counter
+    model.learn(16)
+    # 16 of the rollout, 16 of the update, and the end of the rollout or of an episode, where the trajectory is cut.
+    assert 32 < counter.n_observations <= 34
