@@ -266,6 +266,7 @@ def test_an_environment_that_allows_no_early_reset_trains(venv_class: Any, share
     env.close()
 
 
+@pytest.mark.filterwarnings("ignore:Nothing was learned")
 def test_an_environment_may_change_the_action_that_it_is_given():
     class Corrects(AnyEnv):
         def step(self, action: Any) -> Any:
@@ -278,7 +279,7 @@ def test_an_environment_may_change_the_action_that_it_is_given():
             return True
 
     for space in (spaces.MultiDiscrete([3, 3]), spaces.Box(-1.0, 1.0, (2,), np.float32)):
-        env, notes = make_envs(action_space=space), Notes()
+        env, notes = DummyVecEnv([partial(Corrects, action_space=space)] * 2), Notes()
         model = make_model(env, normalize_observations=False, learning_rate=0.0).learn(32, callback=notes)
         buffer = model.rollout_buffer
         assert np.count_nonzero(buffer.actions) > 32 and np.count_nonzero(notes.clipped) > 0
