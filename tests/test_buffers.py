@@ -1127,7 +1127,7 @@ def test_the_members_of_a_group_may_end_in_several_environments_and_rollouts(buf
     env = dict(length=lambda env, episode: (2, 5)[env], reward=lambda id: float(10 * id[0] + id[1]))
     recorder = record(buffer, n_envs=2, n_steps=4, n_rollouts=3, env=env)
     # Returns: 0 and 50, 2 and 4; 55 and 6, of which the first ends at step 10; 8 and 10 make the fourth group
-    assert recorder.group_returns == [[], [[2, 4], [0, 50]], [[8, 10], [6, 55]]]
+    assert recorder.group_returns == [[], [[0, 50], [2, 4]], [[6, 55], [8, 10]]]
 
 
 @BOTH_WAYS
