@@ -24,7 +24,6 @@ from sb3_grpo.vec_wrappers import normalizes_directly
 
 def base_of(env: VecEnv) -> tuple[VecEnvWrapper | None, VecEnv]:
     """
-    :param env: An environment, with or without wrappers
     :return: The innermost wrapper, ``None`` without one, and the base ``VecEnv`` in it. A wrapper around something that is no
         ``VecEnv``, as EnvPool's examples have it, is a base
     """
@@ -113,10 +112,7 @@ class SeededVecEnv:
         return map_observations(np.array, observations)  # a copy, because a simulator may write into the same arrays
 
     def step(self, actions: np.ndarray) -> VecEnvStepReturn:
-        """
-        :param actions: Actions, shape ``(n_envs, *action_shape)``
-        :return: As of ``VecEnv.step`` of the training environment
-        """
+        """Step the training environment, with its wrappers."""
         if self._wrapper is None:
             self.step_async(actions)
             return self.step_wait()
@@ -139,10 +135,7 @@ class SeededVecEnv:
                 self._lists = self._present_lists()
 
     def add_mismatches(self, number: int, messages: Sequence[str]) -> None:
-        """
-        :param number: Number of mismatches that workers have found
-        :param messages: Their warnings, each printed once
-        """
+        """Add the mismatches that workers have found, and print each of their warnings once."""
         self.mismatches += number
         for message in messages:
             self.warn(message)
@@ -162,9 +155,7 @@ class SeededVecEnv:
             self._wrapper.venv = self.venv
 
     def reset(self) -> VecEnvObs:
-        """
-        :return: First observations of all environments
-        """
+        """:return: First observations of all environments"""
         self._first_raw = self.venv.reset()
         if self._wrapper is not None:
             self._wrapper.venv = self.venv  # SB3 goes on to set up callbacks, which find the environments as they are
@@ -173,9 +164,7 @@ class SeededVecEnv:
         return self._first_raw
 
     def step_async(self, actions: np.ndarray) -> None:
-        """
-        :param actions: Actions, shape ``(n_envs, *action_shape)``
-        """
+        """Send actions of shape ``(n_envs, *action_shape)``."""
         self.adapter.step_async(actions)
 
     def step_wait(self) -> VecEnvStepReturn:
@@ -231,9 +220,7 @@ class SeededVecEnv:
         return innermost.group(1) if innermost else description
 
     def warn(self, message: str) -> None:
-        """
-        :param message: A warning, which is printed once for these environments
-        """
+        """Print a warning once for these environments."""
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, UserWarning, stacklevel=2)
