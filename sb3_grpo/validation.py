@@ -14,7 +14,7 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from sb3_grpo.observations import observation_parts, space_parts
-from sb3_grpo.wrappers import base_of
+from sb3_grpo.vec_wrappers import base_of
 
 #: Largest range of an action that counts as bounded, because some environments use the largest float as a bound. The initial
 #: standard deviation is a quarter of the range. Actuators in SI units and amounts of money stay below.

@@ -19,7 +19,7 @@ from sb3_grpo.observations import map_observations, observation_parts, same_valu
 from sb3_grpo.starts.adapters import VecEnvAdapter, adapter_of
 from sb3_grpo.starts.ledger import Ledger
 from sb3_grpo.validation import check_finite, check_step
-from sb3_grpo.wrappers import base_of, normalizes_directly
+from sb3_grpo.vec_wrappers import base_of, normalizes_directly
 
 
 class SeededVecEnv:
