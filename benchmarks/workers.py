@@ -27,8 +27,8 @@ from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 from benchmarks.statistics import median
 from benchmarks.tables import markdown_table
 from sb3_grpo import GRPO
+from sb3_grpo.collection import Collected, collect
 from sb3_grpo.distributed import RayVecEnv
-from sb3_grpo.starts import LockedEnvs, find_seeded_vec_env
 
 ENVIRONMENTS = ("CartPole-v1", "HalfCheetah-v5")
 
@@ -64,14 +64,12 @@ def collector(env: VecEnv, n_steps: int) -> Callable[[], float]:
     model = GRPO("MlpPolicy", env, n_steps=n_steps, batch_size=n_steps, seed=0, device="cpu")
     _, callback = model._setup_learn(1, ConvertCallback(None))
 
-    locked_envs = LockedEnvs(find_seeded_vec_env(model.env))  # type: ignore[arg-type]
-
-    def collect() -> float:
+    def collect_once() -> float:
         began = time.perf_counter()
-        model._collect(model.env, callback, model.rollout_buffer, n_steps, locked_envs)  # type: ignore[arg-type]
+        collect(model, env, callback, model.rollout_buffer, n_steps, model._starts(env))
         return n_steps * env.num_envs / (time.perf_counter() - began)
 
-    return collect
+    return collect_once
 
 
 def ratio(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> str:
@@ -117,34 +115,34 @@ def transition_costs(name: str, rounds: int, n_steps: int) -> Costs:
     env = environments(name, 8, 2)
     model = GRPO("MlpPolicy", env, n_steps=n_steps, seed=0, device="cpu")
     _, callback = model._setup_learn(1, ConvertCallback(None))
-    assert model.env is not None and model.start_queue is not None
+    assert model.env is not None and model.ledger is not None
     rollouts: list[Any] = []
     waits, receives, learns = [], [], []
-    collect = env.collect  # type: ignore[attr-defined]
+    collect_by_workers = env.collect_by_workers  # type: ignore[attr-defined]
 
     def timed_collect(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
-        rollouts[:] = [collect(*args, **kwargs)]
+        rollouts[:] = [collect_by_workers(*args, **kwargs)]
         waits.append(time.perf_counter() - began)
         return rollouts[0]
 
-    env.collect = timed_collect  # type: ignore[attr-defined]
-    locked_envs = LockedEnvs(find_seeded_vec_env(model.env))
+    env.collect_by_workers = timed_collect  # type: ignore[attr-defined]
     for _ in range(rounds + 1):
         began = time.perf_counter()
-        model._collect(model.env, callback, model.rollout_buffer, n_steps, locked_envs)
+        collect(model, env, callback, model.rollout_buffer, n_steps, model._starts(env))
         receives.append(time.perf_counter() - began - waits[-1])
         began = time.perf_counter()
-        model.rollout_buffer.finish_rollout(model._last_obs, model.policy, True)  # type: ignore[arg-type]
+        open_groups = model.ledger.open_groups()
+        model.rollout_buffer.finish_rollout(model._last_obs, model.policy, open_groups, True)  # type: ignore[arg-type]
         model.train()
         learns.append(time.perf_counter() - began)
         model.rollout_buffer.reset()
     n = 8 * n_steps
     (rollout,) = rollouts
-    arrays = sum(getattr(rollout, name).nbytes for name in ("obs", "actions", "log_probs", "starts", "rewards", "dones"))
+    arrays = sum(getattr(rollout, name).nbytes for name in Collected._fields[:8])
     size = len(cloudpickle.dumps(rollout))
     receive, learn = (1000 * float(np.median(times[1:])) / n for times in (receives, learns))
-    env.collect = collect  # type: ignore[attr-defined]
+    env.collect_by_workers = collect_by_workers  # type: ignore[attr-defined]
     short = collector(env, 1)
     short()
     call = 1000 * float(np.median([8 / short() for _ in range(rounds)]))

@@ -345,13 +345,14 @@ class GRPO(PersistentAlgorithm):
             self._random_state = None
         is_grad_enabled = th.is_grad_enabled()
         self._has_learned = None
+        n_before = 0 if reset_num_timesteps else self.num_timesteps
         try:
             super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
         finally:  # an interrupt that comes while torch leaves `no_grad` would leave autograd switched off in the whole process
             th.set_grad_enabled(is_grad_enabled)
         if self._has_learned is False:
             obstacle = self.rollout_buffer.obstacle()
-            warnings.warn(f"Nothing was learned in {self.num_timesteps} timesteps. {obstacle}", stacklevel=2)
+            warnings.warn(f"Nothing was learned in {self.num_timesteps - n_before} timesteps. {obstacle}", stacklevel=2)
         return self
 
     def _setup_learn(

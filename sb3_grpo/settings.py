@@ -223,7 +223,7 @@ def describe_settings(
 
 
 #: Smallest number of steps per environment and rollout that GRPO chooses.
-MIN_STEPS = 8
+MIN_STEPS = 16
 
 
 def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> int:

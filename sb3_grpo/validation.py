@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from sb3_grpo.observations import observation_parts, space_parts
 
@@ -187,6 +188,9 @@ def check_environment(env: Any) -> None:
         )
     _check_action_space(env.action_space)
     _check_observation_space(env.observation_space)
+    base = env.unwrapped if isinstance(env, VecEnv) else env
+    for each in base.envs if isinstance(base, DummyVecEnv) else [base]:
+        _require_seed_argument(each)
     if _has_action_masks(env):
         warnings.warn(
             "The environment has `action_masks`, which GRPO ignores: the policy may choose actions that are masked. Use "
@@ -194,6 +198,21 @@ def check_environment(env: Any) -> None:
             UserWarning,
             stacklevel=2,
         )
+
+
+def _require_seed_argument(env: Any) -> None:
+    """Raise a ``ValueError`` if ``reset`` of an environment or of one of its wrappers takes no seed, which SB3 passes."""
+    if not isinstance(env, gym.Env):
+        return
+    parameters = inspect.signature(env.reset).parameters.values()
+    if not any(parameter.name == "seed" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise ValueError(
+            f"`{type(env).__name__}.reset{inspect.signature(env.reset)}` takes no `seed`. In an environment, define "
+            "`def reset(self, *, seed=None, options=None)` and begin with `super().reset(seed=seed)`. In a wrapper, define "
+            "`def reset(self, **kwargs)` and pass `**kwargs` on."
+        )
+    if isinstance(env, gym.Wrapper):
+        _require_seed_argument(env.env)
 
 
 def _check_action_space(space: spaces.Space) -> None:

@@ -72,18 +72,16 @@ class Walk(gym.Env):
         return np.array([self.position, self.left], np.float32)
 
 
-def ray_env(n_workers: int = 2, faulty: int = -1, timeout: float = 60.0, folder: Any = None, **kwargs: Any) -> Any:
+def ray_env(n_workers: int = 2, faulty: int = -1, timeout: float = 60.0, **kwargs: Any) -> Any:
     """:return: Environments of which one fails"""
     fns = [partial(Walk, **(kwargs if env_idx == faulty else {})) for env_idx in range(4)]
-    files = [folder and str(folder / str(env_idx)) for env_idx in range(4)]
-    monitored_fns = [partial(monitored, fn, file) for fn, file in zip(fns, files, strict=True)]
-    return RayVecEnv(monitored_fns, n_workers=n_workers, timeout=timeout)
+    return RayVecEnv([partial(monitored, fn) for fn in fns], n_workers=n_workers, timeout=timeout)
 
 
-def monitored(fn: Any, file: str | None = None) -> gym.Env:
+def monitored(fn: Any) -> gym.Env:
     from stable_baselines3.common.monitor import Monitor
 
-    return Monitor(fn(), file)
+    return Monitor(fn())
 
 
 def make(env: VecEnv, **kwargs: Any) -> Any:

@@ -115,7 +115,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (kernel(reward_weights={"a": np.inf}), "`reward_weights['a']` must be a finite number, not inf"),
     (kernel(n_features=0), "`n_features` must be an integer of at least 1, not 0"),
     (kernel(bandwidth=0.0), f"`bandwidth` {POSITIVE} 0.0"),
-    (kernel(ridge=-1), "`ridge` must be a finite number of at least 1e-08, not -1"),
+    (kernel(ridge=-1), "`ridge` must be a finite number of at least 1e-05, not -1"),
     (kernel(forgetting=1.5), f"`forgetting` {FROM_0_TO_1} 1.5"),
     *((kernel(**{name: "no"}), f"`{name}` must be True or False, not 'no'") for name in KERNEL_FLAGS),
     (buffer("outcome", leave_one_out="no"), "`leave_one_out` must be True or False, not 'no'"),
@@ -356,8 +356,9 @@ def test_an_environment_whose_reset_takes_no_seed_is_refused_with_what_to_change
             return self.env.reset()
 
     message = r"`Seedless\.reset\(\).*` takes no `seed`\. In an environment, define `def reset\(self, \*, seed"
-    with pytest.raises(ValueError, match=message):
-        make_model(Seedless(AnyEnv()))
+    for env in (Seedless(AnyEnv()), DummyVecEnv([lambda: Monitor(Seedless(AnyEnv()))])):
+        with pytest.raises(ValueError, match=message):
+            make_model(env)
 
 
 # --- What is accepted -------------------------------------------------------------------------------------------------
@@ -411,17 +412,17 @@ def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer
     [
         pytest.param(1024, 8, 64, 128, id="of the size"),
         pytest.param(1024, 64, 64, 16, id="many environments"),
-        pytest.param(1024, 256, 64, 8, id="longer than 4 steps"),
-        pytest.param(1024, 1024, 64, 8, id="longer than one step"),
-        pytest.param(1024, 100, 64, 10, id="a multiple would be longer"),
+        pytest.param(1024, 256, 64, 16, id="longer than 4 steps"),
+        pytest.param(1024, 1024, 64, 16, id="longer than one step"),
+        pytest.param(1024, 50, 64, 20, id="a multiple would be longer"),
     ],
 )
-def test_a_chosen_rollout_has_its_size_or_eight_steps_which_is_said(
+def test_a_chosen_rollout_has_its_size_or_sixteen_steps_which_is_said(
     rollout_size: int, n_envs: int, batch_size: int, n_steps: int
 ):
     assert chosen_n_steps(rollout_size, n_envs, batch_size) == n_steps
     notice = min_steps_notice(n_steps, n_envs, rollout_size)
-    expected = f"a rollout has {8 * n_envs} transitions instead of about 1024" if n_envs >= 256 else ""
+    expected = f"a rollout has {16 * n_envs} transitions instead of about 1024" if n_envs >= 256 else ""
     assert expected in notice and bool(notice) == bool(expected)
 
 
@@ -461,4 +462,4 @@ def test_a_number_that_is_not_finite_is_named_with_the_environment_and_the_step_
     rewards = np.array([1.0, 2.0, np.nan, np.inf])
     message = "Environment 6 returned a non-finite reward in step 13 of its episode, after 96 timesteps: nan"
     with pytest.raises(ValueError, match=message):
-        check_finite("reward", rewards, 96, first_env=4, episode_steps=[11, 12, 13, 14])
+        check_finite("reward", rewards, 96, np.array([10, 11, 12, 13]), first_env=4)

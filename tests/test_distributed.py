@@ -22,14 +22,15 @@ from helpers import VECTOR, AnyEnv, same, weights
 from ray_helpers import N_STEPS, Observer, Walk, make, monitored, ray_env, trained
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecNormalize
 
 from sb3_grpo import EnvironmentFault
+from sb3_grpo.collection import Collected, Infos
 from sb3_grpo.distributed import RayVecEnv, vec_env
 from sb3_grpo.distributed.worker import RolloutWorker
 from sb3_grpo.persistence import VERSION
-from sb3_grpo.start_queue import StartQueue
-from sb3_grpo.steps import Infos
+from sb3_grpo.starts import Ledger
 
 # Ray runs once in a process of the tests
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_ends_with_the_module")]
@@ -52,18 +53,20 @@ def test_the_same_seed_and_number_of_workers_gives_the_same_weights(undisturbed:
 def test_transitions_are_those_of_the_environments_with_these_actions(n_workers: int):
     env, seen = ray_env(n_workers=n_workers), Observer()
     model = make(env).learn(N_STEPS * 4, callback=seen)
-    buffer, queue = model.rollout_buffer, model.start_queue
-    assert queue.n_parts == n_workers
+    buffer = model.rollout_buffer
     assert seen.timesteps == [4 * (n + 1) for n in range(N_STEPS)]
     assert [row["n_steps"] for row in seen.rows] == list(range(N_STEPS))
     groups: dict[int, set[int]] = {}
+    members: set[tuple[int, int]] = set()
     for env_idx in range(4):
-        oracle, start, elapsed = Walk(), -1, 0
+        oracle, elapsed = Walk(), 0
         for t, row in enumerate(seen.rows):
-            if buffer.starts[env_idx, t] != start:
-                start, elapsed = buffer.starts[env_idx, t], 0
-                observation, _ = oracle.reset(seed=queue.start(int(start)).seed)
-                groups.setdefault(int(start) // queue.max_group_size, set()).add(env.worker_of_env[env_idx])
+            if buffer.steps[env_idx, t] == 0:
+                elapsed, group = 0, int(buffer.groups[env_idx, t])
+                observation, _ = oracle.reset(seed=model.ledger.seed_of(group))
+                groups.setdefault(group, set()).add(env.worker_of_env[env_idx])
+                members.add((group, int(buffer.members[env_idx, t])))
+            assert buffer.groups[env_idx, t] == group and buffer.steps[env_idx, t] == elapsed
             np.testing.assert_array_equal(buffer.observations[env_idx, t], observation)
             np.testing.assert_array_equal(row["obs_tensor"][env_idx], observation)
             np.testing.assert_array_equal(row["clipped_actions"][env_idx], np.clip(row["actions"][env_idx], -1, 1))
@@ -81,7 +84,7 @@ def test_transitions_are_those_of_the_environments_with_these_actions(n_workers:
                 np.testing.assert_array_equal(its["terminal_observation"], observation)
             else:
                 np.testing.assert_array_equal(row["new_obs"][env_idx], observation)
-    assert len(groups) > 4
+    assert len(groups) > 4 and len(members) == (buffer.steps == 0).sum()
     assert all(len(workers) == 1 for workers in groups.values()), "a group is on several workers"
     env.close()
 
@@ -104,12 +107,9 @@ def test_a_callback_that_stops_drops_the_rest_and_the_next_rollout_begins_anew()
     model = make(env).learn(10_000, callback=stopper)
     assert len(stopper.rows) == 10 and model.num_timesteps == 40
     model.learn(N_STEPS * 4, callback=seen, reset_num_timesteps=False)
-    starts = model.rollout_buffer.starts[:, 0]
     assert (model.rollout_buffer.steps[:, 0] == 0).all()
-    np.testing.assert_array_equal(
-        model.rollout_buffer.observations[:, 0],
-        [Walk().reset(seed=model.start_queue.start(int(start)).seed)[0] for start in starts],
-    )
+    firsts = [Walk().reset(seed=model.ledger.seed_of(group))[0] for group in model.rollout_buffer.groups[:, 0].tolist()]
+    np.testing.assert_array_equal(model.rollout_buffer.observations[:, 0], firsts)
     env.close()
 
 
@@ -125,7 +125,36 @@ def test_a_wrapper_that_changes_data_is_named_once_and_honoured():
     assert sum("VecNormalize needs every step of the workers" in each for each in messages) == 1
     assert any("gymnasium.wrappers.NormalizeReward" in each for each in messages)
     assert abs(model.rollout_buffer.observations).max() < 10.1
-    assert model.start_queue.n_parts == 2
+    env.close()
+
+
+@pytest.mark.parametrize("share_starts", [True, False])
+def test_if_each_step_is_a_call_an_episode_costs_one_reset_too(share_starts: bool):
+    env = RayVecEnv([lambda: Monitor(Walk(), allow_early_resets=False)] * 4, n_workers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = make(VecNormalize(env, norm_obs=False), n_steps=64, share_starts=share_starts).learn(64 * 4)
+    buffer, begun = model.rollout_buffer, model.rollout_buffer.steps == 0
+    assert len(model.ep_info_buffer) >= 8 and env.autoreset
+    firsts = [Walk().reset(seed=model.ledger.seed_of(group))[0] for group in buffer.groups[begun].tolist()]
+    assert np.array_equal(buffer.observations[begun], firsts) == share_starts
+    if share_starts:
+        oracle = Walk()
+        oracle.reset(seed=model.ledger.seed_of(int(model.ledger.position.groups[3])))
+        assert env.reset_infos[3] == {"first": oracle.position}
+    env.close()
+
+
+def test_some_of_the_environments_are_reset_with_their_seeds_and_the_others_go_on():
+    env = ray_env()
+    env.seed(0)
+    before = env.reset().copy()
+    observations, infos = env.reset_envs([3, 0], [7, 8])
+    oracle = Walk()
+    for observation, info, seed in zip(observations, infos, (7, 8), strict=True):
+        np.testing.assert_array_equal(observation, oracle.reset(seed=seed)[0])
+        assert info == {"first": oracle.position}
+    np.testing.assert_array_equal(env.env_method("_observation"), [observations[1], *before[1:3], observations[0]])
     env.close()
 
 
@@ -162,8 +191,6 @@ def test_it_gives_what_a_dummy_vec_env_gives():
     assert [seen.tolist() for seen in env.env_method("_observation", indices=[3, 0])] == [
         seen.tolist() for seen in dummy.env_method("_observation", indices=[3, 0])
     ]
-    from stable_baselines3.common.monitor import Monitor
-
     assert env.env_is_wrapped(Monitor) == [True] * 4
     assert env.env_is_wrapped(gym.wrappers.TimeLimit, indices=2) == [False]
     assert env.has_attr("colour") and not env.has_attr("size")
@@ -293,11 +320,12 @@ def test_images_are_those_of_a_dummy_vec_env(pair: tuple[Any, Any]):
         assert env.render(mode="ansi") is None
 
 
-def test_an_error_in_a_reset_names_the_environment(pair: tuple[Any, Any]):
+def test_an_error_in_a_reset_of_some_names_the_environment(pair: tuple[Any, Any]):
     env, _ = pair
     env.set_attr("lengths", (5, 2), indices=2)
-    with pytest.raises(EnvironmentFault, match="Environment 2 raised ValueError in `reset`: low >= high"):
-        env.reset()
+    with pytest.raises(ValueError, match="low >= high") as raised:
+        env.reset_envs([1, 2], [0, 0])
+    assert sys.version_info < (3, 11) or raised.value.__notes__[0].startswith("This was raised by `reset` of environment 2.")
     env.set_attr("lengths", (2, 6), indices=2)
     assert len(env.reset()["vector"]) == 3
 
@@ -363,32 +391,36 @@ def test_infos_come_back_as_they_were():
     assert Infos([[{}, {"x": "only here"}]]).at(0) == [{}, {"x": "only here"}]
 
 
-def test_a_rollout_travels_in_little_more_than_its_own_bytes():
-    env = make_vec_env("CartPole-v1", n_envs=8)
-    worker = RolloutWorker(0)
-    worker.build([cloudpickle.dumps(partial(gym.make, "CartPole-v1"))] * 8, VERSION)
-    model = make(env, n_steps=128)
-    obs, _ = worker.reset(list(range(8)), [{}] * 8)
+def collected(worker: RolloutWorker, n_envs: int, n_steps: int, ledger: Ledger | None = None) -> Collected:
+    """:return: A rollout of CartPole by one worker, with a new ledger or with this one"""
+    model = make(make_vec_env("CartPole-v1", n_envs=n_envs), n_steps=n_steps)
+    ledger = ledger or model.ledger
+    obs, _ = worker.reset([start.seed for start in ledger.begin_all([0] * n_envs)], [{}] * n_envs)
     recipe = cloudpickle.dumps(model._policy_recipe())
     assert len(recipe) < 20_000
     state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
-    arguments = (recipe, state), obs, np.arange(8), model.start_queue, True, 128, -1, 0, 0
-    collected = worker.collect(*arguments)
-    fields = ("obs", "actions", "log_probs", "starts", "rewards", "dones")
-    transitions = sum(getattr(collected, name).nbytes for name in fields)
-    assert len(cloudpickle.dumps(collected)) < 1.2 * transitions
+    return worker.collect((recipe, state), obs, ledger, True, n_steps, -1, 0, 0)
+
+
+def built(n_envs: int, env_fn: Any = None, first_env: int = 0) -> RolloutWorker:
+    worker = RolloutWorker(first_env)
+    worker.build([cloudpickle.dumps(env_fn or partial(gym.make, "CartPole-v1"))] * n_envs, VERSION)
+    return worker
+
+
+def test_a_rollout_travels_in_little_more_than_its_own_bytes():
+    rollout = collected(built(8), 8, 128)
+    fields = ("obs", "actions", "log_probs", "groups", "members", "steps", "rewards", "dones")
+    transitions = sum(getattr(rollout, name).nbytes for name in fields)
+    assert len(cloudpickle.dumps(rollout)) < 1.2 * transitions
 
 
 def test_the_starts_of_a_new_run_are_not_compared_with_those_of_the_last():
-    worker = RolloutWorker(0)
-    worker.build([cloudpickle.dumps(partial(gym.make, "CartPole-v1"))] * 2, VERSION)
-    model = make(make_vec_env("CartPole-v1", n_envs=2), n_steps=64)
-    recipe = cloudpickle.dumps(model._policy_recipe())
-    state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
+    worker = built(2)
     for seed in range(3):
-        queue = StartQueue(1000, seed)  # all starts of a run belong to its first group
-        obs, _ = worker.reset([queue.start(0).seed] * 2, [{}] * 2)
-        assert worker.collect((recipe, state), obs, np.arange(2), queue, True, 64, -1, 0, 0).mismatches == 0
+        ledger = Ledger(1000, seed)  # all starts of a run belong to its first group
+        rollout = collected(worker, 2, 64, ledger)
+        assert rollout.mismatches == 0 and (rollout.groups == 0).all() and ledger.position.members.max() > 1
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -401,14 +433,9 @@ class TurnsToNaN(gym.Wrapper):
 
 
 def test_a_worker_blames_the_environment_and_not_the_policy():
-    worker = RolloutWorker(1, first_env=2)
-    worker.build([cloudpickle.dumps(lambda: TurnsToNaN(gym.make("CartPole-v1")))] * 2, VERSION)
-    model = make(make_vec_env("CartPole-v1", n_envs=2), n_steps=32)
-    obs, _ = worker.reset([0, 1], [{}] * 2)
-    recipe = cloudpickle.dumps(model._policy_recipe())
-    state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
-    with pytest.raises(ValueError, match="Environment 2 returned a non-finite observation"):
-        worker.collect((recipe, state), obs, np.arange(2), model.start_queue, True, 16, -1, 0, 0)
+    worker = built(2, lambda: TurnsToNaN(gym.make("CartPole-v1")), first_env=2)
+    with pytest.raises(ValueError, match="Environment 2 returned a non-finite observation in step 1 of its episode"):
+        collected(worker, 2, 16)
 
 
 @pytest.mark.parametrize(

@@ -438,15 +438,19 @@ LONG: dict[str, Any] = dict(lengths=(ENDLESS, ENDLESS + 1))
     [
         pytest.param(
             lambda: BrokenEnv(21, observation=np.nan, **LONG),
-            r"observation after 40 timesteps: \[nan nan nan\]",
+            r"observation in step 21 of its episode, after 40 timesteps: \[nan nan nan\]",
             id="observation",
         ),
-        pytest.param(lambda: BrokenEnv(21, reward=np.inf), "reward after 40 timesteps: inf", id="reward"),
-        pytest.param(lambda: BrokenEnv(0, observation=np.nan), "observation after 0 timesteps", id="first observation"),
+        pytest.param(
+            lambda: BrokenEnv(21, reward=np.inf), "reward in step 3 of its episode, after 40 timesteps: inf", id="reward"
+        ),
+        pytest.param(
+            lambda: BrokenEnv(0, observation=np.nan), "observation in the reset, after 0 timesteps", id="first observation"
+        ),
         pytest.param(
             # A step returns the first observation of the next episode: only the infos show the last one of this.
             lambda: TimeLimit(BrokenEnv(5, observation=np.nan, **LONG), 5),
-            "final observation after 8 timesteps",
+            "final observation in step 5 of its episode, after 8 timesteps",
             id="final observation",
         ),
     ],
@@ -474,14 +478,17 @@ def test_a_first_observation_that_is_not_finite_is_refused_also_after_a_reset_be
             self.training_env.reset()
             self.training_env.set_attr("breaks_at", 0)
 
-    with pytest.raises(ValueError, match="Environment 0 returned a non-finite observation after 32 timesteps"):
+    with pytest.raises(ValueError, match="Environment 0 returned a non-finite observation in the reset, after 32 timesteps"):
         model.learn(48, callback=Resets(), reset_num_timesteps=False)
 
 
 def test_a_part_of_a_dict_observation_that_is_not_finite_is_refused_by_its_key():
     space = spaces.Dict({"a": VECTOR, "b": spaces.Discrete(4)})
     env = DummyVecEnv([lambda: BrokenEnv(5, observation=np.nan, observation_space=space, **LONG)])
-    with pytest.raises(ValueError, match="Environment 0 returned a non-finite observation under 'a' after 4 timesteps"):
+    with pytest.raises(
+        ValueError,
+        match="Environment 0 returned a non-finite observation under 'a' in step 5 of its episode, after 4 timesteps",
+    ):
         make_model(env, "MultiInputPolicy").learn(32)
 
 
@@ -885,7 +892,7 @@ def test_the_line_about_the_settings_is_repeated_once_they_change(capsys: pytest
         model.learn(16, log_interval=None)
         return capsys.readouterr().out
 
-    model = make_model(verbose=1)
+    model = make_model(verbose=1, group_size=2)
     assert "normalised by the policy\n" in printed(model) and printed(model) == ""
     assert printed(reload(model, env=make_envs())) != ""
     model.set_env(VecNormalize(make_envs()))

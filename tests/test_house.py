@@ -29,12 +29,12 @@ EXAMPLES = [
 # What each module may import from the package; ``__init__`` is the package itself, ``sb3_grpo``.
 CORE = {
     "advantages",
+    "baseline",
     "buffers",
     "compiled",
     "doctor",
     "envs",
     "grpo",
-    "kernel",
     "kl_penalty",
     "losses",
     "persistence",
@@ -47,12 +47,12 @@ CORE = {
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "advantages": set(),
+    "baseline": set(),
     "doctor": {"persistence", "shared_inputs"},
     "envs": {"envs", "validation"},
     "gymnasium_vector": set(),
     "compiled": {"buffers", "machine_code", "policies"},
     "machine_code": set(),
-    "kernel": set(),
     "losses": set(),
     "normalization": {"observations"},
     "observations": set(),
@@ -68,8 +68,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policies": {"normalization", "observations", "validation"},
     "buffers": {
         "advantages",
+        "baseline",
         "buffers",
-        "kernel",
         "losses",
         "observations",
         "policies",
@@ -162,7 +162,7 @@ def test_imports_of_the_package_point_one_way():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        pytest.param("advantages", "from sb3_grpo.kernel import KernelBaseline", id="absolute"),
+        pytest.param("advantages", "from sb3_grpo.baseline import KernelBaseline", id="absolute"),
         pytest.param("advantages", "from .buffers import GroupRolloutBuffer", id="relative"),
         pytest.param("buffers", "def f():\n    from sb3_grpo.collection import collect", id="inside a function"),
         pytest.param("policies", "from sb3_grpo import losses", id="through the package"),
@@ -179,7 +179,7 @@ def test_an_import_against_the_layers_is_an_offence(module: str, source: str):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        pytest.param("buffers", "from .kernel import KernelBaseline\nfrom . import losses", id="relative"),
+        pytest.param("buffers", "from .baseline import KernelBaseline\nfrom . import losses", id="relative"),
         pytest.param("grpo", "import numpy\nfrom sb3_grpo import buffers, policies, starts", id="grpo to its parts"),
         pytest.param("zoo.cli", "from rl_zoo3 import ALGOS\nfrom ..grpo import GRPO\nfrom . import cli", id="zoo module"),
     ],

@@ -12,8 +12,8 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_grpo.advantages import generalized_advantages
+from sb3_grpo.baseline import MAX_INPUTS, hashed_inputs
 from sb3_grpo.buffers import KernelRolloutBuffer
-from sb3_grpo.kernel import MAX_INPUTS, hashed_inputs
 from sb3_grpo.observations import take_observations
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MlpPolicy, MultiInputActorPolicy
 from sb3_grpo.starts import Position
@@ -386,7 +386,7 @@ def test_for_images_the_inputs_are_the_actors_features(space: spaces.Space, keep
 def test_the_size_of_the_fit_is_bounded_however_many_numbers_an_observation_has(space: spaces.Space):
     last = run(space, n_rollouts=2)[-1]
     assert last.state["frequencies"].shape == (MAX_INPUTS + 1, 12)
-    assert len(last.state["statistics"].moment) <= 1 + MAX_INPUTS + 1 + 12
+    assert len(last.state["statistics"]["moment"]) <= 1 + MAX_INPUTS + 1 + 12
     assert np.isfinite(last.advantages).all() and last.advantages.std() > 0.0
 
 
@@ -548,7 +548,7 @@ def test_lstd_does_not_lag_behind_a_value_that_jumps_as_a_regression_does(
     fit: Any, target_lambda: float, least: float, most: float
 ):
     # Rewards of 1 and then of 10 in episodes that go on, with gamma 0.9: the value is 10 and then 100
-    options: dict[str, Any] = dict(gamma=0.9, n_folds=1, ridge=1e-6, forgetting=0.0, target_lambda=target_lambda, fit=fit)
+    options: dict[str, Any] = dict(gamma=0.9, n_folds=1, ridge=1e-5, forgetting=0.0, target_lambda=target_lambda, fit=fit)
     buffer = KernelRolloutBuffer(200, VECTOR, DISCRETE, "cpu", n_envs=2, **options)
     states = np.random.default_rng(0).uniform(-1, 1, (201, 2, 3)).astype(np.float32)
     for reward in (1.0, 1.0, 10.0):
@@ -584,3 +584,14 @@ def test_a_fit_with_other_features_is_not_taken_over(option: str, saved: Any, pr
     buffer = KernelRolloutBuffer(8, VECTOR, DISCRETE, "cpu", **{option: present})
     with pytest.warns(UserWarning, match="starts with a new fit"):
         buffer.set_state(state)
+
+
+def test_a_fit_that_another_version_saved_in_another_layout_is_not_taken_over():
+    buffer = KernelRolloutBuffer(8, VECTOR, DISCRETE, "cpu")
+    state = buffer.get_state()
+    del state["options"]["layout"]
+    state["baseline"] = {"unknown": 1}
+    for earlier in (state, {"relative": None}):
+        with pytest.warns(UserWarning, match="starts with a new fit"):
+            buffer.set_state(earlier)
+    assert not hasattr(buffer.baseline, "_unknown")

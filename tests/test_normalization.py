@@ -16,7 +16,7 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_grpo import GRPO, ActorPolicy, load_actor
-from sb3_grpo.kernel import KernelBaseline
+from sb3_grpo.baseline import KernelBaseline
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 
 VECTOR = spaces.Box(-np.inf, np.inf, (3,))
@@ -155,13 +155,13 @@ def test_parts_of_a_dict_have_statistics_of_their_own():
 
 def test_a_policy_is_the_same_function_throughout_a_rollout_and_its_update(monkeypatch: pytest.MonkeyPatch):
     model, watcher, in_updates = make_model(), Watcher(), []
-    update = GRPO._update_policy
+    update = GRPO._update
 
-    def watched_update(self: GRPO, *args: Any) -> Any:
+    def watched_update(self: GRPO) -> None:
         in_updates.append(self.policy.normalizer.shift.clone())  # type: ignore[union-attr]
-        return update(self, *args)
+        update(self)
 
-    monkeypatch.setattr(GRPO, "_update_policy", watched_update)
+    monkeypatch.setattr(GRPO, "_update", watched_update)
     model.learn(3 * 32, callback=watcher)
     of_rollouts = [th.stack(watcher.shifts[first : first + 32]) for first in (0, 32, 64)]
     assert all(th.equal(rollout, rollout[:1].expand_as(rollout)) for rollout in of_rollouts)
@@ -180,14 +180,13 @@ def test_importance_ratios_of_the_first_update_begin_at_one(use_sde: bool, monke
     """The policy that samples the first rollout has no statistics yet."""
     ratios = []
 
-    def watched_update(self: GRPO, *args: Any) -> dict[str, float]:
+    def watched_update(self: GRPO) -> None:
         with th.no_grad():
             for batch in self.rollout_buffer.get():
                 log_prob, _ = self.policy.evaluate_actions(batch.observations, batch.actions)
                 ratios.append((log_prob - batch.old_log_prob).exp().numpy())
-        return {}
 
-    monkeypatch.setattr(GRPO, "_update_policy", watched_update)
+    monkeypatch.setattr(GRPO, "_update", watched_update)
     make_model(make_vec_env("Pendulum-v1", 2, wrapper_class=Affine), use_sde=use_sde).learn(64)
     np.testing.assert_allclose(np.concatenate(ratios), 1.0, rtol=1e-4)
 
@@ -214,10 +213,10 @@ def test_the_first_fit_sees_the_features_of_the_policy_that_is_updated(monkeypat
     model = GRPO("MultiInputPolicy", make_vec_env(Camera, 2, seed=0), n_steps=16, batch_size=16, seed=0, device="cpu")
     observe, differences = KernelBaseline.observe, []
 
-    def watched(self: KernelBaseline, inputs: np.ndarray) -> None:
+    def watched(self: KernelBaseline, inputs: np.ndarray, *rest: Any) -> None:
         rollout = model.rollout_buffer._flatten(16)
         differences.append(np.abs(inputs - model.policy.encode(rollout.observations)).max())
-        observe(self, inputs)
+        observe(self, inputs, *rest)
 
     monkeypatch.setattr(KernelBaseline, "observe", watched)
     model.learn(64)

@@ -381,7 +381,7 @@ def test_the_upper_clip_range_follows_the_progress():
 
 RELATIVE = {"train/relative_coefficient", "train/relative_variance_removed"}
 BASELINE = {"train/explained_variance", "train/baseline_shrinkage", "train/baseline_variance_reduction"}
-OF_KERNEL = {"rollout/group_size", "train/advantage_mean", *BASELINE, *RELATIVE}
+OF_KERNEL = {"train/advantage_mean", *BASELINE, *RELATIVE}
 WAITING = {f"rollout/transitions_{name}" for name in ("waiting", "waiting_age", "dropped")}
 GROUPS = {f"rollout/group{name}" for name in ("s_completed", "s_tied", "_return_mean", "_return_spread")} | WAITING
 
@@ -395,7 +395,7 @@ GROUPS = {f"rollout/group{name}" for name in ("s_completed", "s_tied", "_return_
         (dict(loss_aggregation="trajectory", importance_sampling_level="trajectory"), set(), set()),
         (dict(group_size=2), set(), {"rollout/group_size"}),
         (dict(share_starts=False), set(), {"rollout/start_mismatches", "rollout/group_size"}),
-        (of_buffer(relative=False), set(), {"rollout/group_size", *RELATIVE}),
+        (of_buffer(relative=False), set(), RELATIVE),
         (dict(env=component_envs(), **of_buffer(reward_weights={"mean": 1.0})), {"rollout/group_return_mean"}, set()),
         (OUTCOME, GROUPS, OF_KERNEL),
         (GROUP, GROUPS, OF_KERNEL),

@@ -96,3 +96,12 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
 def test_a_page_is_short(page: Path) -> None:
     n_words = len(re.findall(r"\S*\w\S*", without_generated_tables(page.read_text(encoding="utf-8"))))
     assert n_words <= (MAX_WORDS_OF_README if page.stem == "README" else MAX_WORDS)
+
+
+@pytest.mark.parametrize("kind", ["svg", "webp"])
+def test_a_picture_is_small(kind: str) -> None:
+    assert not [
+        path.name
+        for path in (ROOT / "docs").rglob(f"*.{kind}")
+        if path.stat().st_size > 200_000 and "_build" not in path.parts
+    ]

@@ -1,7 +1,7 @@
 """
 The private parts of Stable-Baselines3, Gymnasium and PyTorch that the package uses, each with what it relies on.
 
-``test_starts.py`` tests those of ``starts.py`` and ``resets.py``.
+``test_adapters.py`` tests those of ``sb3_grpo.starts``.
 """
 
 import ast
@@ -31,6 +31,7 @@ PRIVATE = {
     # stable_baselines3.common.base_class.BaseAlgorithm, on_policy_algorithm.OnPolicyAlgorithm
     "_wrap_env": "static method (env, verbose, monitor_wrapper) that makes a VecEnv of any environment",
     "_setup_model": "seeds the model, builds policy and rollout buffer; load() calls it",
+    "_setup_lr_schedule": "makes the schedule of the learning rate from the argument",
     "_setup_learn": "resets the environment if the run is new, and stores the observation",
     "_maybe_recommend_cpu": "warns about networks on a GPU, and takes the name of the MLP policy",
     "_last_obs": "observations in which the next actions are chosen; None asks for a reset",
@@ -40,6 +41,10 @@ PRIVATE = {
     "_n_updates": "number of epochs so far",
     "_stats_window_size": "number of episodes that logged means are over",
     "_excluded_save_params": "names of attributes that are not pickled",
+    # stable_baselines3.common.vec_env.VecEnv
+    "_reset_seeds": "forgets the seeds of the next reset",
+    "_reset_options": "forgets its options",
+    "_get_indices": "makes a list of the argument `indices`",
     # stable_baselines3.common.policies, buffers
     "_dummy_schedule": "stands for the schedule in a saved policy",
     "_get_constructor_parameters": "arguments with which a saved policy is built again",
@@ -66,9 +71,9 @@ PRIVATE = {
     "_max_episode_steps": "the time limit",
 }
 #: Attributes of the package's own classes that happen to have the name of an attribute of a module or a tensor.
-OWN = {"_parameters", "_values"}
-#: Names of ``starts.py`` and ``resets.py``, which ``test_starts.py`` tests.
-OF_STARTS = {"_seeds", "_options", "_action_space", "_observation_space", "_metadata", "_cached_spec"}
+OWN = {"_parameters", "_values", "_base"}
+#: Names that ``sb3_grpo.starts`` uses, which ``test_adapters.py`` tests.
+OF_STARTS = {"_seeds", "_options", "_save_obs", "_obs_from_buf"}
 
 
 def names_in_the_package() -> set[str]:
@@ -104,11 +109,13 @@ def test_the_table_lists_the_private_names_that_the_package_shares_with_its_libr
 PARAMETERS: dict[Any, list[str]] = {
     BaseAlgorithm._wrap_env: ["env", "verbose", "monitor_wrapper"],
     BaseAlgorithm._setup_learn: ["total_timesteps", "callback", "reset_num_timesteps", "tb_log_name", "progress_bar"],
+    BaseAlgorithm._setup_lr_schedule: [],
     OnPolicyAlgorithm._setup_model: [],
     OnPolicyAlgorithm._maybe_recommend_cpu: ["mlp_class_name"],
     OnPolicyAlgorithm.collect_rollouts: ["env", "callback", "rollout_buffer", "n_rollout_steps"],
     BaseAlgorithm._update_info_buffer: ["infos", "dones"],
     BaseAlgorithm._excluded_save_params: [],
+    VecEnv._get_indices: ["indices"],
     ActorCriticPolicy._build_mlp_extractor: [],
     ActorCriticPolicy._get_action_dist_from_latent: ["latent_pi"],
     BasePolicy._predict: ["observation", "deterministic"],
@@ -201,6 +208,23 @@ def test_wrap_env_makes_a_vec_env_of_any_environment():
     assert isinstance(OnPolicyAlgorithm._wrap_env(AnyEnv(), 0, True), DummyVecEnv)
     env = make_envs()
     assert OnPolicyAlgorithm._wrap_env(env, 0, True) is env and isinstance(env, VecEnv)
+
+
+def test_seeds_and_options_are_forgotten_and_indices_become_a_list():
+    env: Any = make_envs()
+    env.seed(3)
+    env.set_options({"level": 1})
+    env._reset_seeds(), env._reset_options()
+    assert env._seeds == [None, None] and env._options == [{}, {}]
+    assert [list(env._get_indices(indices)) for indices in (None, 1, [1, 0])] == [[0, 1], [1], [1, 0]]
+
+
+def test_the_schedule_of_the_learning_rate_is_made_from_the_attribute():
+    model = ppo(learning_rate=0.1)
+    model.learning_rate = 0.2
+    assert model.lr_schedule(1.0) == 0.1
+    model._setup_lr_schedule()
+    assert model.lr_schedule(1.0) == 0.2
 
 
 def test_the_info_buffer_gets_the_episodes_of_the_monitor():

@@ -23,7 +23,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecNormalize
 
-from sb3_grpo import GRPO, EnvironmentFault, SeededSubprocVecEnv, load_actor
+from sb3_grpo import GRPO, EnvironmentFault, load_actor
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.compiled import CompiledPolicy, compile_functions, compiled_policy
 
@@ -57,13 +57,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "schedules": dict(learning_rate=lambda progress: 1e-3 * progress, clip_range=lambda progress: 0.1 + 0.1 * progress),
     "reference every third update": dict(kl_coef=0.1, kl_reference=3),
     "adaptive penalty": dict(kl_coef=0.1, adaptive_kl_target=0.5),
-    "reused rollouts": dict(n_reused_rollouts=2),
     "gSDE": dict(env="Pendulum-v1", use_sde=True),
     "log_std_lr_factor": dict(env="Pendulum-v1", policy_kwargs=dict(net_arch=[8], log_std_lr_factor=8.0)),
     "LSTD": dict(env="Pendulum-v1", rollout_buffer_kwargs=dict(fit="lstd")),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Nothing was learned")  # from CartPole's equal rewards, by "process"
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_loaded_model_goes_on_as_the_saved_one_bit_for_bit(settings: dict[str, Any], tmp_path: Path):
     env = settings.get("env", "CartPole-v1")
@@ -136,9 +136,6 @@ def test_weights_are_taken_from_a_file_without_unpickling_objects(tmp_path: Path
         GRPO.load(tmp_path / "model.zip", device="cpu")
 
 
-# --- versions ---------------------------------------------------------------------------------------------------------
-
-
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -177,27 +174,24 @@ class FaultyEnv(gym.Env):
         return observation, reward, False, is_last, {}
 
 
-MESSAGES = {
-    "raises": rf"Environment {BROKEN} raised ZeroDivisionError",
-    "dies": rf"Environment {BROKEN} is gone: its process has ended with exit code 3",
-    "nan observation": rf"Environment {BROKEN} returned a non-finite observation after \d+ timesteps: \[nan nan nan\]",
-    "nan first observation": rf"Environment {BROKEN} returned a non-finite observation after \d+ timesteps: \[nan nan nan\]",
-    "nan final observation": rf"Environment {BROKEN} returned a non-finite final observation after \d+ timesteps: \[nan",
-    "infinite reward": rf"Environment {BROKEN} returned a non-finite reward after \d+ timesteps: inf",
+NON_FINITE = rf"Environment {BROKEN} returned a non-finite {{}} in step \d+ of its episode, after \d+ timesteps: {{}}"
+FAULTS: dict[str, tuple[type[Exception], str]] = {
+    "raises": (ZeroDivisionError, "no way on"),
+    "dies": (EnvironmentFault, rf"Environment {BROKEN} is gone: its process has ended with exit code 3"),
+    "nan observation": (ValueError, NON_FINITE.format("observation", r"\[nan nan nan\]")),
+    "nan first observation": (ValueError, NON_FINITE.format("observation", r"\[nan nan nan\]")),
+    "nan final observation": (ValueError, NON_FINITE.format("final observation", r"\[nan nan nan\]")),
+    "infinite reward": (ValueError, NON_FINITE.format("reward", "inf")),
 }
 BASES: dict[str, Callable[[list[Any]], VecEnv]] = {
     "dummy": DummyVecEnv,
     "subproc": lambda env_fns: SubprocVecEnv(env_fns, start_method="fork"),
-    "seeded subproc": lambda env_fns: SeededSubprocVecEnv(env_fns, start_method="fork"),
 }
 CASES = [
     # The first update comes after 16 steps
     ("dummy", "raises", 3),
-    *(("dummy", fault, 21) for fault in MESSAGES if fault != "dies"),
-    ("subproc", "dies", 21),
-    ("subproc", "nan observation", 21),
-    ("seeded subproc", "dies", 21),
-    ("seeded subproc", "nan first observation", 21),
+    *(("dummy", fault, 21) for fault in FAULTS if fault != "dies"),
+    *(("subproc", fault, 21) for fault in ("dies", "nan observation", "nan first observation")),
 ]
 
 
@@ -224,7 +218,8 @@ def test_a_fault_surfaces_at_once_and_the_model_learns_on(base, fault, at_step, 
     env = close(VecNormalize(BASES[base](env_functions(fault, at_step))))
     model = make_model(env, n_steps=16, batch_size=48)
     initial = weights(model)
-    with pytest.raises((EnvironmentFault, ValueError), match=MESSAGES[fault]):
+    error, message = FAULTS[fault]
+    with pytest.raises(error, match=message):
         model.learn(10_000)
 
     # Nothing that is wrong has been learned, by the policy or by what normalises
@@ -245,15 +240,11 @@ def test_an_environment_that_ignores_seeds_is_noticed_and_trained_on(close):
     with pytest.warns(UserWarning, match="does not reproduce its initial state"):
         model = make_model(env, n_steps=16, batch_size=48).learn(96)
     assert is_finite(model)
-    assert model.logger.name_to_value.get("rollout/start_mismatches", 1) > 0
 
 
 def test_without_a_fault_workers_give_what_one_process_gives(close):
-    models = []
-    for base in BASES:
-        env = close(BASES[base](env_functions("none", 0)))
-        models.append(make_model(env, n_steps=16, batch_size=48).learn(96))
-    assert same(weights(models[0]), weights(models[1])) and same(weights(models[0]), weights(models[2]))
+    envs = [close(BASES[base](env_functions("none", 0))) for base in BASES]
+    assert same(*(weights(make_model(env, n_steps=16, batch_size=48).learn(96)) for env in envs))
 
 
 @pytest.mark.parametrize("in_torch", [False, True], ids=["machine code", "torch"])
@@ -388,13 +379,13 @@ def test_an_update_that_is_interrupted_is_undone():
 
 def test_workers_interrupted_in_a_step_are_reset_not_misunderstood(close):
     """The answers to the step that nobody waited for are still in the pipes."""
-    env = close(SeededSubprocVecEnv(env_functions("none", 0), start_method="fork"))
+    env = close(SubprocVecEnv(env_functions("none", 0), start_method="fork"))
     model = make_model(env, n_steps=16, batch_size=48)
 
     class InterruptedStep(BaseCallback):
         def _on_step(self) -> bool:
             if self.num_timesteps > 100:
-                type(env).step_async(env, np.zeros(3, dtype=int))  # which callbacks may not do otherwise
+                env.step_async(np.zeros(3, dtype=int))
                 raise KeyboardInterrupt
             return True
 

@@ -11,13 +11,13 @@ from helpers import make_model, reload
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnvWrapper, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecNormalize
 
-from sb3_grpo import GRPO, SeededSubprocVecEnv
+from sb3_grpo import GRPO
 from sb3_grpo.buffers.rollout import GroupReturns
 from sb3_grpo.normalization import ObservationNormalizer
 from sb3_grpo.relative import RelativeTerm
-from sb3_grpo.start_queue import StartQueue
+from sb3_grpo.starts import Ledger
 from sb3_grpo.wrappers import normalizes_directly
 
 
@@ -64,8 +64,8 @@ def test_a_model_begins_new_episodes_after_another_has_learned_in_its_environmen
     second.learn(32)
     first.learn(32, reset_num_timesteps=False)
     buffer = first.rollout_buffer
-    assert buffer.steps[:, 0].tolist() == [0, 0] and buffer.starts.min() >= 0
-    firsts = [TenSteps().reset(seed=first.start_queue.start(int(start)).seed)[0] for start in buffer.starts[:, 0]]
+    assert buffer.steps[:, 0].tolist() == [0, 0]
+    firsts = [TenSteps().reset(seed=first.ledger.seed_of(group))[0] for group in buffer.groups[:, 0].tolist()]
     np.testing.assert_array_equal(buffer.observations[:, 0], firsts)
 
 
@@ -84,19 +84,13 @@ def test_an_evaluation_on_the_users_own_environments_after_training_has_differen
     np.testing.assert_array_equal(envs.reset(), seeded)
 
 
+@pytest.mark.filterwarnings("ignore:Nothing was learned")  # because all rewards are equal
 def test_episodes_begin_anew_if_the_users_own_environments_were_used_between_two_learns():
     envs = DummyVecEnv([TenSteps] * 2)
     model = make_model(envs, rollout_buffer_class="outcome").learn(32)
     evaluate_policy(model, envs, n_eval_episodes=2, warn=False)
     model.learn(64, reset_num_timesteps=False)
     assert model.rollout_buffer.metrics["rollout/group_return_mean"] == 10.0
-
-
-def test_trajectories_go_on_if_nobody_used_the_environments_between_two_learns():
-    model = make_model(DummyVecEnv([TenSteps] * 2)).learn(32)
-    model.learn(32, reset_num_timesteps=False)
-    # 16 steps each: the second episodes end in the second call
-    assert model.rollout_buffer.steps[:, 0].tolist() == [6, 6]
 
 
 # --- wrappers and other kinds of VecEnv -------------------------------------------------------------------------------
@@ -116,41 +110,35 @@ def test_vec_normalize_is_direct_unless_another_wrapper_is_under_it():
     assert not normalizes_directly(VecNormalize(WithoutNaN(envs))) and not normalizes_directly(envs)
 
 
-def test_a_monitor_that_allows_no_early_reset_is_refused_where_episodes_are_reset_twice():
-    strict: dict[str, Any] = dict(n_envs=2, monitor_kwargs=dict(allow_early_resets=False))
-    envs = make_vec_env("CartPole-v1", vec_env_cls=SubprocVecEnv, **strict)
-    with pytest.raises(ValueError, match=r"`Monitor\(allow_early_resets=False\)` .* use `SeededSubprocVecEnv`"):
-        make_model(envs)
-    envs.close()
-    envs = make_vec_env("CartPole-v1", vec_env_cls=SeededSubprocVecEnv, **strict)
-    model = make_model(envs).learn(256)
-    assert len(model.ep_info_buffer) > 2
-    envs.close()
+# --- lanes of the ledger, as workers have them ------------------------------------------------------------------------
 
 
-# --- parts of the queue, as workers have them -------------------------------------------------------------------------
+def end_all(ledger: Ledger) -> None:
+    """All environments end an episode."""
+    for env_idx in range(2):
+        ledger.restart(env_idx)
+    ledger.advance()
 
 
-def test_a_group_is_not_complete_while_its_worker_has_begun_no_later_one():
-    queue, returns = StartQueue(2, seed=0), GroupReturns(2, 2)
-    queue.split(2)
-    complete = []
+def test_a_group_is_complete_once_its_last_member_has_ended():
+    ledger, returns, complete = Ledger(2, seed=0), GroupReturns(2), []
+    ledger.begin_all([0, 1])
     for _ in range(2):
-        starts = np.array([queue.take(0).index, queue.take(1).index])
-        ended = np.ones(2, dtype=bool)
-        returns.add(np.ones(2), ended, starts)
-        complete.append(returns.pop_complete(starts, ended, queue.n_parts))
+        returns.add(np.ones(2), np.ones(2, dtype=bool), ledger.position.groups)
+        end_all(ledger)
+        complete.append(returns.pop_complete(ledger.open_groups()))
     assert complete == [[], [[1.0, 1.0], [1.0, 1.0]]]
 
 
 def test_the_first_members_of_all_workers_wait_for_their_peers_in_the_next_rollout():
-    queue, term = StartQueue(2, seed=0), RelativeTerm(2)
-    queue.split(2)
-    steps = np.tile(np.arange(5), 2)
-    awaited = []
+    ledger, term, awaited = Ledger(2, seed=0), RelativeTerm(), []
+    ledger.begin_all([0, 1])
     for _ in range(2):
-        starts = np.repeat([queue.take(0).index, queue.take(1).index], 5)
-        term.apply(np.ones(10), starts, steps, steps == 4, queue.n_parts)
+        groups = np.repeat(ledger.position.groups, 5)
+        for _ in range(4):
+            ledger.advance()
+        end_all(ledger)
+        term.apply(np.ones(10), groups, np.tile(np.arange(5), 2), ledger.open_groups())
         awaited.append(sorted(set(term._kept.groups.tolist())))
     assert awaited == [[0, 1], []]
 
@@ -158,10 +146,11 @@ def test_the_first_members_of_all_workers_wait_for_their_peers_in_the_next_rollo
 # --- arguments and state ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Nothing was learned")  # because all rewards are equal
 def test_a_loaded_model_has_groups_of_the_size_that_load_was_given():
     model = make_model(DummyVecEnv([TenSteps] * 4), group_size=None)
     model = reload(model, env=DummyVecEnv([TenSteps] * 4), group_size=8, rollout_buffer_class="outcome")
-    assert model.start_queue.group_size == 8
+    assert model.ledger.group_size == 8
     model.learn(256)
     assert model.rollout_buffer.metrics["rollout/groups_completed"] > 0
 
@@ -169,13 +158,6 @@ def test_a_loaded_model_has_groups_of_the_size_that_load_was_given():
 def test_load_refuses_another_policy_class():
     with pytest.raises(TypeError, match=r"GRPO does not take `policy="):
         reload(make_model(), policy="MlpPolicy")
-
-
-def test_another_number_of_steps_than_the_buffer_has_is_refused():
-    model = make_model()
-    model.n_steps = 8
-    with pytest.raises(ValueError, match=r"has 8 steps, and the buffer was made for 16: pass n_steps=8"):
-        model.learn(16)
 
 
 def test_the_policy_evaluates_when_a_callback_sees_the_beginning_of_a_rollout():

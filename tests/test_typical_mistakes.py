@@ -16,7 +16,7 @@ from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-from sb3_grpo import GRPO, EnvironmentFault
+from sb3_grpo import GRPO
 
 
 class OldGym(gym.Wrapper):
@@ -113,10 +113,9 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
     (
         "the environment is written for old versions of Gym",
         lambda _: make_model(OldGym(AnyEnv())).learn(16),
-        EnvironmentFault,
-        "Environment 0 raised ValueError in `step`: not enough values to unpack (expected 5, got 4). The rollout was "
-        "discarded, so the model can be saved, and can continue after `set_env` with an environment that works. In "
-        "Gymnasium, `step` returns `observation, reward, terminated, truncated, info`.",
+        ValueError,
+        "not enough values to unpack (expected 5, got 4)\nThis was raised by `step` of environment 0. The rollout was "
+        "discarded; the model can be saved.\nIn Gymnasium, `step` returns `observation, reward, terminated, truncated, info`.",
     ),
     (
         "actions have no bounds",
@@ -134,7 +133,7 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
         "the evaluation uses the training environment",
         evaluate_on_the_training_environment,
         RuntimeError,
-        "A callback stepped or reset the training environment in the course of a rollout: pass `EvalCallback` (or "
+        "A callback reset the training environment in the course of a rollout: pass `EvalCallback` (or "
         "`evaluate_policy`) a separate environment, for example `make_vec_env('CartPole-v1')`.",
     ),
     (

@@ -314,7 +314,7 @@ def test_numbers_and_flags_are_understood_as_people_write_them(folder: Path):
     entry |= dict(normalize="'true'", use_sde="'False'", rollout_buffer_kwargs="{ridge: 1e-4, n_features: 32.0}")
     write_entry(folder, *(f"{name}: {value}" for name, value in entry.items()))
     train("-conf", "own.yml")
-    model = GRPO.load(LAST, device="cpu")
+    model: Any = GRPO.load(LAST, device="cpu")
     assert (model.n_envs, model.n_steps, model.batch_size, model.group_size, model.num_timesteps) == (2, 16, 10, 4, 64)
     assert (model.learning_rate(1.0), model.clip_range(1.0), model.gamma, model.target_kl) == (1e-3, 0.2, 0.99, None)
     assert model.clip_range_high(0.5) == pytest.approx(0.15)

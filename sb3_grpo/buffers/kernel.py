@@ -12,9 +12,9 @@ from stable_baselines3.common.preprocessing import get_flattened_obs_dim, prepro
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_grpo import advantages as A
+from sb3_grpo.baseline import MAX_INPUTS, KernelBaseline, calibration_slope, eligibility_traces, hashed_inputs, predict_by_fold
 from sb3_grpo.buffers.base import GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
-from sb3_grpo.kernel import MAX_INPUTS, KernelBaseline, calibration_slope, eligibility_traces, hashed_inputs, predict_by_fold
 from sb3_grpo.observations import Observations, map_observations, space_parts, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
@@ -25,8 +25,12 @@ from sb3_grpo.validation import require_at_least, require_between, require_bool,
 #: groups estimate what their inputs did more accurately, and leave fewer different starts in a rollout.
 LARGE_GROUP = 8
 LARGE_GROUP_ABOVE = 1 / 3
-#: With a smaller penalty, the normal equations of dependent features are singular in double precision.
-MIN_RIDGE = 1e-8
+#: With a smaller penalty, the equations of dependent features, whose products have single precision, can be singular.
+MIN_RIDGE = 1e-5
+
+
+#: Layout of the saved state. It increases when a fit can no longer read earlier ones.
+STATE_LAYOUT = 2
 
 
 class Segments(NamedTuple):
@@ -68,7 +72,7 @@ class Segments(NamedTuple):
 class KernelRolloutBuffer(GroupRolloutBuffer):
     """
     Generalized advantage estimation with a baseline ``b(s, t)`` that is fitted by least squares after each rollout, see
-    :mod:`sb3_grpo.kernel`. Short name: ``kernel``.
+    :mod:`sb3_grpo.baseline`. Short name: ``kernel``.
 
     Every rollout leads to an update, whether or not episodes end. No part of a rollout is judged by a baseline that was
     fitted to it: trajectories are divided into folds, and each fold gets the predictions of a fit to the other folds and to
@@ -76,12 +80,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     from the returns that it is applied to.
 
     Predictions are shrunk towards their mean, ``mean(b) + theta (b - mean(b))``, where ``theta`` is the slope of the
-    regression of returns on predictions, see :func:`~sb3_grpo.kernel.calibration_slope`. If the fit predicts nothing, a
+    regression of returns on predictions, see :func:`~sb3_grpo.baseline.calibration_slope`. If the fit predicts nothing, a
     constant remains.
 
     The inputs are the flattened observations, with one-hot encoding of discrete ones. For spaces with images, which are arrays
     with three axes, the output of the policy's features extractor takes their place. If there are more than
-    :data:`~sb3_grpo.kernel.MAX_INPUTS` of them, they are hashed, see :func:`~sb3_grpo.kernel.hashed_inputs`.
+    :data:`~sb3_grpo.baseline.MAX_INPUTS` of them, they are hashed, see :func:`~sb3_grpo.baseline.hashed_inputs`.
 
     Inputs are standardised with the statistics of the policy's
     :class:`~sb3_grpo.normalization.ObservationNormalizer`, including those of the rollout. The baseline keeps statistics of
@@ -95,8 +99,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param gamma: Discount factor
     :param n_envs: Number of environments
     :param group_size: Number of trajectories per group; the largest number if it changes during training
-    :param horizon: Number of steps that is one unit of time; ``None`` for the length of the longest trajectory so far, rounded
-        up to a power of two
+    :param horizon: Time limit of the environment in steps, which is the unit of time of the fit; ``None`` if it is unknown.
+        The unit is then the length of the longest trajectory so far, rounded up to a power of two
     :param n_features: Number of random Fourier features
     :param bandwidth: Standard deviation of the random frequencies; ``None`` for 1.1 over the root of the number of inputs that
         vary in the first rollout
@@ -170,7 +174,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.relative_term = RelativeTerm() if relative else None
         self._longest = 1
         # The fit keeps its unit of time, also in environments with another time limit.
-        self._fitted_horizon = self.horizon
+        self._fixed_time_unit = self.horizon
         # Inputs from images, which are expensive to encode again; shape (n_envs, buffer_size, d).
         self._features = th.empty(0, 0, 0)
         self._n_features_kept = 0
@@ -330,8 +334,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return self.baseline.fit(features, th.as_tensor(segments.rewards), folds, traces.flatten(end_dim=1), differences)
 
     def _time_unit(self, steps: np.ndarray) -> float:
-        if self._fitted_horizon is not None:
-            return float(self._fitted_horizon)
+        if self._fixed_time_unit is not None:
+            return float(self._fixed_time_unit)
         self._longest = max(self._longest, int(steps.max()) + 1)
         return float(2 ** np.ceil(np.log2(self._longest)))
 
@@ -384,25 +388,25 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return {
             "baseline": self.baseline.get_state(),
             "longest": self._longest,
-            "horizon": self._fitted_horizon,
+            "time_unit": self._fixed_time_unit,
             "options": self._options_of_features(),
             "relative": None if self.relative_term is None else self.relative_term.get_state(),
         }
 
     def _options_of_features(self) -> dict[str, Any]:
         options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature", "lstd")}
-        return {**options, "actor_features": self.actor_features}
+        return {**options, "actor_features": self.actor_features, "layout": STATE_LAYOUT}
 
     def set_state(self, state: dict[str, Any]) -> None:
         if self.relative_term is not None and state["relative"] is not None:
             self.relative_term.set_state(state["relative"])
-        if state["options"] != self._options_of_features():
+        if state.get("options") != self._options_of_features():
             warnings.warn(
-                f"The saved kernel baseline was fitted with {state['options']}, and this buffer has "
+                f"The saved kernel baseline was fitted with {state.get('options')}, and this buffer has "
                 f"{self._options_of_features()}: it starts with a new fit.",
                 stacklevel=2,
             )
             return
         self.baseline.set_state(state["baseline"])
         self._longest = state["longest"]
-        self._fitted_horizon = state["horizon"]
+        self._fixed_time_unit = state["time_unit"]

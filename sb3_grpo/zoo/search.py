@@ -37,7 +37,7 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
         trial.suggest_categorical("fit", ["regression", "lstd"])
         trial.suggest_categorical("n_features", [64, 128, 256, 512])
         trial.suggest_float("bandwidth", 0.1, 2.0, log=True)
-        trial.suggest_float("ridge", 1e-7, 0.1, log=True)
+        trial.suggest_float("ridge", 1e-5, 0.1, log=True)
         trial.suggest_float("forgetting", 0.0, 0.98)
         trial.suggest_categorical("time_feature", [True, False])
     else:

@@ -27,7 +27,7 @@ LEVEL_RIDGE = 1e-12
 #: The default bandwidth is this number over the root of the number of inputs that vary.
 BANDWIDTH = 1.1
 #: A fit has at most this many inputs. More are hashed, see :func:`hashed_inputs`.
-MAX_INPUTS = 512
+MAX_INPUTS = 128
 #: Number of steps, and number of columns, that are multiplied at a time.
 BLOCK_STEPS = 32
 BLOCK_COLUMNS = 192
@@ -66,7 +66,7 @@ def fourier_features(
     have the standard deviation ``sigma`` and the phases are uniform in ``[0, 2 pi)``.
 
     :param inputs: Standardised observations ``z``, shape ``(n, d)``
-    :param times: ``tau``, the step within the episode divided by the horizon, shape ``(n,)``
+    :param times: ``tau``, the step within the episode in units of time, shape ``(n,)``
     :param frequencies: ``W^T``, shape ``(d + 1, D)``, or ``(d, D)`` without the time feature
     :param phases: ``u``, shape ``(D,)``
     :param time_feature: Whether the features depend on time
@@ -397,7 +397,7 @@ class KernelBaseline:
     def features(self, inputs: np.ndarray, times: np.ndarray) -> th.Tensor:
         """
         :param inputs: Inputs, shape ``(n, d)``
-        :param times: Step within the episode divided by the horizon, shape ``(n,)``
+        :param times: Step within the episode in units of time, shape ``(n,)``
         :return: Features in single precision, shape ``(n, p)``
         """
         assert self._input_statistics is not None, "observe() comes before features()"
@@ -457,7 +457,7 @@ class KernelBaseline:
             "varies": self._varies,
             "frequencies": self._frequencies,
             "phases": self._phases,
-            "statistics": self._statistics,
+            "statistics": dict(vars(self._statistics)),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -465,4 +465,7 @@ class KernelBaseline:
         :param state: State from :meth:`get_state`
         """
         for name, value in state.items():
-            setattr(self, f"_{name}", value)
+            if name == "statistics":
+                vars(self._statistics).update(value)
+            else:
+                setattr(self, f"_{name}", value)

@@ -8,7 +8,7 @@ import pytest
 import torch as th
 
 from sb3_grpo.advantages import explained_variance
-from sb3_grpo.kernel import (
+from sb3_grpo.baseline import (
     BLOCK_COLUMNS,
     BLOCK_STEPS,
     LEVEL_RIDGE,
@@ -25,6 +25,7 @@ from sb3_grpo.kernel import (
     predict_by_fold,
     ridge_weights,
 )
+from sb3_grpo.buffers.kernel import MIN_RIDGE
 
 RIDGE = 0.01
 TIME_OR_NOT = pytest.mark.parametrize("time_feature", [pytest.param(True, id="time"), pytest.param(False, id="no time")])
@@ -95,7 +96,8 @@ def test_hashing_keeps_distances(similar: bool):
         inputs = inputs.cumsum(axis=2) / 100.0
     differences = tensor(inputs[0] - inputs[1])
     ratios = hashed_inputs(differences).norm(dim=1) / differences.norm(dim=1)
-    assert (ratios.mean() - 1.0).abs() < 0.03 and (ratios - 1.0).abs().max() < 0.3
+    # Without signs, the distances of the smooth inputs would be fifteen times as large
+    assert (ratios.mean() - 1.0).abs() < 0.15 and (ratios - 1.0).abs().max() < 0.4
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -383,6 +385,19 @@ def test_an_input_that_begins_to_vary_joins_a_fit_that_keeps_what_it_knew(lstd: 
     # [1, z0, tau, cosines] becomes [1, z0, z1, tau, cosines]
     th.testing.assert_close(th.cat([wide[:2], wide[3:]]), narrow)
     assert wide[2] == 0.0
+
+
+@pytest.mark.parametrize("rank", [1, 3, 500])
+def test_dependent_features_of_the_largest_fit_have_a_solution_with_the_smallest_penalty(rank: int):
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(1024, rank)) @ rng.normal(size=(rank, MAX_INPUTS))
+    baseline = KernelBaseline(ridge=MIN_RIDGE, lstd=True)
+    baseline.observe(inputs)
+    features = baseline.features(inputs, np.zeros(1024))
+    targets, folds = th.from_numpy(inputs[:, 0]), th.arange(1024) % 2
+    assert baseline.fit(features, targets, folds, features, features).isfinite().all()
+    predictions = predict(baseline, inputs, np.zeros(1024))
+    assert explained_variance(predictions, inputs[:, 0]) > 0.99
 
 
 # --- the state --------------------------------------------------------------------------------------------------------
