@@ -71,7 +71,7 @@ PRIVATE = {
     "_max_episode_steps": "the time limit",
 }
 #: Attributes of the package's own classes that happen to have the name of an attribute of a module or a tensor.
-OWN = {"_parameters", "_values", "_base"}
+OWN = {"_parameters", "_base"}
 #: Names that ``sb3_grpo.starts`` uses, which ``test_adapters.py`` tests.
 OF_STARTS = {"_seeds", "_options", "_save_obs", "_obs_from_buf"}
 
