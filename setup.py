@@ -37,6 +37,7 @@ setup(
         "gymnasium>=1.0,<2",
         "torch>=2.8,<3",
         "numpy>=1.24,<3",
+        'numba>=0.61; python_version < "3.15"',  # without it, torch does the work
     ],
     extras_require={
         "extra": EXTRA,

@@ -39,7 +39,7 @@ from benchmarks.versus import (
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 #: Names of the pages of `docs` with places to fill
-TABLES_ON = ("benchmark", "benchmark_details", "when_groups_win", "from_trl", "images_and_gpus", "zoo", "diagnostics")
+TABLES_ON = ("benchmark", "benchmark_details", "when_groups_win", "from_trl", "speed", "zoo", "diagnostics")
 PAGES = (
     ROOT / "README.md",
     *(DOCS / f"{name}.md" for name in TABLES_ON),

@@ -386,9 +386,9 @@ class CompiledPolicy:
         shift = scale = np.zeros(0, np.float32)
         if is_vector and policy.normalizer is not None:
             shift, scale = policy.normalizer.shift.numpy(), policy.normalizer.scale.numpy()
-        dtype, n_components = np.float32, int(network.sizes[-1])
-        if network.family == CATEGORICAL:
-            dtype, n_components = np.int64, len(network.n_categories)
+        is_categorical = network.family == CATEGORICAL
+        n_components = len(network.n_categories) if is_categorical else int(network.sizes[-1])
+        dtype: type[np.generic] = np.int64 if is_categorical else np.float32
         shape = (-1, *policy.action_space.shape)  # type: ignore[misc]
 
         def choose(obs: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from torch import nn
 from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy, losses, normalization
 from sb3_grpo import machine_code as mc
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
-from sb3_grpo.compiled import FAMILIES, CompiledPolicy, actor, compile_functions, compiled_policy
+from sb3_grpo.compiled import FAMILIES, Compiled, CompiledPolicy, Parts, _parts, actor, compile_functions, compiled_policy
 from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.update import ClipRange, Objective, describe_update
 
@@ -67,12 +67,6 @@ def pair(action_space: spaces.Space, **kwargs: Any) -> tuple[ActorPolicy, ActorP
     return policy, in_torch
 
 
-def compiled(policy: ActorPolicy) -> CompiledPolicy:
-    found = compiled_policy(policy)
-    assert isinstance(found, CompiledPolicy), found
-    return found
-
-
 class Samples(GroupRolloutBuffer):
     """A buffer that holds a given update."""
 
@@ -99,6 +93,17 @@ def random_update(policy: ActorPolicy, n: int, weighted: bool = False, observati
         th.zeros(n, dtype=th.long),
         2.0 * th.rand(n) if weighted else None,
     )
+
+
+def distant_reference(policy: ActorPolicy) -> KLPenalty:
+    """A KL penalty whose reference is at some distance from the policy."""
+    penalty, kept = KLPenalty("initial", "exact"), copy.deepcopy(policy.state_dict())
+    with th.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.1 * th.randn_like(parameter))
+        penalty.renew(policy)
+        policy.load_state_dict(kept)
+    return penalty
 
 
 def numbers(policy: ActorPolicy) -> dict[str, th.Tensor]:
@@ -282,6 +287,28 @@ def test_the_gradient_is_clipped_as_torch_does_it(max_norm: float):
     np.testing.assert_allclose(gradient, parameter.grad, rtol=1e-6)
 
 
+@pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
+@pytest.mark.parametrize("max_grad_norm", [0.05, 1e6], ids=["clipped", "not clipped"])
+def test_an_update_in_plain_python_is_that_of_torch(space: spaces.Space, max_grad_norm: float):
+    policies = pair(space, net_arch=[5, 4])
+    update = random_update(policies[1], N, weighted=True)
+    penalty = distant_reference(policies[1])
+    objective = Objective(ClipRange(0.1, 0.3), "step", 0.2, 0.5, penalty, max_grad_norm)
+    expected = objective.optimize(policies[1], Samples(update), 2, N).epochs[-1]
+    plain = CompiledPolicy(Compiled(mc.act, mc.update, 0.0), cast(Parts, _parts(policies[0])))
+    plain.take_over(policies[0].optimizer)
+    settings = mc.Settings(0.1, 0.3, 0.2, 0.5, max_grad_norm, math.inf)
+    batch = plain.batch(policies[0], update, penalty.policy)
+    for _ in range(2):
+        sums, _ = plain.epoch(batch, np.random.permutation(N), N, settings)
+    assert max(differences(numbers(policies[0]), numbers(policies[1])).values()) < 1e-4
+    gradients = [th.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]) for policy in policies]
+    th.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5 * gradients[1].abs().max().item())
+    assert (sums.loss, sums.grad_norm, sums.kl / N) == pytest.approx(
+        (expected.loss, expected.grad_norm, expected.kl), rel=1e-4
+    )
+
+
 # --- the same numbers ---
 
 
@@ -321,13 +348,7 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
             if policy.normalizer is not None:
                 policy.normalizer.observe(np.random.default_rng(1).normal(1.0, 3.0, size=(50, 3)))
         update = random_update(policies[1], N, options["weighted"])
-        penalty = KLPenalty("initial", "exact")
-        with th.no_grad():  # a reference at some distance
-            kept = copy.deepcopy(policies[1].state_dict())
-            for parameter in policies[1].parameters():
-                parameter.add_(0.1 * th.randn_like(parameter))
-            penalty.renew(policies[1])
-            policies[1].load_state_dict(kept)
+        penalty = distant_reference(policies[1])
         arguments = options["ent_coef"], options["kl_coef"], penalty, options["max_grad_norm"]
         objective = Objective(ClipRange(*options["clip"]), "step", *arguments)
         results = []
@@ -517,7 +538,7 @@ def test_weights_that_change_during_a_rollout_act_at_once():
         def _on_step(self) -> bool:
             if self.n_calls == 16:
                 with th.no_grad():
-                    self.model.policy.log_std.fill_(-20.0)
+                    self.model.policy.log_std.fill_(-20.0)  # type: ignore[operator]
                     self.model.policy.action_net.weight.zero_()  # type: ignore[operator, union-attr]
                     self.model.policy.action_net.bias.fill_(0.5)  # type: ignore[operator, union-attr]
             return True
@@ -546,9 +567,10 @@ def test_a_run_may_change_between_both_ways():
     classes: list[Any] = [InTorch, "MlpPolicy"]
     for cls in classes:
         model = trained(cls)
-        model.policy.policy_net[0].weight.requires_grad_(False)
+        weight = cast(th.Tensor, model.policy.policy_net[0].weight)
+        weight.requires_grad_(False)
         model.learn(32, reset_num_timesteps=False)
-        model.policy.policy_net[0].weight.requires_grad_(True)
+        weight.requires_grad_(True)
         model.learn(32, reset_num_timesteps=False)
         found.append(numbers(model.policy))
     assert isinstance(compiled_policy(model.policy), CompiledPolicy)

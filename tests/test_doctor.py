@@ -121,7 +121,7 @@ def never_complete() -> Any:
 
 
 def unexplained() -> Any:
-    buffer_kwargs = dict(ridge=1e-8, forgetting=0.0, bandwidth=3.0)
+    buffer_kwargs = dict(ridge=1e-5, forgetting=0.0, bandwidth=3.0)
     settings: dict[str, Any] = dict(n_steps=256, batch_size=256, learning_rate=1e-4)
     return make_model(noisy_envs(lengths=(1, 2)), rollout_buffer_kwargs=buffer_kwargs, **settings)
 

@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collection": {"buffers", "compiled", "observations", "policies", "starts", "validation", "vec_wrappers"},
     "distributed": {"collection", "distributed", "observations", "persistence", "policies", "starts", "validation"},
     "transfer": {"policies"},
-    "validation": {"observations"},
+    "validation": {"observations", "vec_wrappers"},
     "vec_wrappers": set(),
     "policies": {"normalization", "observations", "validation"},
     "buffers": {

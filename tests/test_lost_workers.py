@@ -47,16 +47,16 @@ class Account(BaseCallback):
 
     def _on_step(self) -> bool:
         groups, members, _ = self.locals["position"]
-        self.taken.update(keys(groups, members, self.locals["obs_tensor"]))
+        self.taken.update(keys(2 * groups + members, self.locals["obs_tensor"]))
         return True
 
     def _on_rollout_end(self) -> None:
         update = self.model.rollout_buffer._update
-        self.used.update(keys(update.groups, update.members, update.observations))
+        self.used.update(keys(update.trajectories, update.observations))
 
 
 def keys(*arrays: Any) -> list[tuple[float, ...]]:
-    return [(group, member, *row) for group, member, row in zip(*(array.tolist() for array in arrays), strict=True)]
+    return [(trajectory, *row) for trajectory, row in zip(*(array.tolist() for array in arrays), strict=True)]
 
 
 @pytest.mark.parametrize("at", [1, 70, 150])

@@ -49,7 +49,7 @@ def test_the_changelog_and_the_citation_have_the_version_and_the_date_of_the_rel
 def test_the_wheel_has_the_package_with_its_data_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    tracked = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    tracked = [path for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
     assert {"sb3_grpo/py.typed", "sb3_grpo/version.txt", "sb3_grpo/zoo/hyperparams/grpo.yml"} <= packed
     assert packed == {path.relative_to(ROOT).as_posix() for path in tracked}
 
