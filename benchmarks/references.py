@@ -18,7 +18,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from sb3_grpo.envs import heuristics as h
+from benchmarks import heuristics as h
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "references.csv"
 REPORTED, SEARCHED = range(10_000, 10_100), range(100)

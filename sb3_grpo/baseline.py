@@ -27,7 +27,7 @@ LEVEL_RIDGE = 1e-12
 #: The default bandwidth is this number over the root of the number of inputs that vary.
 BANDWIDTH = 1.1
 #: A fit has at most this many inputs. More are hashed, see :func:`hashed_inputs`.
-MAX_INPUTS = 128
+MAX_INPUTS = 512
 #: Number of steps, and number of columns, that are multiplied at a time.
 BLOCK_STEPS = 32
 BLOCK_COLUMNS = 192

@@ -19,7 +19,7 @@ from sb3_grpo.observations import map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Ledger, Position, RolloutLost, SeededVecEnv
 from sb3_grpo.validation import check_step
-from sb3_grpo.wrappers import INSIDE_WORKERS, data_changing_wrapper
+from sb3_grpo.vec_wrappers import INSIDE_WORKERS, data_changing_wrapper
 
 
 class Step(NamedTuple):

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from sb3_grpo.observations import observation_parts, space_parts
+from sb3_grpo.vec_wrappers import base_of
 
 #: Largest range of an action that counts as bounded, because some environments use the largest float as a bound. The initial
 #: standard deviation is a quarter of the range. Actuators in SI units and amounts of money stay below.
@@ -188,7 +189,7 @@ def check_environment(env: Any) -> None:
         )
     _check_action_space(env.action_space)
     _check_observation_space(env.observation_space)
-    base = env.unwrapped if isinstance(env, VecEnv) else env
+    base = base_of(env)[1] if isinstance(env, VecEnv) else env
     for each in base.envs if isinstance(base, DummyVecEnv) else [base]:
         _require_seed_argument(each)
     if _has_action_masks(env):

@@ -425,7 +425,7 @@ class Simulator(VecEnv):
         raise NotImplementedError
 
     def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> Any:
-        if self.placeholder == "ignores indices":
+        if self.placeholder == "ignores indices" and method_name == "reset":
             return [(first, {}) for first in self.reset()]
         return self.get_attr(method_name)
 

@@ -17,12 +17,12 @@ from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
+from benchmarks.heuristics import HEURISTICS
 from benchmarks.references import BUDGETS, RESULTS, returns
 from sb3_grpo import check_shared_inputs
 from sb3_grpo.envs import TASKS
 from sb3_grpo.envs.bit_rate import STATES, BitRateEnv, _next_state
 from sb3_grpo.envs.energy_storage import LOG_PRICE_MEAN, EnergyStorageEnv
-from sb3_grpo.envs.heuristics import HEURISTICS
 from sb3_grpo.envs.load_balancing import LoadBalancingEnv
 from sb3_grpo.envs.lost_sales import LostSalesEnv
 from sb3_grpo.envs.queueing import QueueingEnv

@@ -18,7 +18,7 @@ from sb3_grpo.buffers.rollout import GroupReturns
 from sb3_grpo.normalization import ObservationNormalizer
 from sb3_grpo.relative import RelativeTerm
 from sb3_grpo.starts import Ledger
-from sb3_grpo.wrappers import normalizes_directly
+from sb3_grpo.vec_wrappers import normalizes_directly
 
 
 class TenSteps(gym.Env):

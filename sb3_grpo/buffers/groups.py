@@ -16,7 +16,7 @@ from sb3_grpo.buffers.rollout import Transitions
 from sb3_grpo.observations import Observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import require_at_least, require_bool, require_one_of
-from sb3_grpo.wrappers import reward_normalizer
+from sb3_grpo.vec_wrappers import reward_normalizer
 
 ComponentAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 

@@ -12,26 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
 from sb3_grpo.observations import map_observations, observation_parts, same_values
 from sb3_grpo.starts.adapters import VecEnvAdapter, adapter_of
 from sb3_grpo.starts.ledger import Ledger
 from sb3_grpo.validation import check_finite, check_step
-from sb3_grpo.wrappers import normalizes_directly
-
-
-def base_of(env: VecEnv) -> tuple[VecEnvWrapper | None, VecEnv]:
-    """
-    :param env: An environment, with or without wrappers
-    :return: The innermost wrapper, ``None`` without one, and the base ``VecEnv`` in it. A wrapper around something that is no
-        ``VecEnv``, as EnvPool's examples have it, is a base
-    """
-    wrapper, base = None, env
-    while isinstance(base, VecEnvWrapper) and isinstance(base.venv, VecEnv):
-        wrapper, base = base, base.venv
-    return wrapper, base
+from sb3_grpo.vec_wrappers import base_of, normalizes_directly
 
 
 class SeededVecEnv:

@@ -27,6 +27,18 @@ INSIDE_WORKERS = {
 }
 
 
+def base_of(env: VecEnv) -> tuple[VecEnvWrapper | None, VecEnv]:
+    """
+    :param env: An environment, with or without wrappers
+    :return: The innermost wrapper, ``None`` without one, and the base ``VecEnv`` in it. A wrapper around something that is no
+        ``VecEnv``, as EnvPool's examples have it, is a base
+    """
+    wrapper, base = None, env
+    while isinstance(base, VecEnvWrapper) and isinstance(base.venv, VecEnv):
+        wrapper, base = base, base.venv
+    return wrapper, base
+
+
 def reward_normalizer(env: VecEnv) -> VecNormalize | None:
     """
     :param env: The training environment
