@@ -48,38 +48,25 @@ def linear_recurrence(inputs: np.ndarray, coefficients: np.ndarray) -> np.ndarra
 
 
 def same_trajectory_continues(lengths: np.ndarray) -> np.ndarray:
-    """
-    :param lengths: Number of transitions of each trajectory, positive, shape ``(m,)``
-    :return: 1.0 where the next transition belongs to the same trajectory, else 0.0, shape ``(n,)``
-    """
+    """:return: 1.0 where the next transition belongs to the same trajectory, else 0.0, shape ``(n,)``"""
     continues = np.ones(int(np.sum(lengths)))
     continues[np.cumsum(lengths) - 1] = 0.0
     return continues
 
 
 def steps_within_trajectories(lengths: np.ndarray) -> np.ndarray:
-    """
-    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
-    :return: Step ``t = 0, 1, ...`` of each transition within its trajectory, shape ``(n,)``
-    """
+    """:return: Step ``t = 0, 1, ...`` of each transition within its trajectory, shape ``(n,)``"""
     firsts = np.cumsum(lengths) - lengths
     return np.arange(int(np.sum(lengths))) - np.repeat(firsts, lengths)
 
 
 def sum_by_label(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """
-    :param values: Values, shape ``(n,)``
-    :param labels: Label of each value, shape ``(n,)``
-    :return: Sum of the values of each label, shape ``(n_labels,)``
-    """
+    """:return: Sum of the values of each label, shape ``(n_labels,)``"""
     return np.bincount(labels, weights=values)
 
 
 def label_by_appearance(values: np.ndarray) -> np.ndarray:
-    """
-    :param values: Values, shape ``(n,)``
-    :return: Label of each value: equal values share a label, and labels are numbered by first appearance, shape ``(n,)``
-    """
+    """:return: Label of each value: equal values share a label, and labels are numbered by first appearance, shape ``(n,)``"""
     _, firsts, labels = np.unique(values, return_index=True, return_inverse=True)
     position = np.argsort(np.argsort(firsts))
     return np.take(position, labels)
@@ -177,7 +164,6 @@ def leave_one_out_factor(labels: np.ndarray) -> np.ndarray:
     """
     The factor ``k / (k - 1)`` of a label with ``k`` values. It turns ``x_i - mean(x)`` into ``x_i - mean of the other x``.
 
-    :param labels: Label of each value, shape ``(n,)``
     :return: Factor of each value, shape ``(n,)``; 0.0 for a value without others
     """
     counts = np.bincount(labels)
@@ -186,11 +172,8 @@ def leave_one_out_factor(labels: np.ndarray) -> np.ndarray:
 
 def differences_from_others(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """
-    The difference between each value and the mean of the *other* values with the same label.
-
-    :param values: Values, shape ``(n,)``
-    :param labels: Label of each value, shape ``(n,)``
-    :return: Differences; 0.0 for tied values and for a value without others, shape ``(n,)``
+    :return: Differences between each value and the mean of the *other* values with the same label, shape ``(n,)``; 0.0 for
+        tied values and for a value without others
     """
     return centre_within(values, labels) * leave_one_out_factor(labels)
 
@@ -281,11 +264,7 @@ def return_to_go_advantages(
 
 def peers_at_each_step(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """
-    Label transitions such that two share a label if they are at the same step of trajectories of the same group.
-
-    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
-    :param groups: Group of each trajectory, shape ``(m,)``
-    :return: Labels, shape ``(n,)``
+    :return: Labels, shape ``(n,)``, which two transitions share if they are at the same step of trajectories of the same group
     """
     longest = np.zeros(int(groups.max()) + 1, dtype=np.int64)
     np.maximum.at(longest, groups, lengths)
@@ -342,11 +321,7 @@ def relative_coefficient(correlation: np.ndarray, n_others: np.ndarray) -> np.nd
 
 
 def count_steps_without_peer(lengths: np.ndarray, groups: np.ndarray) -> int:
-    """
-    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
-    :param groups: Group of each trajectory, shape ``(m,)``
-    :return: Number of transitions at a step that no other member of the group has reached
-    """
+    """:return: Number of transitions at a step that no other member of the group has reached"""
     return int((np.bincount(peers_at_each_step(lengths, groups)) == 1).sum())
 
 

@@ -227,9 +227,7 @@ class FitStatistics:
         self.metric = th.zeros_like(self.gram) if lstd else None
 
     def decay(self, forgetting: float) -> None:
-        """
-        :param forgetting: Factor for the weight of all samples so far
-        """
+        """Multiply the weight of all samples so far by ``forgetting``."""
         for statistic in (self.gram, self.moment, self.count, self.metric):
             if statistic is not None:
                 statistic *= forgetting
@@ -251,10 +249,7 @@ class FitStatistics:
         return larger
 
     def weights(self, ridge: float) -> th.Tensor:
-        """
-        :param ridge: Penalty on the squared weights
-        :return: Weights of the fit to all samples, shape ``(p,)``
-        """
+        """:return: Weights of the fit to all samples, shape ``(p,)``"""
         return self._solve(ridge, [(self.gram, self.moment, self.count)])[0]
 
     def leave_fold_out(
@@ -297,11 +292,7 @@ class FitStatistics:
         return th.stack(self._solve(ridge, others))
 
     def _solve(self, ridge: float, problems: Iterable[tuple[th.Tensor, th.Tensor, th.Tensor]]) -> list[th.Tensor]:
-        """
-        :param ridge: Penalty on the squared weights
-        :param problems: ``gram``, ``moment`` and ``count`` of each problem
-        :return: Weights of each problem, shape ``(p,)``
-        """
+        """:return: Weights of each problem, which is given by its ``gram``, ``moment`` and ``count``, shape ``(p,)``"""
         if self.metric is None:
             return [ridge_weights(*problem, ridge) for problem in problems]
         factor = metric_factor(self.metric, self.count, ridge)
@@ -380,10 +371,7 @@ class KernelBaseline:
         self._varies, self._statistics, self._input_statistics = varies, statistics, updated
 
     def _feature_columns(self, varies: np.ndarray) -> np.ndarray:
-        """
-        :param varies: Whether each input varies, shape ``(d,)``
-        :return: Indices of the features in use, among the features of all ``d`` inputs
-        """
+        """:return: Indices of the features in use, among the features of all ``d`` inputs, of which some vary"""
         n_others = int(self.time_feature) + self.n_features
         return np.flatnonzero(np.concatenate([[True], varies, np.ones(n_others, dtype=bool)]))
 
@@ -429,14 +417,9 @@ class KernelBaseline:
     ) -> th.Tensor:
         """
         Forget a part of the earlier rollouts, add a rollout, and compute for each fold the weights of the fit without it. With
-        a single fold, these are the weights of the earlier rollouts.
+        a single fold, these are the weights of the earlier rollouts. Arguments and result are those of
+        :meth:`FitStatistics.leave_fold_out`.
 
-        :param features: Features, shape ``(n, p)``
-        :param targets: Targets of the regression, or rewards for LSTD, shape ``(n,)``
-        :param folds: Fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
-        :param traces: Eligibility traces for LSTD, shape ``(n, p)``
-        :param differences: Features minus ``gamma`` times the next features, for LSTD, shape ``(n, p)``
-        :return: Weights, shape ``(n_folds, p)``
         :raises ValueError: If ``traces`` and ``differences`` do not fit to ``lstd``
         """
         if (traces is not None, differences is not None) != (self.lstd, self.lstd):
@@ -448,9 +431,7 @@ class KernelBaseline:
         return weights
 
     def get_state(self) -> dict[str, Any]:
-        """
-        :return: Everything that a fit depends on, for :meth:`set_state`
-        """
+        """:return: Everything that a fit depends on, for :meth:`set_state`"""
         return {
             "input_statistics": self._input_statistics,
             "first_input": self._first_input,
@@ -461,9 +442,7 @@ class KernelBaseline:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """
-        :param state: State from :meth:`get_state`
-        """
+        """Go on from a state of :meth:`get_state`."""
         for name, value in state.items():
             if name == "statistics":
                 vars(self._statistics).update(value)

@@ -62,10 +62,6 @@ def collect(
     Fill the buffer. The local names are those of SB3's ``collect_rollouts``, ``self`` among them, because callbacks read them.
 
     :param self: The algorithm
-    :param env: The training environment
-    :param callback: Callback, called at every step and at the beginning of the rollout
-    :param rollout_buffer: Buffer to fill
-    :param n_rollout_steps: Number of steps per environment
     :param starts: The layer through which the environments are reset and stepped
     :return: False if the callback asked to stop; the last step is kept
     :raises ValueError: If an observation, a reward or the output of the policy is not finite
@@ -116,13 +112,7 @@ def collect(
 
 
 def _steps(self: Any, starts: SeededVecEnv, n_steps: int, workers_act: bool) -> Iterator[Step]:
-    """
-    :param self: The algorithm
-    :param starts: The layer through which the environments are reset and stepped
-    :param n_steps: Number of steps
-    :param workers_act: Whether workers take all steps by themselves
-    :return: The steps. Without such workers, each is taken when it is asked for
-    """
+    """:return: The steps of a rollout. Without workers that act by themselves, each is taken when it is asked for"""
     if workers_act:
         collected = _collect_in_workers(self, starts, n_steps)
         return replay_steps(collected, self.policy)
@@ -130,11 +120,7 @@ def _steps(self: Any, starts: SeededVecEnv, n_steps: int, workers_act: bool) -> 
 
 
 def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:
-    """
-    :param env: The training environment
-    :param starts: The layer through which it is stepped
-    :return: Whether its workers can collect whole rollouts, and no wrapper changes what they return
-    """
+    """:return: Whether the workers can collect whole rollouts, and no wrapper changes what they return"""
     if not hasattr(starts.venv, "collect_by_workers"):
         return False
     wrapper = data_changing_wrapper(env)
@@ -148,9 +134,7 @@ def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:
 
 
 def _collect_in_workers(self: Any, starts: SeededVecEnv, n_steps: int) -> "Collected":
-    """
-    :return: A rollout of the workers. If the episodes of a lost worker cannot go on, all environments begin new ones
-    """
+    """:return: A rollout of the workers. If the episodes of a lost worker cannot go on, all environments begin new ones"""
     while True:
         try:
             collected = starts.venv.collect_by_workers(  # type: ignore[attr-defined]
@@ -210,11 +194,7 @@ def take_steps(
 
 
 def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
-    """
-    :param log_probs: Log-probabilities of the sampled actions, shape ``(n_envs,)``
-    :param num_timesteps: Number of transitions so far
-    :raises ValueError: If one of them is NaN or infinite
-    """
+    """Raise a ``ValueError`` if a log-probability of a sampled action, shape ``(n_envs,)``, is NaN or infinite."""
     if not math.isfinite(log_probs.sum().item()):
         raise ValueError(
             f"The output of the policy is not finite after {num_timesteps} timesteps: the sampled actions have "
@@ -222,54 +202,14 @@ def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
         )
 
 
-class Infos:
-    """
-    The infos of a rollout, column by column. A key that all of them have, with numbers of one type, becomes an array.
-
-    :param infos: Info of each environment, step by step
-    """
-
-    def __init__(self, infos: list[list[dict[str, Any]]]):
-        self.shape = len(infos), len(infos[0])
-        self.arrays: dict[str, tuple[type, np.ndarray]] = {}
-        self.others: dict[tuple[int, int], dict[str, Any]] = {}
-        for key in dict.fromkeys(key for step in infos for info in step for key in info):
-            values = [info.get(key) for step in infos for info in step]
-            kind = type(values[0])
-            if kind in (bool, int, float, np.float32, np.float64) and all(type(value) is kind for value in values):
-                self.arrays[key] = kind, np.array(values).reshape(self.shape)
-                continue
-            for t, step in enumerate(infos):
-                for env, info in enumerate(step):
-                    if key in info:
-                        self.others.setdefault((t, env), {})[key] = info[key]
-
-    def at(self, t: int) -> list[dict[str, Any]]:
-        """
-        :param t: Step of the rollout
-        :return: Info of each environment
-        """
-        columns = [map(kind, array[t].tolist()) for kind, array in self.arrays.values()]
-        rows = [dict(zip(self.arrays, values, strict=True)) for values in zip(*columns, strict=True)]
-        rows = rows or [{} for _ in range(self.shape[1])]
-        for env, row in enumerate(rows):
-            row.update(self.others.get((t, env), {}))
-        return rows
-
-
 class Collected(NamedTuple):
     """
     A rollout, or the part that one worker has collected: ``n`` environments over ``n_steps``.
 
+    The arrays are those of a :class:`Step` and its position, with the steps as the first axis.
+
     :param obs: Observations before each step and after the last, shape ``(n_steps + 1, n, *obs_shape)`` or a dict of such
-    :param actions: Actions as sampled, shape ``(n_steps, n, *action_shape)``
-    :param log_probs: Their log-probabilities, shape ``(n_steps, n)``
-    :param groups: Group of each trajectory, before each step, shape ``(n_steps, n)``
-    :param members: Member of its group, shape ``(n_steps, n)``
-    :param steps: Step of the trajectory, shape ``(n_steps, n)``
-    :param rewards: Rewards, shape ``(n_steps, n)``
-    :param dones: Whether the episode ended, shape ``(n_steps, n)``
-    :param infos: Infos, for each worker
+    :param infos: Info of each environment, step by step
     :param ledgers: For each worker the ledger of its environments after the last step
     :param mismatches: Number of starts that did not begin like their group's first member
     :param warnings: Warnings of the worker
@@ -283,32 +223,27 @@ class Collected(NamedTuple):
     steps: np.ndarray
     rewards: np.ndarray
     dones: np.ndarray
-    infos: list[Infos]
+    infos: list[list[dict[str, Any]]]
     ledgers: list[Ledger]
     mismatches: int
     warnings: list[str]
 
     @classmethod
     def joined(cls, parts: "Sequence[Collected]") -> "Collected":
-        """
-        :param parts: The part of each worker
-        :return: The whole rollout
-        """
+        """:return: The whole rollout, from the part of each worker"""
 
         def along_envs(*arrays: np.ndarray) -> np.ndarray:
             return np.concatenate(arrays, axis=1)
 
         *transitions, infos, ledgers, mismatches, warnings = zip(*parts, strict=True)
         arrays = (map_observations(along_envs, *each) for each in transitions)
-        lists = (list(chain(*infos)), list(chain(*ledgers)), sum(mismatches), list(chain(*warnings)))
-        return cls._make([*arrays, *lists])
+        infos_by_step = [list(chain(*step)) for step in zip(*infos, strict=True)]
+        return cls(*arrays, infos_by_step, list(chain(*ledgers)), sum(mismatches), list(chain(*warnings)))
 
 
 def replay_steps(collected: Collected, policy: ActorPolicy) -> Iterator[Step]:
     """
-    :param collected: A rollout that workers have collected
-    :param policy: Policy that acted
-    :return: Its steps, as :func:`take_steps` would have given them
+    :return: The steps of a rollout that workers have collected with the policy, as :func:`take_steps` would have given them
     """
     clipped = policy.within_bounds(collected.actions)
     log_probs = th.as_tensor(collected.log_probs)
@@ -324,5 +259,5 @@ def replay_steps(collected: Collected, policy: ActorPolicy) -> Iterator[Step]:
             take_observations(collected.obs, t + 1),
             collected.rewards[t],
             collected.dones[t],
-            [info for infos in collected.infos for info in infos.at(t)],
+            collected.infos[t],
         )

@@ -109,11 +109,7 @@ SYMPTOMS = (
 
 
 def entropy_floor(action_space: spaces.Space, squash_output: bool = False) -> float:
-    """
-    :param action_space: Action space
-    :param squash_output: Whether the policy acts between -1 and 1, and its actions are scaled to the space afterwards
-    :return: Entropy below which a policy counts as collapsed, in nats
-    """
+    """:return: Entropy below which a policy counts as collapsed, in nats. With ``squash_output``, it acts between -1 and 1"""
     if isinstance(action_space, spaces.Discrete):
         return COLLAPSED * float(np.log(action_space.n))
     if isinstance(action_space, spaces.MultiDiscrete):
@@ -130,7 +126,6 @@ def entropy_floor(action_space: spaces.Space, squash_output: bool = False) -> fl
 
 def _recent_returns(model: Any) -> tuple[float, float]:
     """
-    :param model: The model that is trained
     :return: Mean of the returns of recent episodes and their spread: the standard deviation, or without a Monitor the mean
         range within groups. NaN until an episode has ended
     """
@@ -146,8 +141,7 @@ def _recent_returns(model: Any) -> tuple[float, float]:
 
 def _make_copy(venv: VecEnv) -> gym.Env:
     """
-    :param venv: The training environment
-    :return: A fresh copy of the first of its environments
+    :return: A fresh copy of the first of the environments
     :raises Exception: If it cannot be made again
     """
     envs = getattr(venv.unwrapped, "envs", None)

@@ -23,7 +23,7 @@ from sb3_grpo.compiled import compiled_policy, describe_arithmetic
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.normalization import normalized_parts
-from sb3_grpo.persistence import PersistentAlgorithm, set_random_state
+from sb3_grpo.persistence import PersistentAlgorithm
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import (
     changed_settings,
@@ -33,9 +33,9 @@ from sb3_grpo.settings import (
     check_settings,
     chosen_n_steps,
     describe_settings,
-    min_steps_notice,
     refuse_arguments,
     time_limit,
+    warn_without_vec_normalize,
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
 from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error
@@ -55,14 +55,12 @@ class GRPO(PersistentAlgorithm):
 
     Paper: https://arxiv.org/abs/2402.03300 (DeepSeekMath)
 
-    :param policy: Policy: ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``, or a subclass of
-        :class:`~sb3_grpo.policies.ActorPolicy`
+    :param policy: ``"MlpPolicy"``, ``"CnnPolicy"``, ``"MultiInputPolicy"``, or an :class:`~sb3_grpo.policies.ActorPolicy`
     :type policy: str | type[ActorPolicy]
     :param env: Environment to learn from, or its Gymnasium id
     :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0)
     :param n_steps: Number of steps per environment and rollout. ``None`` for about 1024 transitions in all with ``"kernel"``
-        and 2048 with the other buffers, or ``batch_size`` if that is larger, and a multiple of ``batch_size`` where the number
-        of environments allows
+        and 2048 with the other buffers, at least ``batch_size``, and a multiple of it where the number of environments allows
     :param batch_size: Minibatch size
     :param n_epochs: Number of passes over the transitions of an update
     :param gamma: Discount factor
@@ -78,9 +76,8 @@ class GRPO(PersistentAlgorithm):
         their own ``scale`` instead
     :param ent_coef: Coefficient of the entropy bonus
     :param max_grad_norm: Maximum norm of the gradient
-    :param group_size: Number of trajectories per group, at least 2. ``None`` for 2; with the ``kernel`` buffer and its
-        relative term, and with shared starts, for 8 while the members of a group share more than a third of the variance of
-        their advantages
+    :param group_size: Number of trajectories per group, at least 2. ``None`` for 2; with the ``kernel`` buffer and shared
+        starts, for 8 while the members of a group share more than a third of the variance of their advantages
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
     :param kl_coef: Coefficient of the penalty KL(pi || reference). It changes during training if ``adaptive_kl_target`` is set
@@ -106,9 +103,7 @@ class GRPO(PersistentAlgorithm):
     :param seed: Seed of the random generators and of the environments' starts
     :param device: Device of the policy: ``"auto"``, ``"cpu"``, ``"cuda"``, ...
     :param _init_setup_model: Whether to build the policy and the buffer at once
-    :param unknown: No other arguments are accepted; those of PPO and of language-model libraries are refused with the
-        argument to use instead
-    :raises TypeError: If there is an unknown argument
+    :param unknown: Not accepted; the ``TypeError`` names the argument to use instead
     :raises ValueError: If an argument is out of range, or does not fit the environment
     """
 
@@ -186,8 +181,7 @@ class GRPO(PersistentAlgorithm):
             _init_setup_model=False,
         )
         del self.vf_coef
-        # The number itself depends on the environments and the buffer, and is chosen again when a model is loaded.
-        self._chooses_n_steps = n_steps is None
+        self._chooses_n_steps = n_steps is None  # for the environments and the buffer; again when a model is loaded
         self.batch_size = batch_size
         self.n_epochs = n_epochs
         self.clip_range = clip_range
@@ -206,16 +200,11 @@ class GRPO(PersistentAlgorithm):
 
         #: Metrics of the last update; empty if the last rollout led to no update.
         self.update_metrics: dict[str, float] = {}
-        # The layer through which the environments are reset and stepped.
-        self._seeded_env: SeededVecEnv | None = None
-        # The arguments as they were last taken up, by name.
-        self._settings: dict[str, Any] = {}
-        # The settings of the run as they were last printed.
-        self._printed_settings = ""
-        # Whether a VecNormalize normalised the observations that the model learned from last.
-        self._learned_from_normalized = False
-        # Whether an update of the present `learn` had something to learn from; None before the first rollout.
-        self._has_learned: bool | None = None
+        self._seeded_env: SeededVecEnv | None = None  # through which the environments are reset and stepped
+        self._settings: dict[str, Any] = {}  # the arguments as they were last taken up, by name
+        self._printed_settings = ""  # the settings of the run as they were last printed
+        self._learned_from_normalized = False  # whether a VecNormalize normalised what the model learned from last
+        self._has_learned: bool | None = None  # whether `learn` had something to learn from; None before a rollout
 
         if _init_setup_model:
             self._setup_model()
@@ -239,15 +228,12 @@ class GRPO(PersistentAlgorithm):
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
         if self._chooses_n_steps:
-            self.n_steps = chosen_n_steps(buffer_class.rollout_size(), self.n_envs, self.batch_size)
-            notice = min_steps_notice(self.n_steps, self.n_envs, buffer_class.rollout_size())
+            self.n_steps, notice = chosen_n_steps(buffer_class.rollout_size(), self.n_envs, self.batch_size)
             if notice and self.verbose >= 1:
                 print(notice)
         elif buffer_class.update_size(self.n_steps * self.n_envs) is not None:
             check_rollout(self.n_steps, self.n_envs, self.batch_size, self.normalize_advantage)
-        self.clip_range = FloatSchedule(self.clip_range)
-        if self.clip_range_high is not None:
-            self.clip_range_high = FloatSchedule(self.clip_range_high)
+        self._make_schedules()
 
         saved_ledger, last_obs = self.ledger, self._last_obs
         self.ledger = None
@@ -263,6 +249,10 @@ class GRPO(PersistentAlgorithm):
         self._continue_run(saved_ledger, last_obs)
         self._settings = self._current_settings()
 
+    def _make_schedules(self) -> None:
+        self.clip_range = FloatSchedule(self.clip_range)
+        self.clip_range_high = None if self.clip_range_high is None else FloatSchedule(self.clip_range_high)
+
     @property
     def start_queue(self) -> Ledger | None:
         """The ledger, under its earlier name."""
@@ -272,26 +262,18 @@ class GRPO(PersistentAlgorithm):
         return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed)
 
     def _current_settings(self) -> dict[str, Any]:
-        """
-        :return: The arguments of the constructor that are attributes, by name
-        """
+        """:return: The arguments of the constructor that are attributes, by name"""
         return {name: vars(self)[name] for name in inspect.signature(GRPO.__init__).parameters if name in vars(self)}
 
     def _take_up_changes(self) -> None:
-        """
-        Put attributes to use that were assigned after construction.
-
-        :raises ValueError: If one of them is out of range, or cannot be changed
-        """
+        """Put attributes to use that were assigned after construction, or raise a ``ValueError`` about them."""
         changed = changed_settings(self._settings, self._current_settings())
         if not changed:
             return
         check_settings(vars(self), self._chooses_n_steps)
         if "learning_rate" in changed:
             self._setup_lr_schedule()
-        for name in changed & {"clip_range", "clip_range_high"}:
-            if getattr(self, name) is not None:
-                setattr(self, name, FloatSchedule(getattr(self, name)))
+        self._make_schedules()
         for name in changed & {"gamma", "gae_lambda"}:
             setattr(self.rollout_buffer, name, getattr(self, name))
         if "group_size" in changed and self.ledger is not None:
@@ -299,9 +281,7 @@ class GRPO(PersistentAlgorithm):
         self._settings = self._current_settings()
 
     def _policy_recipe(self) -> Callable[[], ActorPolicy]:
-        """
-        :return: A function that makes a policy like the one that is trained, and that can be sent to a worker
-        """
+        """:return: A function that makes a policy like the one that is trained, and that can be sent to a worker"""
         spaces_and_rate = self.observation_space, self.action_space, self.policy._dummy_schedule
         return partial(self.policy_class, *spaces_and_rate, use_sde=self.use_sde, **self._policy_arguments())  # type: ignore[return-value]
 
@@ -337,12 +317,7 @@ class GRPO(PersistentAlgorithm):
             raise ValueError(
                 "The model has no environment to learn in: pass one to `load`, as GRPO.load(path, env=env), or call `set_env`."
             )
-        if self._random_state is not None:
-            if reset_num_timesteps:  # a new run
-                self.ledger = self._new_ledger(self.seed)
-            else:
-                set_random_state(self._random_state)
-            self._random_state = None
+        self._use_saved_random_state(is_new_run=reset_num_timesteps)
         is_grad_enabled = th.is_grad_enabled()
         self._has_learned = None
         n_before = 0 if reset_num_timesteps else self.num_timesteps
@@ -380,43 +355,26 @@ class GRPO(PersistentAlgorithm):
             reset()
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
             self.rollout_buffer.horizon = time_limit(self.env)
-        self._warn_without_vec_normalize()
+        vec_normalize, before = self.get_vec_normalize_env(), self._learned_from_normalized
+        self._learned_from_normalized = vec_normalize is not None and vec_normalize.norm_obs
+        warn_without_vec_normalize(before, self._learned_from_normalized)
         settings = describe_settings(
             self.rollout_buffer,
             self.ledger.group_size,
             starts.share_starts,
             self.n_steps * self.n_envs,
-            {"VecNormalize": self._has_normalized_observations(), "the policy": self.policy.normalizer is not None},
+            {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None},
         )
         # What is not compiled yet is compiled here, before the clock of the first rollout runs.
-        objective = self._objective(self._current_clip_range())
-        updating = objective.compiled_policy(self.policy, self.rollout_buffer)
+        updating = self._objective().compiled_policy(self.policy, self.rollout_buffer)
         settings += "\n" + describe_arithmetic(compiled_policy(self.policy), updating)
         if self.verbose >= 1 and self._printed_settings != settings:
             self._printed_settings = settings
             print(settings)
         return tuple(result)
 
-    def _has_normalized_observations(self) -> bool:
-        vec_normalize = self.get_vec_normalize_env()
-        return vec_normalize is not None and vec_normalize.norm_obs
-
-    def _warn_without_vec_normalize(self) -> None:
-        if self._learned_from_normalized and not self._has_normalized_observations():
-            warnings.warn(
-                "The policy has learned from observations normalised by VecNormalize, and these environments have none. Wrap "
-                "them as before: `VecNormalize.load(path, venv)` takes the statistics from the file of "
-                "`VecNormalize.save(path)`.",
-                UserWarning,
-                stacklevel=2,
-            )
-        self._learned_from_normalized = self._has_normalized_observations()
-
     def _starts(self, env: VecEnv) -> SeededVecEnv:
-        """
-        :param env: The training environment
-        :return: The layer through which it is reset and stepped
-        """
+        """:return: The layer through which the training environment is reset and stepped"""
         assert self.ledger is not None
         layer = self._seeded_env
         if layer is None or layer.env is not env or layer.wants_shared_starts != self.share_starts:
@@ -425,12 +383,7 @@ class GRPO(PersistentAlgorithm):
         return layer
 
     def _begin_episodes(self, starts: SeededVecEnv, reset: Callable[[], Any]) -> None:
-        """
-        Reset all environments.
-
-        :param starts: The layer through which they are reset
-        :param reset: Resets them once, and returns their observations
-        """
+        """Reset all environments with a function that resets them once, and returns their observations."""
         self._last_obs = None
         self.rollout_buffer.forget_trajectories()
         self._last_obs = starts.begin(reset)  # type: ignore[assignment]
@@ -450,8 +403,7 @@ class GRPO(PersistentAlgorithm):
         :param rollout_buffer: Buffer to fill
         :param n_rollout_steps: Number of steps per environment
         :return: False if the callback asked to stop; the last step is kept
-        :raises ValueError: If an observation, a reward or the output of the policy is not finite, or if a setting was changed
-            that cannot be changed
+        :raises ValueError: If a number is not finite, or if a setting was changed that cannot be changed
         :raises RuntimeError: If a callback resets the training environment in the course of the rollout
         """
         assert self.ledger is not None
@@ -472,15 +424,12 @@ class GRPO(PersistentAlgorithm):
                 self.loss_aggregation,
             )
         except BaseException:
-            self._last_obs = (
-                None  # the environments may have moved on, and trajectories in progress have lost their beginnings
-            )
+            # The environments may have moved on, and trajectories in progress have lost their beginnings.
+            self._last_obs = None
             raise
         finally:
             starts.release()
-        for name, value in rollout_buffer.metrics.items():
-            if name.startswith("rollout/"):
-                self.logger.record(name, value)
+        self._log("rollout/", rollout_buffer.metrics)
         if self.group_size is None and starts.share_starts:
             self.ledger.group_size = rollout_buffer.suggested_group_size()
             self.logger.record("rollout/group_size", self.ledger.group_size)
@@ -507,8 +456,7 @@ class GRPO(PersistentAlgorithm):
 
     def _update(self) -> None:
         self.policy.set_training_mode(True)
-        clip_range = self._current_clip_range()
-        objective = self._objective(clip_range)
+        objective = self._objective()
         with rolled_back_on_error(self.policy, self.kl_penalty):
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
@@ -523,38 +471,28 @@ class GRPO(PersistentAlgorithm):
             print(f"Early stopping at epoch {len(steps.epochs) - 1} due to reaching max kl: {steps.excessive_kl:.2f}")
         self._n_updates += len(steps.epochs)
         self.update_metrics = metrics
-        self._log_update(clip_range)
-
-    def _objective(self, clip_range: ClipRange) -> Objective:
-        return Objective(
-            clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
-        )
-
-    def _current_clip_range(self) -> ClipRange:
-        low = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
-        if self.clip_range_high is None:
-            return ClipRange(low, low)
-        return ClipRange(low, self.clip_range_high(self._current_progress_remaining))  # type: ignore[operator]
-
-    def _log_update(self, clip_range: ClipRange) -> None:
-        advantages = {name: value for name, value in self.rollout_buffer.metrics.items() if name.startswith("train/")}
-        for name, value in {**advantages, **self.update_metrics}.items():
-            self.logger.record(name, value)
+        self._log("train/", {**self.rollout_buffer.metrics, **metrics})
         if self.adaptive_kl_target is not None:
             self.logger.record("train/kl_coef", self.kl_coef)
         if hasattr(self.policy, "log_std"):
             self.logger.record("train/std", th.exp(self.policy.log_std).mean().item())
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-        self.logger.record("train/clip_range", clip_range.low)
+        self.logger.record("train/clip_range", objective.clip_range.low)
         if self.clip_range_high is not None:
-            self.logger.record("train/clip_range_high", clip_range.high)
+            self.logger.record("train/clip_range_high", objective.clip_range.high)
+
+    def _log(self, prefix: str, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if name.startswith(prefix):
+                self.logger.record(name, value)
+
+    def _objective(self) -> Objective:
+        upper: Any = self.clip_range if self.clip_range_high is None else self.clip_range_high
+        clip_range = ClipRange(*(schedule(self._current_progress_remaining) for schedule in (self.clip_range, upper)))
+        return Objective(
+            clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
+        )
 
     def _excluded_save_params(self) -> list[str]:
-        return [
-            *super()._excluded_save_params(),
-            "kl_penalty",
-            "_random_state",
-            "_printed_settings",
-            "_seeded_env",
-            "_settings",
-        ]
+        own = ["kl_penalty", "_random_state", "_printed_settings", "_seeded_env", "_settings"]
+        return [*super()._excluded_save_params(), *own]

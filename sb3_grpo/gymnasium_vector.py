@@ -26,6 +26,8 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv, VecMonitor
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
+from sb3_grpo.observations import map_observations, observation_parts
+
 # The values of gymnasium.vector.AutoresetMode, which Gymnasium 1.0 does not have
 NEXT_STEP, SAME_STEP, DISABLED = "NextStep", "SameStep", "Disabled"
 
@@ -112,7 +114,7 @@ class GymnasiumVecEnv(VecEnv):
         self._reset_seeds()
         self._reset_options()
         self._forget_ends()
-        return _copied(observations)
+        return map_observations(np.array, observations)
 
     def reset_envs(self, env_indices: Sequence[int], seeds: Sequence[int | None]) -> tuple[list[Any], list[dict[str, Any]]]:
         """
@@ -146,7 +148,8 @@ class GymnasiumVecEnv(VecEnv):
 
     def step_wait(self) -> VecEnvStepReturn:
         raw_observations, raw_rewards, terminated, truncated, raw_infos = self.vector_env.step(self._actions)
-        observations = _copied(raw_observations)
+        # A copy, because vector environments may use the same arrays for the next step
+        observations = map_observations(np.array, raw_observations)
         rewards = np.array(raw_rewards, dtype=np.float32)
         dones = np.logical_or(terminated, truncated)
         infos = _infos_of_each(raw_infos, self.num_envs)
@@ -163,13 +166,14 @@ class GymnasiumVecEnv(VecEnv):
             dones = self._report_late(rewards, dones, infos)
         elif self._resets_some and self._mode != SAME_STEP and self.autoreset and ended:
             for env_idx, observation in zip(ended, self.reset_envs(ended, [None] * len(ended))[0], strict=True):
-                _set_row(observations, env_idx, observation)
+                for key, batch in observation_parts(observations).items():
+                    batch[env_idx] = observation if key is None else observation[key]
         return observations, rewards, dones, infos
 
     def _split_infos(self, info: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """
-        :param info: Info of a step in the mode ``SAME_STEP`` that ended an episode
-        :return: Info of the step, with the terminal observation, and info of the reset
+        :return: Info of a step in the mode ``SAME_STEP`` that ended an episode, with the terminal observation, and of the
+            reset
         """
         if "final_obs" not in info:
             raise ValueError(
@@ -263,9 +267,7 @@ class GymnasiumVecEnv(VecEnv):
 
 
 def _autoreset_mode(vector_env: VectorEnv) -> str:
-    """
-    :return: The value of the environments' ``AutoresetMode``
-    """
+    """:return: The value of the environments' ``AutoresetMode``"""
     mode = vector_env.metadata.get("autoreset_mode")
     value = getattr(mode, "value", mode)
     base: Any = vector_env.unwrapped
@@ -299,33 +301,14 @@ def _python_ints(seeds: Sequence[int | None]) -> list[int | None]:
     return [None if seed is None else int(seed) for seed in seeds]
 
 
-def _copied(observations: Any) -> VecEnvObs:
-    """A copy, because vector environments may use the same arrays for the next step."""
-    return deepcopy(observations) if isinstance(observations, (dict, tuple)) else np.array(observations)
-
-
 def _row(observations: Any, env_idx: int) -> Any:
     """A copy of the observation of one environment."""
-    if isinstance(observations, dict):
-        return {key: _row(part, env_idx) for key, part in observations.items()}
-    if isinstance(observations, tuple):
-        return tuple(_row(part, env_idx) for part in observations)
-    return deepcopy(observations[env_idx])
-
-
-def _set_row(observations: Any, env_idx: int, observation: Any) -> None:
-    if isinstance(observations, np.ndarray):
-        observations[env_idx] = observation
-        return
-    for key in observations if isinstance(observations, dict) else range(len(observations)):
-        _set_row(observations[key], env_idx, observation[key])
+    return map_observations(lambda part: deepcopy(part[env_idx]), observations)
 
 
 def _infos_of_each(infos: Any, n_envs: int) -> list[dict[str, Any]]:
     """
-    :param infos: A dictionary of arrays. For ``"key"``, ``"_key"`` says which environments have it; without it all have it
-    :param n_envs: Number of environments
-    :return: Info of each environment
+    :return: Info of each environment, from a dictionary of arrays. For ``"key"``, ``"_key"`` says which environments have it
     """
     if isinstance(infos, list):  # DictInfoToList
         return [dict(info) for info in infos]

@@ -82,11 +82,7 @@ class KLPenalty:
         return self.estimator == "exact"
 
     def renew(self, policy: ActorPolicy) -> None:
-        """
-        Prepare the reference for an update: take the current policy as the reference if that is due.
-
-        :param policy: The policy before the update
-        """
+        """Prepare the reference for an update: take the policy before it as the reference if that is due."""
         if self._uses_stored_log_probs():
             return
         lifetime = {"old": 1, "initial": math.inf}.get(self.reference, self.reference)  # type: ignore[arg-type]
@@ -105,11 +101,7 @@ class KLPenalty:
 
     @staticmethod
     def _copy_of(policy: ActorPolicy) -> ActorPolicy:
-        """
-        :param policy: Policy, which may have modules that its constructor does not know of
-        :return: A copy that shares nothing with it, without an optimizer
-        :raises TypeError: If it cannot be copied
-        """
+        """:return: A copy of a policy, which may have modules that its constructor does not know of, without an optimizer"""
         policy = getattr(policy, COMPILED, policy)
         try:
             with ComputedTensorsCopied():
@@ -126,8 +118,7 @@ class KLPenalty:
         self, batch: GroupRolloutBufferSamples, log_prob: th.Tensor, distribution: Distribution | None = None
     ) -> th.Tensor:
         """
-        :param batch: Transitions
-        :param log_prob: Log-probabilities of their actions under the policy, shape ``(n,)``
+        :param log_prob: Log-probabilities of the actions under the policy, shape ``(n,)``
         :param distribution: Distributions of the policy, which the exact divergence needs
         :return: KL(pi || reference) or its estimate for each transition, shape ``(n,)``
         """
@@ -147,11 +138,7 @@ class KLPenalty:
 
     @th.no_grad()
     def mean(self, policy: ActorPolicy, batches: Iterable[GroupRolloutBufferSamples]) -> float:
-        """
-        :param policy: The policy after an update
-        :param batches: Transitions of the update
-        :return: Mean divergence from the reference
-        """
+        """:return: Mean divergence of the policy from the reference after an update, over its transitions"""
         policy.set_training_mode(False)  # layers such as batch normalisation work differently in training
         divergences = []
         for batch in batches:
@@ -161,17 +148,14 @@ class KLPenalty:
         return th.cat(divergences).mean().item()
 
     def get_state(self) -> dict[str, Any]:
-        """
-        :return: A copy of everything that changes during training, for :meth:`set_state`
-        """
+        """:return: A copy of everything that changes during training, for :meth:`set_state`"""
         # On the CPU, so that a saved run of a GPU can be continued without one.
         weights = None if self.policy is None else {k: v.cpu().clone() for k, v in self.policy.state_dict().items()}
         return {"age": self.age, "weights": weights}
 
     def set_state(self, state: dict[str, Any], policy: ActorPolicy) -> None:
         """
-        :param state: State from :meth:`get_state`
-        :param policy: The policy that is trained, of which the reference is a copy with other weights
+        Go on from a state of :meth:`get_state`. The reference is a copy of the policy that is trained, with other weights.
         """
         self.forget()
         if state["weights"] is not None:

@@ -92,12 +92,10 @@ class Surrogate(NamedTuple):
 
     :param loss: Loss of each transition, shape ``(n,)``
     :param ratio: Importance ratios without gradient, shape ``(n,)``
-    :param slope: Derivative of each loss with respect to its log-ratio, shape ``(n,)``
     """
 
     loss: th.Tensor
     ratio: th.Tensor
-    slope: th.Tensor
 
 
 def clipped_surrogate(log_ratio: th.Tensor, advantages: th.Tensor, clip_range: float, clip_range_high: float) -> Surrogate:
@@ -106,22 +104,17 @@ def clipped_surrogate(log_ratio: th.Tensor, advantages: th.Tensor, clip_range: f
     ``-min(rho A, clip(rho, 1 - c, 1 + c_high) A)``.
 
     A separate ``c_high`` is the clip-higher of DAPO (https://arxiv.org/abs/2503.14476, equation 10). Departure: log-ratios are
-    clamped to ``+-MAX_LOG_RATIO``, and the slope is zero beyond.
+    clamped to ``+-MAX_LOG_RATIO``, and the gradient is zero beyond.
 
     :param log_ratio: ``log rho``, shape ``(n,)``
     :param advantages: ``A``, shape ``(n,)``
     :param clip_range: ``c``
     :param clip_range_high: ``c_high``
-    :return: Loss, ratio and slope of each transition
+    :return: Loss and ratio of each transition
     """
     ratio = th.exp(th.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    gain = advantages * ratio
-    clipped_gain = advantages * th.clamp(ratio, 1.0 - clip_range, 1.0 + clip_range_high)
-    loss = -th.min(gain, clipped_gain)
-    # `rho A` is its own derivative with respect to `log rho`; where the clipped gain is smaller, the loss is flat.
-    # NaN compares as false, so it stays visible in the slope.
-    is_flat = (gain > clipped_gain) | (log_ratio.abs() > MAX_LOG_RATIO)
-    return Surrogate(loss, ratio.detach(), th.where(is_flat, 0.0, loss.detach()))
+    loss = -th.min(advantages * ratio, advantages * th.clamp(ratio, 1.0 - clip_range, 1.0 + clip_range_high))
+    return Surrogate(loss, ratio.detach())
 
 
 def trajectory_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor) -> th.Tensor:

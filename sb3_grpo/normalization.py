@@ -51,10 +51,7 @@ class ObservationNormalizer(nn.Module):
         self.register_buffer("scale", th.ones(n_inputs))
 
     def forward(self, observations: Any) -> Any:
-        """
-        :param observations: Observations, tensors of shape ``(n, *obs_shape)`` or a dict of such
-        :return: The same, standardised
-        """
+        """:return: The observations, tensors of shape ``(n, *obs_shape)`` or a dict of such, standardised"""
         if not isinstance(observations, dict):
             return self._standardised(observations, slice(None))
         return {**observations, **{name: self._standardised(observations[name], own) for name, own in self.slices.items()}}
@@ -65,9 +62,8 @@ class ObservationNormalizer(nn.Module):
 
     def observe(self, observations: Any) -> bool:
         """
-        Add observations to the statistics.
+        Add observations, arrays of shape ``(..., *obs_shape)`` or a dict of such, to the statistics.
 
-        :param observations: Observations, arrays of shape ``(..., *obs_shape)`` or a dict of such
         :return: Whether they are the first, so that this module is another function now
         """
         parts = observations if isinstance(observations, dict) else {None: observations}

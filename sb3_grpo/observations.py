@@ -27,18 +27,13 @@ def map_observations(function: Callable[..., Any], *batches: Any) -> Any:
 
 
 def take_observations(observations: Any, index: Any) -> Any:
-    """
-    :param observations: Batch of observations: arrays or tensors
-    :param index: Index of the first axis
-    :return: The chosen observations
-    """
+    """:return: The observations, arrays or tensors, at an index of the first axis"""
     return map_observations(lambda array: array[index], observations)
 
 
 def observation_parts(observations: Any) -> dict[Any, np.ndarray]:
     """
-    :param observations: A batch of observations, or a single one
-    :return: Its arrays by their key or position; an array alone has the key ``None``
+    :return: The arrays of a batch, or of a single observation, by their key or position; an array alone has the key ``None``
     """
     if isinstance(observations, dict):
         return dict(observations)
@@ -48,19 +43,12 @@ def observation_parts(observations: Any) -> dict[Any, np.ndarray]:
 
 
 def space_parts(space: spaces.Space) -> dict[Any, spaces.Space]:
-    """
-    :param space: Observation space
-    :return: The spaces of a ``Dict`` by their key; another space has the key ``None``, as in :func:`observation_parts`
-    """
+    """:return: The spaces of a ``Dict`` by their key; another space has the key ``None``, as in :func:`observation_parts`"""
     return dict(space.spaces) if isinstance(space, spaces.Dict) else {None: space}
 
 
 def with_axes(observations: Any, space: spaces.Space) -> Any:
-    """
-    :param observations: Batch of observations: arrays or tensors
-    :param space: Their space
-    :return: The same, but numbers of a Box of shape ``()`` have shape ``(n, 1)``, because networks need an axis
-    """
+    """:return: The same batch, but numbers of a Box of shape ``()`` have shape ``(n, 1)``, because networks need an axis"""
     scalars = [key for key, part in space_parts(space).items() if isinstance(part, spaces.Box) and part.shape == ()]
     if None in scalars:
         return observations.reshape(-1, 1)
@@ -68,11 +56,7 @@ def with_axes(observations: Any, space: spaces.Space) -> Any:
 
 
 def same_values(left: Any, right: Any) -> bool:
-    """
-    :param left: Observation, or any nesting of dicts, lists and tuples of arrays and numbers
-    :param right: Another one
-    :return: Whether they are equal, and NaN is equal to NaN
-    """
+    """:return: Whether two nestings of dicts, lists and tuples of arrays and numbers are equal, where NaN is equal to NaN"""
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same_values(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):

@@ -51,17 +51,12 @@ class RunState:
 
 
 def full_name(of: type) -> str:
-    """
-    :param of: A class
-    :return: Its name with that of its module
-    """
+    """:return: The name of a class with that of its module"""
     return f"{of.__module__}.{of.__qualname__}"
 
 
 def random_state() -> dict[str, Any]:
-    """
-    :return: State of the global random generators of Python, numpy and torch
-    """
+    """:return: State of the global random generators of Python, numpy and torch"""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -71,9 +66,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """
-    :param state: State from :func:`random_state`; the states of missing GPUs are left out
-    """
+    """Set the generators to a state from :func:`random_state`. The states of missing GPUs are left out."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     th.set_rng_state(state["torch"])
@@ -82,12 +75,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def replace_file(path: pathlib.Path, content: bytes) -> None:
-    """
-    Write a file such that at any moment either the old or the new content is complete under its name.
-
-    :param path: Path of the file; missing folders are created
-    :param content: New content
-    """
+    """Write a file such that at any moment either the old or the new content is complete under its name."""
     path = path.resolve()  # replace the target of a link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -105,12 +93,7 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
 
 
 def write_model(path: str | pathlib.Path | io.BufferedIOBase, archive: io.BytesIO) -> None:
-    """
-    Write a saved model, with the file format.
-
-    :param path: Path of the file (``.zip`` is added if it has no suffix), or a file-like object
-    :param archive: The model
-    """
+    """Write a saved model, with the file format, to a path (``.zip`` is added if it has no suffix) or a file-like object."""
     with zipfile.ZipFile(archive, "a") as file:
         file.writestr(FORMAT_ENTRY, json.dumps({"format": FORMAT, "version": VERSION}))
     if isinstance(path, (str, pathlib.Path)):
@@ -142,12 +125,7 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
 
 
 def _check_archive(file: Any, name: str, argument: str) -> None:
-    """
-    :param file: Path or file-like object
-    :param name: Name of the file in messages
-    :param argument: The file as an argument in messages
-    :raises ValueError: If the file is of another algorithm, or of another format
-    """
+    """Raise a ``ValueError`` about a file of another algorithm or format, with its name and how to pass it as an argument."""
     weights_only = f"To use its policy, make a model and copy the weights: `load_actor(model, {argument})`."
     try:
         with zipfile.ZipFile(file) as archive:
@@ -191,10 +169,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
 
     @abstractmethod
     def _new_ledger(self, seed: int | None = None) -> Ledger:
-        """
-        :param seed: Seed of the run
-        :return: The ledger of a new run
-        """
+        """:return: The ledger of a new run"""
 
     def _continue_run(self, saved_ledger: Ledger | None, last_obs: Any) -> None:
         """Go on with the run of a saved model, if this is one, with its ledger and its last observations."""
@@ -210,6 +185,15 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
             if self._run_state.buffer_class == full_name(type(self.rollout_buffer)):  # load() may have been given another
                 self.rollout_buffer.set_state(self._run_state.buffer)
             self._run_state = None
+
+    def _use_saved_random_state(self, is_new_run: bool) -> None:
+        """Go on with the random numbers of a saved model, or begin a new run with its seed."""
+        if self._random_state is not None:
+            if is_new_run:
+                self.ledger = self._new_ledger(self.seed)
+            else:
+                set_random_state(self._random_state)
+            self._random_state = None
 
     def save(
         self,

@@ -1,5 +1,6 @@
 """Policies that consist of an actor alone: Stable-Baselines3's actor-critic policies without the critic."""
 
+import inspect
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -189,11 +190,7 @@ class ActorPolicy(BasePolicy):
             self._first_log_std = self.log_std.detach().clone()
 
     def _build(self, lr_schedule: Schedule) -> None:
-        """
-        Create the layers and the optimizer.
-
-        :param lr_schedule: Learning rate schedule; ``lr_schedule(1)`` is the initial learning rate
-        """
+        """Create the layers and the optimizer."""
         self.features_extractor = self.make_features_extractor()
         self.features_dim = self.features_extractor.features_dim
         self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, self.net_arch, self.activation_fn))
@@ -221,18 +218,14 @@ class ActorPolicy(BasePolicy):
         self.set_learning_rate(lr_schedule(1))
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """
-        :return: Parameter groups of the optimizer: all parameters, or ``log_std`` in a group of its own
-        """
+        """:return: Parameter groups of the optimizer: all parameters, or ``log_std`` in a group of its own"""
         if self.log_std_lr_factor == 1.0:
             return [{"params": list(self.parameters())}]
         others = [parameter for parameter in self.parameters() if parameter is not self.log_std]
         return [{"params": others}, {"params": [self.log_std], "lr_factor": self.log_std_lr_factor}]
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """
-        :param learning_rate: Learning rate of all parameters, before :meth:`learning_rate_factor` and ``log_std_lr_factor``
-        """
+        """Set the rate of all parameters, before :meth:`learning_rate_factor` and ``log_std_lr_factor``."""
         learning_rate *= self.learning_rate_factor()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_factor", 1.0)
@@ -254,26 +247,9 @@ class ActorPolicy(BasePolicy):
         return min(1.0, math.exp(change))
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
-        data = super()._get_constructor_parameters()
-        data.update(
-            lr_schedule=self._dummy_schedule,  # a policy that is loaded alone is not trained
-            net_arch=self.net_arch,
-            activation_fn=self.activation_fn,
-            ortho_init=self.ortho_init,
-            use_sde=self.use_sde,
-            normalize_observations=self.normalize_observations,
-            log_std_init=self.log_std_init,
-            log_std_lr_factor=self.log_std_lr_factor,
-            lr_follows_std=self.lr_follows_std,
-            full_std=self.full_std,
-            use_expln=self.use_expln,
-            squash_output=self.squash_output,
-            features_extractor_class=self.features_extractor_class,
-            features_extractor_kwargs=self.features_extractor_kwargs,
-            optimizer_class=self.optimizer_class,
-            optimizer_kwargs=self.optimizer_kwargs,
-        )
-        return data
+        names = [name for name in inspect.signature(ActorPolicy.__init__).parameters if name not in ("self", "lr_schedule")]
+        # The schedule is another one, because a policy that is loaded alone is not trained.
+        return {"lr_schedule": self._dummy_schedule, **{name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """
@@ -331,10 +307,8 @@ class ActorPolicy(BasePolicy):
 
     def forward_features(self, features: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
         """
-        Sample actions for the output of the features extractor.
-
-        :param features: Features, shape ``(n, features_dim)``
-        :return: Actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
+        Sample actions for the output of the features extractor, shape ``(n, features_dim)``; the result is that of
+        :meth:`forward`.
         """
         return self._sample(self._distribution(self.policy_net(features)))
 
@@ -367,13 +341,7 @@ class ActorPolicy(BasePolicy):
         return self.evaluate_distribution(self.get_distribution(obs), actions)
 
     def evaluate_distribution(self, distribution: Distribution, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor | None]:
-        """
-        Evaluate given actions under a distribution from :meth:`get_distribution`.
-
-        :param distribution: Distributions for ``n`` observations
-        :param actions: As for :meth:`evaluate_actions`
-        :return: As for :meth:`evaluate_actions`
-        """
+        """Evaluate actions under a distribution from :meth:`get_distribution`, as :meth:`evaluate_actions` does."""
         # SB3's categorical distribution would broadcast (n, 1) against (n,) to (n, n) without an error.
         return distribution.log_prob(actions.reshape((-1, *self._flat_action_shape))), distribution.entropy()
 
@@ -456,17 +424,12 @@ class MultiInputActorPolicy(ActorPolicy):
 
 
 def plain_name(name: str) -> str:
-    """
-    :param name: Name of a weight in a state dict
-    :return: Its name if no module was compiled
-    """
+    """:return: The name of a weight in a state dict if no module was compiled"""
     return name.replace(f"{COMPILED}.", "")
 
 
 def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtractor]) -> list[int]:
     """
-    :param net_arch: Argument of the policy
-    :param features_extractor_class: Features extractor, which determines the default
     :return: Size of each hidden layer
     :raises ValueError: If ``net_arch`` asks for a value network, or is not a list of positive integers
     """
@@ -486,11 +449,7 @@ def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtr
 
 
 def _check_observation(name: str, observation: Any) -> None:
-    """
-    :param name: Name of the observation in the message
-    :param observation: One observation, a batch, or one entry of a Dict observation
-    :raises ValueError: If it is empty, or has NaN or infinite entries
-    """
+    """Raise a ``ValueError`` if an observation, a batch or an entry of a Dict is empty, or has NaN or infinite entries."""
     array = np.asarray(observation)
     if array.size == 0:
         raise ValueError(f"`{name}` of shape {array.shape} is empty: pass at least one observation.")

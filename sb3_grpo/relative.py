@@ -120,8 +120,7 @@ class RelativeTerm:
         :param advantages: Advantages of a rollout, shape ``(n,)``
         :param groups: Group of each transition's trajectory, shape ``(n,)``
         :param steps: Step within the trajectory, shape ``(n,)``
-        :param open_groups: For each group that may still get transitions the last step that all of its members have taken, see
-            :meth:`~sb3_grpo.starts.Ledger.open_groups`
+        :param open_groups: See :meth:`~sb3_grpo.starts.Ledger.open_groups`
         :return: Advantages with the relative term, shape ``(n,)``
         """
         self._rollout += 1
@@ -149,9 +148,6 @@ class RelativeTerm:
         """
         Add the groups of this rollout to the sums of earlier ones.
 
-        :param advantages: Advantages of the rollout, shape ``(n,)``
-        :param others: Mean advantage of the other members at the same step, NaN without one, shape ``(n,)``
-        :param groups: Group of each transition, shape ``(n,)``
         :return: For each transition the correlation within all groups but its own, shape ``(n,)``
         """
         own_group = np.unique(groups, return_inverse=True)[1]
@@ -162,9 +158,7 @@ class RelativeTerm:
         return shrunk_correlation(other_sums)[own_group]
 
     def _is_awaited(self, known: _Kept, open_groups: Mapping[int, int]) -> np.ndarray:
-        """
-        :return: For each known advantage, whether another member may reach its step in a later rollout
-        """
+        """:return: For each known advantage, whether another member may reach its step in a later rollout"""
         groups, labels = np.unique(known.groups, return_inverse=True)
         passed = np.array([open_groups.get(group, MAX_STEP) for group in groups.tolist()])[labels]
         return (known.steps > passed) & (known.rollouts > self._rollout - MAX_AGE)
@@ -179,13 +173,9 @@ class RelativeTerm:
         self._kept = _NOTHING
 
     def get_state(self) -> dict[str, Any]:
-        """
-        :return: State that is saved with a model, for :meth:`set_state`
-        """
+        """:return: State that is saved with a model, for :meth:`set_state`"""
         return {"sums": self._sums}  # a loaded model begins new trajectories
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """
-        :param state: State from :meth:`get_state`
-        """
+        """Go on from a state of :meth:`get_state`."""
         self._sums = state["sums"]

@@ -25,6 +25,8 @@ from sb3_grpo.validation import (
     require_schedule,
 )
 
+#: Arguments that are one of several words.
+CHOICES = {"importance_sampling_level": losses.ImportanceSamplingLevel, "loss_aggregation": losses.LossAggregation}
 NO_CRITIC = "GRPO has no value network, so leave it out"
 #: Arguments of PPO and other libraries that concern a value network.
 OF_A_CRITIC = re.compile(r"(^|_)(vf|vloss|value|critic)(_|$)|share_features_extractor")
@@ -62,11 +64,7 @@ SET_BY_GRPO = {
 
 
 def refuse_arguments(unknown: Mapping[str, Any], accepted: Iterable[str]) -> None:
-    """
-    :param unknown: Arguments that GRPO does not take
-    :param accepted: Names of the arguments that it takes
-    :raises TypeError: If there is an unknown argument; the message says what to write instead
-    """
+    """Raise a ``TypeError`` for arguments that GRPO does not take, which says what to write instead."""
     if not unknown:
         return
     places = {name: "rollout_buffer_kwargs" for buffer_class in BUFFERS.values() for name in buffer_options(buffer_class)}
@@ -80,11 +78,7 @@ def _critic_hints(names: Iterable[str]) -> dict[str, str]:
 
 
 def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
-    """
-    :param policy: Argument of GRPO
-    :param aliases: Short names of policies
-    :raises ValueError: If it is neither a short name nor an actor-only policy
-    """
+    """Raise a ``ValueError`` if the argument is neither the short name of a policy nor an actor-only policy."""
     if isinstance(policy, (gym.Env, VecEnv)):
         raise ValueError("The first argument is the policy and the second the environment: GRPO('MlpPolicy', env).")
     if isinstance(policy, str):
@@ -120,10 +114,8 @@ def check_settings(settings: Mapping[str, Any], chooses_n_steps: bool) -> None:
     for name in ("gamma", "gae_lambda"):
         require_between(name, settings[name], 0.0, 1.0)
     require_between("ent_coef", settings["ent_coef"], -math.inf)
-    require_one_of(
-        "importance_sampling_level", settings["importance_sampling_level"], get_args(losses.ImportanceSamplingLevel)
-    )
-    require_one_of("loss_aggregation", settings["loss_aggregation"], get_args(losses.LossAggregation))
+    for name, choices in CHOICES.items():
+        require_one_of(name, settings[name], get_args(choices))
     if settings["max_grad_norm"] != math.inf:
         require_positive("max_grad_norm", settings["max_grad_norm"])
     for name in ("target_kl", "adaptive_kl_target"):
@@ -205,12 +197,8 @@ def describe_settings(
     buffer: GroupRolloutBuffer, group_size: int, shares_starts: bool, rollout_size: int, normalizes: Mapping[str, bool]
 ) -> str:
     """
-    :param buffer: The rollout buffer
-    :param group_size: Number of trajectories per group
-    :param shares_starts: Whether the members of a group share their start
-    :param rollout_size: Number of transitions per rollout
-    :param normalizes: For each normaliser of observations whether it is in use
-    :return: A sentence about the settings that depend on each other or on the environment
+    Describe the settings that depend on each other or on the environment, for the printed log. ``normalizes`` says for each
+    normaliser of observations whether it is in use.
     """
     names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
     normalizers = [name for name, is_used in normalizes.items() if is_used]
@@ -226,44 +214,40 @@ def describe_settings(
 MIN_STEPS = 16
 
 
-def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> int:
+def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> tuple[int, str]:
     """
     :param rollout_size: Desired number of transitions per rollout
     :param n_envs: Number of environments
     :param batch_size: Minibatch size
     :return: Number of steps per environment for a rollout of about that size, or of a minibatch if that is larger, and at
-        least :data:`MIN_STEPS`. Minibatches are full, unless this would take a longer rollout
+        least :data:`MIN_STEPS`. Minibatches are full, unless this would take a longer rollout. And a sentence if rollouts are
+        longer than desired, because each environment takes :data:`MIN_STEPS`; else empty
     """
     n_steps = max(max(rollout_size, batch_size) // n_envs, MIN_STEPS)
     multiple = batch_size // math.gcd(batch_size, n_envs)
-    return max(n_steps // multiple * multiple, min(n_steps, multiple))
-
-
-def min_steps_notice(n_steps: int, n_envs: int, rollout_size: int) -> str:
-    """
-    :param n_steps: Number of steps from :func:`chosen_n_steps`
-    :param n_envs: Number of environments
-    :param rollout_size: Desired number of transitions per rollout
-    :return: A sentence if rollouts are longer than desired, because each environment takes :data:`MIN_STEPS`; else empty
-    """
+    n_steps = max(n_steps // multiple * multiple, min(n_steps, multiple))
     if n_steps > MIN_STEPS or n_steps * n_envs <= rollout_size:
-        return ""
-    return (
+        return n_steps, ""
+    return n_steps, (
         f"Each of the {n_envs} environments takes {n_steps} steps per rollout, so a rollout has {n_steps * n_envs} "
         f"transitions instead of about {rollout_size}: shorter rollouts learn badly. Pass `n_steps` for another length."
     )
 
 
-def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantage: bool) -> None:
-    """
-    Warn of minibatches that are not full.
+def warn_without_vec_normalize(learned_from_normalized: bool, are_normalized: bool) -> None:
+    """Warn if the policy has learned from observations that a ``VecNormalize`` had normalised, and there is none now."""
+    if learned_from_normalized and not are_normalized:
+        warnings.warn(
+            "The policy has learned from observations normalised by VecNormalize, and these environments have none. Wrap "
+            "them as before: `VecNormalize.load(path, venv)` takes the statistics from the file of "
+            "`VecNormalize.save(path)`.",
+            UserWarning,
+            stacklevel=3,
+        )
 
-    :param n_steps: Number of steps per environment and rollout
-    :param n_envs: Number of environments
-    :param batch_size: Minibatch size
-    :param normalize_advantage: Whether advantages are standardised
-    :raises ValueError: If a rollout is too small
-    """
+
+def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantage: bool) -> None:
+    """Warn of minibatches that are not full, and raise a ``ValueError`` if a rollout is too small to be normalised."""
     rollout_size = n_steps * n_envs
     if rollout_size == 1 and normalize_advantage:
         raise ValueError(
@@ -280,10 +264,7 @@ def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantag
 
 
 def time_limit(env: VecEnv | None) -> int | None:
-    """
-    :param env: The training environment
-    :return: Its time limit in steps, the largest if its environments have several; ``None`` if it is unknown
-    """
+    """:return: The time limit in steps, the largest if environments have several; ``None`` if it is unknown"""
     # The attribute of Gymnasium's TimeLimit. The `spec` has it too, but not every worker process can send a spec.
     try:
         if env is None or not env.has_attr("_max_episode_steps"):

@@ -91,11 +91,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
 
 
 def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> tuple[dict[str, th.Tensor], str]:
-    """
-    :param source: A model, the path of a saved one, or a file-like object
-    :return: The state dict of its policy, and a text with the name of the policy's class
-    :raises ValueError: If a file holds no policy
-    """
+    """:return: The state dict of the policy of a model or file, and a text with the name of the policy's class"""
     if not isinstance(source, (str, pathlib.Path, io.BufferedIOBase)):
         policy = _policy_of(source, "source")
         state, description = policy.state_dict(), " ".join(each.__name__ for each in type(policy).__mro__)
@@ -115,12 +111,7 @@ def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) ->
 
 
 def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
-    """
-    :param model: A model
-    :param argument: Name of the argument, for the message
-    :return: Its policy
-    :raises ValueError: If it has none
-    """
+    """:return: The policy of a model, which the message of a ``ValueError`` calls by the name of the argument"""
     policy = getattr(model, "policy", None)
     if not isinstance(policy, nn.Module):
         raise ValueError(f"{argument}={model!r} has no policy network: pass a GRPO, PPO or A2C model.")
@@ -128,10 +119,7 @@ def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
 
 
 def _passes_observations_on(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> bool:
-    """
-    :param source: A model, the path of a saved one, or a file-like object
-    :return: Whether the features are the observations, as far as that can be seen
-    """
+    """:return: Whether the features are the observations, as far as that can be seen"""
     extractor = getattr(getattr(source, "policy", None), "features_extractor", None)
     return extractor is None or type(extractor) in (FlattenExtractor, CombinedExtractor)
 
@@ -140,9 +128,8 @@ def _fold_statistics(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
     """
     Make the standardisation of observations a part of the first layer: ``W (s (x - m)) + b = (W s) x + (b - W s m)``.
 
-    :param state: State dict of an actor that standardises observations
-    :return: State dict of the same actor without; the argument if the first layer does not see the observations themselves, or
-        if more than the first layer does
+    :return: State dict of the same actor without standardisation; the argument if the first layer does not see the
+        observations themselves, or if more than the first layer does
     """
     shift, scale = state[f"{_NORMALIZER}shift"], state[f"{_NORMALIZER}scale"]
     first = "policy_net.0" if "policy_net.0.weight" in state else "action_net"
@@ -159,9 +146,8 @@ def _fold_statistics(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
 
 def _name_in_actor(key: str) -> str | None:
     """
-    :param key: Name of a weight in an actor-only or an actor-critic policy. Unknown names are kept, so an unknown kind of
-        policy is reported as a difference and not copied in part
-    :return: Its name in :class:`~sb3_grpo.policies.ActorPolicy`; ``None`` for a weight of the critic
+    :return: The name in :class:`~sb3_grpo.policies.ActorPolicy` of a weight of an actor-only or actor-critic policy; ``None``
+        for one of the critic. Unknown names are kept, so an unknown policy is reported as a difference and not copied in part
     """
     key = plain_name(key)
     if key.startswith(_CRITIC_PREFIXES):
@@ -173,20 +159,13 @@ def _name_in_actor(key: str) -> str | None:
 
 
 def _actor_weights(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
-    """
-    :param state: State dict of a policy
-    :return: Weights of its actor, with their names in :class:`~sb3_grpo.policies.ActorPolicy`
-    """
+    """:return: Weights of the actor in a state dict, with their names in :class:`~sb3_grpo.policies.ActorPolicy`"""
     # Sorted, because the actor uses `pi_features_extractor` if it differs from `features_extractor`
     return {name: state[key] for key in sorted(state) if (name := _name_in_actor(key)) is not None}
 
 
 def _differences(ours: dict[str, th.Tensor], theirs: dict[str, th.Tensor]) -> list[str]:
-    """
-    :param ours: Weights of the target
-    :param theirs: Weights of the source
-    :return: A line for each weight whose shapes differ, or that one of the two does not have
-    """
+    """:return: A line for each weight whose shapes differ, or that the target or the source does not have"""
     shapes = [{name: tuple(weight.shape) for name, weight in weights.items()} for weights in (ours, theirs)]
     return [
         f"{name}: {shapes[1].get(name, 'absent')} in the source, {shapes[0].get(name, 'absent')} in the target"

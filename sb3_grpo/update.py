@@ -20,9 +20,7 @@ from sb3_grpo.policies import ActorPolicy
 
 
 class ClipRange(NamedTuple):
-    """
-    Current limits of the importance ratio: from ``1 - low`` to ``1 + high``.
-    """
+    """Current limits of the importance ratio: from ``1 - low`` to ``1 + high``."""
 
     low: float
     high: float
@@ -31,14 +29,8 @@ class ClipRange(NamedTuple):
 @dataclass(frozen=True)
 class Objective:
     """
-    The objective of an update: clipped surrogate, entropy bonus and KL penalty. :meth:`optimize` improves a policy by it.
-
-    :param clip_range: Current clip range
-    :param importance_sampling_level: ``"step"`` or ``"trajectory"``
-    :param ent_coef: Coefficient of the entropy bonus
-    :param kl_coef: Coefficient of the KL penalty
-    :param kl_penalty: Divergence from the reference policy
-    :param max_grad_norm: Maximum norm of the gradient
+    The objective of an update: clipped surrogate, entropy bonus and KL penalty, with the present values of GRPO's arguments.
+    :meth:`optimize` improves a policy by it.
     """
 
     clip_range: ClipRange
@@ -57,14 +49,9 @@ class Objective:
         target_kl: float | None = None,
     ) -> "GradientSteps":
         """
-        Take a gradient step with each minibatch of several epochs.
+        Take a gradient step with each minibatch of several epochs. The update ends at a minibatch whose approximate KL
+        divergence exceeds ``1.5 target_kl``.
 
-        :param policy: Policy
-        :param rollout_buffer: Buffer with the transitions of the update
-        :param n_epochs: Number of epochs
-        :param batch_size: Minibatch size
-        :param target_kl: The update ends at a minibatch whose approximate KL divergence exceeds 1.5 times this value; ``None``
-            for no limit
         :return: The steps that were taken
         """
         max_kl = math.inf if target_kl is None else 1.5 * target_kl
@@ -81,11 +68,7 @@ class Objective:
         return GradientSteps(epochs)
 
     def compiled_policy(self, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer) -> CompiledPolicy | str:
-        """
-        :param policy: Policy
-        :param rollout_buffer: Buffer with the transitions of the update
-        :return: The policy in machine code, or a reason why it is updated by torch
-        """
+        """:return: The policy in machine code, or a reason why it is updated by torch"""
         estimator = self.kl_penalty.estimator if self.kl_coef > 0 else "exact"
         return compiled_policy(policy, rollout_buffer, self.importance_sampling_level, estimator)
 
@@ -146,11 +129,7 @@ class Objective:
         return _epoch(minibatches, gradient_norms, self.clip_range), approx_kl
 
     def evaluate(self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples) -> MinibatchLoss:
-        """
-        :param policy: Policy
-        :param rollout_data: Minibatch of ``n`` transitions
-        :return: The loss and its parts
-        """
+        """:return: The loss of a minibatch of ``n`` transitions, and its parts"""
         observations, actions = rollout_data.observations, rollout_data.actions
         distribution = policy.get_distribution(observations) if self.kl_coef > 0 and self.kl_penalty.is_exact else None
         if distribution is not None and is_unaltered(policy, ("evaluate_actions",)):
@@ -217,12 +196,7 @@ class GradientSteps(NamedTuple):
 
 
 def _epoch(minibatches: list[MinibatchLoss], gradient_norms: list[th.Tensor], clip_range: ClipRange) -> Epoch:
-    """
-    :param minibatches: Losses of the minibatches of an epoch
-    :param gradient_norms: Norms of the gradients
-    :param clip_range: Current clip range
-    :return: The metrics of the epoch
-    """
+    """:return: Metrics of an epoch, from the losses of its minibatches and the norms of their gradients"""
     every = MinibatchLoss(
         *(th.stack(field) if field[0].dim() == 0 else th.cat(field) for field in zip(*minibatches, strict=True))
     )
@@ -244,10 +218,7 @@ def _epoch(minibatches: list[MinibatchLoss], gradient_norms: list[th.Tensor], cl
 
 
 def describe_update(epochs: list[Epoch]) -> dict[str, float]:
-    """
-    :param epochs: Metrics of each epoch
-    :return: Metrics of the update
-    """
+    """:return: Metrics of the update, from those of its epochs"""
 
     def mean(name: str, weight: str = "n") -> float:
         weights = [getattr(epoch, weight) for epoch in epochs]
@@ -273,12 +244,7 @@ def describe_update(epochs: list[Epoch]) -> dict[str, float]:
 
 @contextmanager
 def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator[None]:
-    """
-    Undo an update that fails or is interrupted: the model is that before the update or after it, never in between.
-
-    :param policy: Policy that is updated
-    :param kl_penalty: The KL penalty, whose reference may be renewed
-    """
+    """Undo an update that fails or is interrupted: the model is that before the update or after it, never in between."""
     before = _copied(policy.state_dict()), _copied(policy.optimizer.state_dict())
     kl_state = kl_penalty.get_state()
     try:
@@ -291,10 +257,7 @@ def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator
 
 
 def _copied(state: Any) -> Any:
-    """
-    :param state: State of a module or an optimizer
-    :return: What ``copy.deepcopy`` gives, in a fraction of its time
-    """
+    """:return: What ``copy.deepcopy`` gives for the state of a module or an optimizer, in a fraction of its time"""
     if isinstance(state, th.Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
@@ -307,11 +270,7 @@ def _copied(state: Any) -> Any:
 
 
 def check_update(policy: ActorPolicy, epochs: list[Epoch]) -> None:
-    """
-    :param policy: Policy after an update
-    :param epochs: Metrics of each epoch
-    :raises ValueError: If a gradient or a parameter is NaN or infinite
-    """
+    """Raise a ``ValueError`` if a gradient or a parameter is NaN or infinite."""
     is_finite = all(math.isfinite(epoch.grad_norm) for epoch in epochs)
     if is_finite and all(bool(th.isfinite(parameter).all()) for parameter in policy.parameters()):
         return

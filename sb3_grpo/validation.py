@@ -28,15 +28,7 @@ NO_NUMBERS = "has no numbers"
 def refuse_unknown_arguments(
     unknown: Mapping[str, Any], accepted: Iterable[str], taker: str, hints: Mapping[str, str]
 ) -> None:
-    """
-    Refuse keyword arguments that a constructor does not take.
-
-    :param unknown: Arguments that were passed and are not accepted
-    :param accepted: Names of the arguments that are
-    :param taker: Name of the class
-    :param hints: What to write instead of some of the arguments
-    :raises TypeError: If there is an unknown argument; the message says what to write instead
-    """
+    """Raise a ``TypeError`` for keyword arguments that a class, ``taker``, does not accept. It says what to write instead."""
     for name, value in unknown.items():
         meant = likely_argument(name, accepted)
         hint = f"did you mean `{meant}`?" if meant else f"see `help({taker})` for its arguments."
@@ -47,9 +39,7 @@ def refuse_unknown_arguments(
 
 def likely_argument(name: str, accepted: Iterable[str]) -> str | None:
     """
-    :param name: Name of an argument that is not accepted
-    :param accepted: Names of the arguments that are
-    :return: The one that was probably meant: the only one that begins with the name, that has the same letters, or that
+    :return: The argument that was probably meant: the only one that begins with the name, that has the same letters, or that
         hardly differs. ``None`` if there is none, because a wrong hint is worse than no hint
     """
     accepted = list(accepted)
@@ -62,10 +52,7 @@ def likely_argument(name: str, accepted: Iterable[str]) -> str | None:
 
 
 def constructor_arguments(cls: type) -> set[str]:
-    """
-    :param cls: A class
-    :return: Names of the arguments of its constructor, and of those that it passes on to its bases as ``**kwargs``
-    """
+    """:return: Names of the arguments of a class's constructor, and of those that it passes on to its bases as ``**kwargs``"""
     accepted: set[str] = set()
     for each in cls.__mro__:
         if "__init__" not in vars(each):
@@ -79,34 +66,19 @@ def constructor_arguments(cls: type) -> set[str]:
 
 
 def is_finite_number(value: Any) -> bool:
-    """
-    :param value: Any object
-    :return: Whether it is a finite real number of Python or numpy; booleans and arrays are not
-    """
+    """:return: Whether the value is a finite real number of Python or numpy; booleans and arrays are not"""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     return is_number and math.isfinite(value)
 
 
 def require_at_least(name: str, value: Any, smallest: int, or_else: str = "") -> None:
-    """
-    :param name: Name of the argument
-    :param value: Value of the argument
-    :param smallest: Smallest integer that is accepted
-    :param or_else: What else is accepted, for the message
-    :raises ValueError: If the value is not an integer, or is smaller
-    """
+    """Require an integer. ``or_else`` says for the message what else is accepted."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < smallest:
         raise ValueError(f"`{name}` must be an integer of at least {smallest}{' ' * bool(or_else)}{or_else}, not {value!r}.")
 
 
 def require_between(name: str, value: Any, smallest: float, largest: float = math.inf) -> None:
-    """
-    :param name: Name of the argument
-    :param value: Value of the argument
-    :param smallest: Smallest number that is accepted
-    :param largest: Largest number that is accepted
-    :raises ValueError: If the value is not a finite number in this range
-    """
+    """Require a finite number in a range."""
     if not is_finite_number(value) or not smallest <= value <= largest:
         if largest < math.inf:
             limits = f" from {smallest:g} to {largest:g}"
@@ -116,31 +88,19 @@ def require_between(name: str, value: Any, smallest: float, largest: float = mat
 
 
 def require_positive(name: str, value: Any) -> None:
-    """
-    :param name: Name of the argument
-    :param value: Value of the argument
-    :raises ValueError: If the value is not a finite number above zero
-    """
+    """Require a finite number above zero."""
     if not is_finite_number(value) or value <= 0:
         raise ValueError(f"`{name}` must be a positive number, not {value!r}.")
 
 
 def require_bool(name: str, value: Any) -> None:
-    """
-    :param name: Name of the argument
-    :param value: Value of the argument
-    :raises ValueError: If the value is neither True nor False; a text such as ``"False"`` would count as true
-    """
+    """Require True or False: a text such as ``"False"`` would count as true."""
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"`{name}` must be True or False, not {value!r}.")
 
 
 def require_schedule(name: str, value: Any) -> None:
-    """
-    :param name: Name of the argument
-    :param value: Value of the argument: a number, or a function of the remaining progress (from 1 to 0)
-    :raises ValueError: If the number, or the first value of the function, is not finite or is negative
-    """
+    """Require a finite number of at least 0, or a function of the remaining progress (from 1 to 0) that begins with one."""
     first = value(1.0) if callable(value) else value
     if callable(value):
         with contextlib.suppress(TypeError, ValueError):  # SB3 converts what a schedule returns
@@ -154,22 +114,13 @@ def require_schedule(name: str, value: Any) -> None:
 
 
 def require_mapping(name: str, value: Any) -> None:
-    """
-    :param name: Name of the argument
-    :param value: Value of the argument
-    :raises ValueError: If the value is not a dictionary of arguments
-    """
+    """Require a dictionary of arguments."""
     if not isinstance(value, Mapping):
         raise ValueError(f"`{name}` must be a dictionary of arguments, such as dict(...), not {value!r}.")
 
 
 def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
-    """
-    :param name: Name of the argument
-    :param value: Value of the argument
-    :param choices: Values that are accepted
-    :raises ValueError: If the value is none of them
-    """
+    """Require one of the choices."""
     choices = list(choices)
     if value not in choices:
         raise ValueError(f"`{name}` must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {value!r}.")
@@ -252,10 +203,7 @@ def _check_observation_space(space: spaces.Space) -> None:
 
 
 def _unreadable(space: spaces.Space) -> str:
-    """
-    :param space: A space, or a part of a ``Dict`` space
-    :return: What keeps SB3's networks from reading it; empty for nothing
-    """
+    """:return: What keeps SB3's networks from reading a space that is no ``Dict``; empty for nothing"""
     if not isinstance(space, READABLE):
         return "is no Box, Discrete, MultiDiscrete or MultiBinary"
     if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
@@ -276,10 +224,7 @@ def _has_action_masks(env: Any) -> bool:
 
 
 def check_registered(env_id: str) -> None:
-    """
-    :param env_id: Gymnasium id
-    :raises gymnasium.error.UnregisteredEnv: If there is no environment of this id
-    """
+    """Raise ``gymnasium.error.UnregisteredEnv`` if there is no environment of this id."""
     if ":" in env_id:  # gymnasium imports the module before the colon
         return
     try:
@@ -301,13 +246,11 @@ def check_step(
     steps: np.ndarray,
 ) -> None:
     """
-    :param observations: Observations of all environments after a step
-    :param rewards: Rewards, shape ``(n_envs,)``
-    :param dones: Whether the episode ended, shape ``(n_envs,)``
-    :param infos: Infos of the step. The final observations of truncated episodes are in them, which a baseline evaluates
+    Raise a ``ValueError`` if a step returned a number that is NaN or infinite. The final observations of truncated episodes,
+    which a baseline evaluates, are in ``infos``.
+
     :param num_timesteps: Number of timesteps before the step
     :param steps: Number of steps that each environment had taken in its episode before, shape ``(n_envs,)``
-    :raises ValueError: If a number is NaN or infinite; the message names the environment
     """
     check_finite("observation", observations, num_timesteps, steps)
     check_finite("reward", rewards, num_timesteps, steps)

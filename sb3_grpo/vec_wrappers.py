@@ -40,10 +40,7 @@ def base_of(env: VecEnv) -> tuple[VecEnvWrapper | None, VecEnv]:
 
 
 def reward_normalizer(env: VecEnv) -> VecNormalize | None:
-    """
-    :param env: The training environment
-    :return: The ``VecNormalize`` that scales the rewards, unless a wrapper outside it may change them again
-    """
+    """:return: The ``VecNormalize`` that scales the rewards, unless a wrapper outside it may change them again"""
     wrapper = env
     while isinstance(wrapper, VecEnvWrapper):
         if isinstance(wrapper, VecNormalize):
@@ -55,10 +52,7 @@ def reward_normalizer(env: VecEnv) -> VecNormalize | None:
 
 
 def data_changing_wrapper(env: VecEnv) -> str | None:
-    """
-    :param env: The training environment
-    :return: Name of the outermost wrapper that may change what the environments return; ``None`` if there is none
-    """
+    """:return: Name of the outermost wrapper that may change what the environments return; ``None`` if there is none"""
     wrapper = env
     while isinstance(wrapper, VecCheckNan):
         wrapper = wrapper.venv
@@ -67,7 +61,6 @@ def data_changing_wrapper(env: VecEnv) -> str | None:
 
 def normalizes_directly(env: VecEnv) -> bool:
     """
-    :param env: The training environment
     :return: Whether a ``VecNormalize`` computes its statistics from what the environments return. Other wrappers under it may
         replace NaN, or drop a part of the observations
     """

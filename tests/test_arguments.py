@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from sb3_grpo import GRPO, KernelRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.settings import BUILT_ONCE, chosen_n_steps, min_steps_notice, time_limit
+from sb3_grpo.settings import BUILT_ONCE, chosen_n_steps, time_limit
 from sb3_grpo.validation import check_finite
 
 
@@ -420,8 +420,8 @@ def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer
 def test_a_chosen_rollout_has_its_size_or_sixteen_steps_which_is_said(
     rollout_size: int, n_envs: int, batch_size: int, n_steps: int
 ):
-    assert chosen_n_steps(rollout_size, n_envs, batch_size) == n_steps
-    notice = min_steps_notice(n_steps, n_envs, rollout_size)
+    chosen, notice = chosen_n_steps(rollout_size, n_envs, batch_size)
+    assert chosen == n_steps
     expected = f"a rollout has {16 * n_envs} transitions instead of about 1024" if n_envs >= 256 else ""
     assert expected in notice and bool(notice) == bool(expected)
 

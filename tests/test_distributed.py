@@ -26,7 +26,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecNormalize
 
 from sb3_grpo import EnvironmentFault
-from sb3_grpo.collection import Collected, Infos
+from sb3_grpo.collection import Collected
 from sb3_grpo.distributed import RayVecEnv, vec_env
 from sb3_grpo.distributed.worker import RolloutWorker
 from sb3_grpo.persistence import VERSION
@@ -374,21 +374,6 @@ def test_make_vec_env_takes_it_in_the_place_of_a_subproc_vec_env():
     assert env.reset().shape == (3, 4)
     assert env.worker_of_env == [0, 0, 1]
     env.close()
-
-
-def test_infos_come_back_as_they_were():
-    infos = [
-        [{"a": 1.5, "b": True, "n": 3}, {"a": 2.5, "b": False, "n": "three", "c": {"x": [1]}}],
-        [{"a": np.float64(1.5), "b": True, "n": 4}, {"b": False, "n": 5}],
-    ]
-    for step in infos:
-        for info in step:
-            info["f"] = np.float32(0.1)
-    packed = Infos(infos)
-    assert [packed.at(t) for t in range(2)] == infos
-    assert set(packed.arrays) == {"b", "f"}
-    assert [[type(info["b"]), type(info["f"])] for info in packed.at(0)] == [[bool, np.float32]] * 2
-    assert Infos([[{}, {"x": "only here"}]]).at(0) == [{}, {"x": "only here"}]
 
 
 def collected(worker: RolloutWorker, n_envs: int, n_steps: int, ledger: Ledger | None = None) -> Collected:

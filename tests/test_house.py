@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "baseline": set(),
     "doctor": {"persistence", "shared_inputs"},
     "envs": {"envs", "validation"},
-    "gymnasium_vector": set(),
+    "gymnasium_vector": {"observations"},
     "compiled": {"buffers", "machine_code", "policies"},
     "machine_code": set(),
     "losses": set(),

@@ -56,8 +56,7 @@ BUFFERS: dict[str, type[GroupRolloutBuffer]] = {
 
 def resolve_buffer_class(buffer: str | type[GroupRolloutBuffer] | None) -> type[GroupRolloutBuffer]:
     """
-    :param buffer: A buffer class or its short name; ``None`` for the default (``kernel``)
-    :return: The class
+    :return: The class of a buffer; ``kernel`` for ``None``
     :raises ValueError: If there is no buffer of that name, or the class is not a :class:`GroupRolloutBuffer`
     """
     if buffer is None:
@@ -74,20 +73,13 @@ def resolve_buffer_class(buffer: str | type[GroupRolloutBuffer] | None) -> type[
 
 
 def buffer_options(buffer_class: type[GroupRolloutBuffer]) -> set[str]:
-    """
-    :param buffer_class: Class of a rollout buffer
-    :return: Names of the arguments that users may pass in ``rollout_buffer_kwargs``
-    """
+    """:return: Names of the arguments that users may pass in ``rollout_buffer_kwargs``"""
     by_grpo = {"buffer_size", "observation_space", "action_space", "device", "gae_lambda", "gamma", "n_envs", "group_size"}
     return constructor_arguments(buffer_class) - by_grpo
 
 
 def check_buffer_arguments(buffer_class: type[GroupRolloutBuffer], kwargs: Mapping[str, Any]) -> None:
-    """
-    :param buffer_class: Class of the rollout buffer
-    :param kwargs: Its ``rollout_buffer_kwargs``
-    :raises ValueError: If they are no dictionary, or if the constructor of the buffer does not take one of them
-    """
+    """Raise a ``ValueError`` if ``rollout_buffer_kwargs`` are no dictionary of arguments that the buffer takes."""
     require_mapping("rollout_buffer_kwargs", kwargs)
     accepted = buffer_options(buffer_class)
     unknown = sorted(set(kwargs) - accepted, key=str)

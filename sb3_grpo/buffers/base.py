@@ -38,7 +38,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     :param observation_space: Observation space
     :param action_space: Action space
     :param device: PyTorch device of the minibatches
-    :param gae_lambda: Lambda of generalized advantage estimation; not used by all buffers
+    :param gae_lambda: Lambda of generalized advantage estimation; only ``kernel`` uses it
     :param gamma: Discount factor
     :param n_envs: Number of environments
     :param group_size: Number of trajectories per group
@@ -54,7 +54,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         observation_space: spaces.Space,
         action_space: spaces.Space,
         device: th.device | str = "auto",
-        gae_lambda: float = 1.0,
+        gae_lambda: float = 0.98,
         gamma: float = 0.99,
         n_envs: int = 1,
         group_size: int = 2,
@@ -131,17 +131,12 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
 
     @classmethod
     def rollout_size(cls) -> int:
-        """
-        :return: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at
-        """
+        """:return: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at"""
         return 2048
 
     @classmethod
     def update_size(cls, rollout_size: int) -> int | None:
-        """
-        :param rollout_size: Number of transitions per rollout
-        :return: Number of transitions per update; ``None`` if it varies
-        """
+        """:return: Number of transitions per update; ``None`` if it varies"""
         return None
 
     def reward_normalizer(self, env: VecEnv) -> VecNormalize | None:
@@ -159,9 +154,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         return DEFAULT_GROUP_SIZE
 
     def obstacle(self) -> str:
-        """
-        :return: Why the last rollout gave nothing to learn from, if it did not, and what to change
-        """
+        """:return: Why the last rollout gave nothing to learn from, if it did not, and what to change"""
         return (
             "All rewards that were compared are equal, so all advantages are zero. Check the reward of the environment. If "
             "rewards are rare, explore more (`ent_coef`), use larger groups (`group_size`), or train longer."
@@ -177,10 +170,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         return advantages
 
     def _describe_groups(self, returns: list[list[float]]) -> dict[str, float]:
-        """
-        :param returns: Returns of the members of each group that was completed in the rollout
-        :return: Metrics
-        """
+        """:return: Metrics of the groups that were completed in the rollout"""
         metrics = {"rollout/groups_completed": float(len(returns))}
         if len(returns) > 0:
             metrics["rollout/group_return_mean"] = float(np.mean(np.concatenate(returns)))
@@ -211,7 +201,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         :param position: Group, member and step of each environment before the step
         :param infos: Infos of the step, with ``terminal_observation`` and ``TimeLimit.truncated``
         :param features: Output of the policy's features extractor for ``obs``, shape ``(n_envs, features_dim)``, if it is
-            known. Buffers that need it later can keep it
+            known
         """
 
         def store(storage: np.ndarray, batch: np.ndarray) -> None:
@@ -225,12 +215,17 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.log_probs[:, self.pos] = log_prob.detach().cpu().numpy().reshape(-1)
         self.groups[:, self.pos], self.members[:, self.pos], self.steps[:, self.pos] = position
         self.dones[:, self.pos] = done
+        if features is not None:
+            self._keep_features(features)
         self._running_returns.add(reward, done, position.groups)
         for env in np.flatnonzero(done).tolist() if done.any() else ():
             if infos[env].get("TimeLimit.truncated", False) and infos[env].get("terminal_observation") is not None:
                 self._final_observations.append((env, self.pos, infos[env]["terminal_observation"]))
         self.pos += 1
         self.full = self.pos == self.buffer_size
+
+    def _keep_features(self, features: th.Tensor) -> None:
+        """Keep the output of the policy's features extractor, for buffers that need it later."""
 
     def _components_and_their_sum(self, infos: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
         names, weights = list(self.reward_weights), np.array(list(self.reward_weights.values()))
@@ -276,12 +271,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._update = update._replace(weights=self._loss_weights(update.trajectories, loss_aggregation))
 
     def _check_advantages(self, hook: str, advantages: np.ndarray, n_transitions: int) -> None:
-        """
-        :param hook: Name of the method that has returned them
-        :param advantages: Advantages
-        :param n_transitions: Number of transitions
-        :raises ValueError: If there is not one finite number for each transition
-        """
+        """Raise a ``ValueError`` if ``hook`` has not returned one finite advantage for each transition."""
         returned = f"`{type(self).__name__}.{hook}` returned advantages"
         if np.shape(advantages) != (n_transitions,):
             raise ValueError(
@@ -295,11 +285,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
 
     @th.no_grad()
     def policy_changed(self, policy: ActorPolicy) -> None:
-        """
-        Go on as if the present policy had sampled the rollout: the log-probabilities of the actions become its own.
-
-        :param policy: The policy that is about to be updated
-        """
+        """Go on as if the present policy had sampled the rollout: the log-probabilities of the actions become its own."""
         rollout = self._flatten(self.pos)
         samples = self._to_samples(rollout, np.zeros(len(rollout.rewards), dtype=np.float32))
         log_probs = self._log_probs(samples, policy).cpu().numpy()
@@ -359,9 +345,9 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
 
     def _loss_weights(self, trajectories: th.Tensor, aggregation: losses.LossAggregation) -> th.Tensor | None:
         """
-        :param trajectories: Label of each transition's trajectory, shape ``(n,)``
-        :param aggregation: Mean by which transitions enter the loss. The length of a trajectory is the number of its
-            transitions in the update. ``"constant"`` divides by the time limit, or by ``n_steps`` if that is unknown
+        The length of a trajectory is the number of its transitions in the update. ``"constant"`` divides by the time limit, or
+        by ``n_steps`` if that is unknown.
+
         :return: Weights in the loss, shape ``(n,)``; ``None`` for ones
         """
         if aggregation == "step" or len(trajectories) == 0:
@@ -380,9 +366,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         return self._update
 
     def permutation(self) -> np.ndarray:
-        """
-        :return: A random order of the transitions of the update
-        """
+        """:return: A random order of the transitions of the update"""
         return np.random.permutation(self.n_samples)
 
     def get(self, batch_size: int | None = None, whole_trajectories: bool = False) -> Iterator[GroupRolloutBufferSamples]:
@@ -418,12 +402,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         raise NotImplementedError("A group rollout buffer is read in whole passes: use get().")
 
     def get_state(self) -> dict[str, Any]:
-        """
-        :return: State that is saved with a model, for :meth:`set_state`
-        """
+        """:return: State that is saved with a model, for :meth:`set_state`"""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """
-        :param state: State from :meth:`get_state` of a buffer of the same class
-        """
+        """:param state: State from :meth:`get_state` of a buffer of the same class"""

@@ -2,12 +2,9 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch as th
-from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_grpo import advantages as A
@@ -33,25 +30,17 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     while the members of a group run, so equal members would get different returns. Around a ``VecEnvWrapper`` that may change
     rewards, they are what that wrapper returns.
 
-    :param buffer_size: Number of steps per environment and rollout
-    :param observation_space: Observation space
-    :param action_space: Action space
-    :param device: PyTorch device of the minibatches
-    :param gae_lambda: Unused
-    :param gamma: Discount factor
-    :param n_envs: Number of environments
-    :param group_size: Number of trajectories per group
-    :param horizon: Time limit of the environment in steps; ``None`` if it is unknown
+    :param args: See :class:`GroupRolloutBuffer`
     :param scale: Divisor of the differences within a group, see :func:`~sb3_grpo.advantages.rescale`
     :param max_waiting: Number of transitions that may wait before the oldest groups are dropped. ``None`` for 16 rollouts, but
         at least 20,000 and enough for episodes of length ``horizon``
     :param tied_groups: What to do with groups whose members cannot be told apart, so that all their advantages are zero.
         ``"keep"`` keeps their transitions, which count in the mean of the loss; ``"skip"`` drops them, which is the filter of
         DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476, equation 11) without sampling others in their place
-    :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
     :param component_aggregation: How several reward components are combined. ``"sum_then_normalize"`` compares their weighted
         sum. ``"normalize_then_sum"`` compares each component separately and adds up the weighted advantages, so that the scale
         of a component does not matter (GDPO, https://arxiv.org/abs/2601.05242, without its normalisation over the batch)
+    :param kwargs: See :class:`GroupRolloutBuffer`; ``gae_lambda`` has no effect
     :raises ValueError: If an argument is out of range
     """
 
@@ -59,33 +48,14 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
 
     def __init__(
         self,
-        buffer_size: int,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
-        device: th.device | str = "auto",
-        gae_lambda: float = 1.0,
-        gamma: float = 0.99,
-        n_envs: int = 1,
-        group_size: int = 2,
-        horizon: int | None = None,
+        *args: Any,
         scale: A.Scale | None = None,
         max_waiting: int | None = None,
         tied_groups: Literal["keep", "skip"] = "keep",
-        reward_weights: Mapping[str, float] | None = None,
         component_aggregation: ComponentAggregation = "sum_then_normalize",
+        **kwargs: Any,
     ):
-        super().__init__(
-            buffer_size,
-            observation_space,
-            action_space,
-            device,
-            gae_lambda,
-            gamma,
-            n_envs,
-            group_size,
-            horizon,
-            reward_weights,
-        )
+        super().__init__(*args, **kwargs)
         if scale is not None:
             require_one_of("scale", scale, ("group", "batch", "none"))
         require_one_of("tied_groups", tied_groups, ("keep", "skip"))
@@ -93,7 +63,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         if component_aggregation == "normalize_then_sum" and not self.reward_weights:
             raise ValueError(
                 "component_aggregation='normalize_then_sum' needs several rewards: pass their names and weights as "
-                f"`reward_weights`, not {reward_weights!r}."
+                f"`reward_weights`, not {kwargs.get('reward_weights')!r}."
             )
         if max_waiting is not None:
             require_at_least("max_waiting", max_waiting, 1)
@@ -173,10 +143,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         return self._compare_groups(update)
 
     def _compare_groups(self, update: Transitions) -> tuple[Transitions, np.ndarray]:
-        """
-        :param update: Complete groups, trajectory by trajectory
-        :return: The transitions to train on, and their advantages
-        """
+        """:return: The transitions to train on, and their advantages, from complete groups, trajectory by trajectory"""
         advantages, groups = self._advantages(update)
         is_tied = (A.sum_by_label(np.abs(advantages), groups) == 0.0)[groups]
         self.metrics["rollout/groups_tied"] = len(np.unique(groups[is_tied])) / len(np.unique(groups))
@@ -187,10 +154,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         return update, advantages
 
     def _advantages(self, update: Transitions) -> tuple[np.ndarray, np.ndarray]:
-        """
-        :param update: Complete groups, trajectory by trajectory, at least one
-        :return: Advantage and group of each transition, both of shape ``(n,)``
-        """
+        """:return: Advantage and group of each transition, both of shape ``(n,)``"""
         lengths, groups = self._lengths_and_groups(update)
 
         def compare(rewards: np.ndarray) -> np.ndarray:
@@ -206,18 +170,12 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         return advantages, np.repeat(groups, lengths)
 
     def _lengths_and_groups(self, update: Transitions) -> tuple[np.ndarray, np.ndarray]:
-        """
-        :param update: Complete groups, trajectory by trajectory
-        :return: Number of transitions and group of each trajectory, groups as integers from 0 on, both of shape ``(m,)``
-        """
+        """:return: Number of transitions and group of each trajectory, groups as integers from 0 on, both of shape ``(m,)``"""
         lengths = update.steps[update.dones] + 1
         return lengths, np.unique(update.groups[update.dones], return_inverse=True)[1]
 
     def _drop_excess(self, waiting: Transitions) -> Transitions:
-        """
-        :param waiting: Transitions of incomplete groups
-        :return: At most ``max_waiting`` of them: those of the groups that started last
-        """
+        """:return: At most ``max_waiting`` of the transitions: those of the groups that started last"""
         if len(waiting) <= self.max_waiting:
             return waiting
         groups, counts = np.unique(waiting.groups, return_counts=True)  # in the order in which they began

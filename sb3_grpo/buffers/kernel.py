@@ -2,12 +2,10 @@
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch as th
-from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
 from stable_baselines3.common.utils import obs_as_tensor
 
@@ -18,7 +16,6 @@ from sb3_grpo.buffers.rollout import Transitions
 from sb3_grpo.observations import Observations, map_observations, space_parts, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
-from sb3_grpo.starts import Position
 from sb3_grpo.validation import require_at_least, require_between, require_bool, require_one_of, require_positive
 
 #: Group size if members of a group have more than ``LARGE_GROUP_ABOVE`` of the variance of their advantages in common. Larger
@@ -91,16 +88,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :class:`~sb3_grpo.normalization.ObservationNormalizer`, including those of the rollout. The baseline keeps statistics of
     its own only of inputs that the policy does not standardise, and of hashed ones.
 
-    :param buffer_size: Number of steps per environment and rollout
-    :param observation_space: Observation space
-    :param action_space: Action space
-    :param device: PyTorch device of the minibatches
-    :param gae_lambda: Lambda of the advantages
-    :param gamma: Discount factor
-    :param n_envs: Number of environments
-    :param group_size: Number of trajectories per group; the largest number if it changes during training
-    :param horizon: Time limit of the environment in steps, which is the unit of time of the fit; ``None`` if it is unknown.
-        The unit is then the length of the longest trajectory so far, rounded up to a power of two
+    The unit of time of the fit is ``horizon``, or without one the length of the longest trajectory so far, rounded up to a
+    power of two.
+
+    :param args: See :class:`GroupRolloutBuffer`
     :param n_features: Number of random Fourier features
     :param bandwidth: Standard deviation of the random frequencies; ``None`` for 1.1 over the root of the number of inputs that
         vary in the first rollout
@@ -115,21 +106,13 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         ``ridge``, such as 1e-3
     :param relative: Whether to subtract a part of the mean advantage of the group's other members at the same step, see
         :mod:`sb3_grpo.relative`
-    :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
+    :param kwargs: See :class:`GroupRolloutBuffer`
     :raises ValueError: If an argument is out of range
     """
 
     def __init__(
         self,
-        buffer_size: int,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
-        device: th.device | str = "auto",
-        gae_lambda: float = 0.98,
-        gamma: float = 0.99,
-        n_envs: int = 1,
-        group_size: int = 2,
-        horizon: int | None = None,
+        *args: Any,
         n_features: int = 128,
         bandwidth: float | None = None,
         ridge: float = 1e-5,
@@ -140,20 +123,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         target_lambda: float | None = None,
         fit: Literal["regression", "lstd"] = "lstd",
         relative: bool = True,
-        reward_weights: Mapping[str, float] | None = None,
+        **kwargs: Any,
     ):
-        super().__init__(
-            buffer_size,
-            observation_space,
-            action_space,
-            device,
-            gae_lambda,
-            gamma,
-            n_envs,
-            group_size,
-            horizon,
-            reward_weights,
-        )
+        super().__init__(*args, **kwargs)
         require_at_least("n_features", n_features, 1)
         if bandwidth is not None:
             require_positive("bandwidth", bandwidth)
@@ -165,7 +137,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_one_of("fit", fit, ("regression", "lstd"))
         for name, flag in (("time_feature", time_feature), ("actor_features", actor_features), ("relative", relative)):
             require_bool(name, flag)
-        self.target_lambda = gae_lambda if target_lambda is None else target_lambda
+        self.target_lambda = self.gae_lambda if target_lambda is None else target_lambda
         self.n_folds = n_folds
         self.actor_features = actor_features
         # SB3 has seeded numpy's global generator with the model's seed at this point.
@@ -210,26 +182,15 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         if self.relative_term is not None:
             self.relative_term.forget_trajectories()
 
-    def add(
-        self,
-        obs: Observations,
-        action: np.ndarray,
-        reward: np.ndarray,
-        done: np.ndarray,
-        log_prob: th.Tensor,
-        position: Position,
-        infos: Sequence[dict[str, Any]],
-        features: th.Tensor | None = None,
-    ) -> None:
-        are_inputs = self.has_images and not self.actor_features
-        if are_inputs and features is not None:
-            inputs = hashed_inputs(features)
-            shape = (self.n_envs, self.buffer_size, inputs.shape[1])
-            if self._features.shape != shape:
-                self._features = th.zeros(shape, dtype=inputs.dtype, device=inputs.device)
-            self._features[:, self.pos] = inputs
-            self._n_features_kept += 1
-        super().add(obs, action, reward, done, log_prob, position, infos, features)
+    def _keep_features(self, features: th.Tensor) -> None:
+        if not self.has_images or self.actor_features:
+            return
+        inputs = hashed_inputs(features)
+        shape = (self.n_envs, self.buffer_size, inputs.shape[1])
+        if self._features.shape != shape:
+            self._features = th.zeros(shape, dtype=inputs.dtype, device=inputs.device)
+        self._features[:, self.pos] = inputs
+        self._n_features_kept += 1
 
     def policy_changed(self, policy: ActorPolicy) -> None:
         super().policy_changed(policy)
@@ -239,7 +200,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
     ) -> tuple[Transitions, np.ndarray]:
         time_unit = self._time_unit(rollout.steps)
-        inputs = self._inputs(rollout, policy)
+        if self._n_features_kept == self.buffer_size:
+            inputs = self._features.flatten(end_dim=1).cpu().double().numpy()
+        else:
+            inputs = self._encode(rollout.observations, policy)
         self.baseline.observe(inputs, self._standardised_by(policy))
         features = self.baseline.features(inputs, rollout.steps / time_unit)
 
@@ -258,26 +222,14 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         advantages = segments.advantages(baseline, cut_baseline, self.gae_lambda)
         # Without a baseline, the lambda-returns themselves would be the advantages.
         self.metrics["train/baseline_variance_reduction"] = A.explained_variance(baseline, baseline + advantages)
-        return rollout, self._compare_members(advantages, rollout)
-
-    def _inputs(self, rollout: Transitions, policy: ActorPolicy) -> np.ndarray:
-        """
-        :param rollout: All transitions
-        :param policy: The policy that is about to be updated
-        :return: Inputs of the baseline, shape ``(n, d)``
-        """
-        if self._n_features_kept == self.buffer_size:
-            return self._features.flatten(end_dim=1).cpu().double().numpy()
-        return self._encode(rollout.observations, policy)
+        if self.relative_term is not None:
+            advantages = self.relative_term.apply(advantages, rollout.groups, rollout.steps, self.open_groups)
+            self.metrics.update(self.relative_term.metrics)
+        return rollout, advantages
 
     def _shrink(self, baseline: np.ndarray, cut_baseline: np.ndarray, segments: Segments) -> tuple[np.ndarray, np.ndarray]:
         """
-        Shrink predictions towards their mean.
-
-        :param baseline: Predictions, shape ``(n,)``
-        :param cut_baseline: Predictions for the observations after the cuts, shape ``(n_cuts,)``
-        :param segments: The rollout
-        :return: Both, shrunk
+        :return: The predictions for transitions, and for observations after the cuts, shrunk towards the mean of the former
         """
 
         def returns(baseline: np.ndarray, cut_baseline: np.ndarray) -> np.ndarray:
@@ -290,24 +242,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns(baseline, cut_baseline))
         return baseline, cut_baseline
 
-    def _compare_members(self, advantages: np.ndarray, rollout: Transitions) -> np.ndarray:
-        """
-        Compare the members of groups, and choose the size of the groups to come.
-
-        :param advantages: Advantages of the rollout, shape ``(n,)``
-        :param rollout: The rollout
-        :return: Advantages with the relative term, if there is one
-        """
-        if self.relative_term is None:
-            return advantages
-        advantages = self.relative_term.apply(advantages, rollout.groups, rollout.steps, self.open_groups)
-        self.metrics.update(self.relative_term.metrics)
-        return advantages
-
     def _fit_regression(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
         """
-        Fit by regression on lambda-returns, which are bootstrapped from the fit to earlier rollouts. Arguments and result are
-        those of :meth:`_fit_lstd`.
+        Fit by regression on lambda-returns, which are bootstrapped from the fit to earlier rollouts, see :meth:`_fit_lstd`.
         """
         earlier = self.baseline.weights
         prior, cut_prior = ((each.double() @ earlier).numpy() for each in (features, cut_features))
@@ -340,10 +277,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return float(2 ** np.ceil(np.log2(self._longest)))
 
     def _cut_observations(self, last_obs: Observations) -> tuple[np.ndarray, Observations]:
-        """
-        :param last_obs: Observations after the last step, the first axis counts environments
-        :return: Indices of the transitions after which a trajectory was cut, and the observations after them
-        """
+        """:return: Indices of the transitions after which a trajectory was cut, and the observations after them"""
         running = np.flatnonzero(~self.dones[:, -1])
         cuts = [env * self.buffer_size + pos for env, pos, _ in self._final_observations]
         cuts += [int(env) * self.buffer_size + self.buffer_size - 1 for env in running]
@@ -355,9 +289,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def _encode(self, observations: Observations, policy: ActorPolicy) -> np.ndarray:
         """
-        :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
-        :param policy: Policy whose features are used for images and for ``actor_features``
-        :return: Inputs of the baseline, shape ``(n, d)``
+        :return: Inputs of the baseline, shape ``(n, d)``. For images and for ``actor_features`` they are the policy's features
         """
         if self.actor_features or self.has_images:
             encoded = th.from_numpy(policy.encode(observations, hidden=self.actor_features))
@@ -374,10 +306,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return hashed_inputs(encoded).double().numpy()
 
     def _standardised_by(self, policy: ActorPolicy) -> np.ndarray | bool:
-        """
-        :param policy: The policy that is about to be updated
-        :return: Which inputs its normaliser has standardised, shape ``(d,)``; ``False`` for none
-        """
+        """:return: Which inputs the policy's normaliser has standardised, shape ``(d,)``; ``False`` for none"""
         if policy.normalizer is None or self.actor_features or self.has_images:
             return False
         names, parts = zip(*space_parts(self.observation_space).items(), strict=True)

@@ -37,28 +37,18 @@ class GroupRolloutBufferSamples(NamedTuple):
     weights: th.Tensor | None = None
 
     def map(self, function: Callable[..., th.Tensor], *others: "GroupRolloutBufferSamples") -> "GroupRolloutBufferSamples":
-        """
-        :param function: Function of one tensor of these samples and the same tensor of each of the others
-        :param others: Samples of the same spaces
-        :return: Its results
-        """
+        """:return: The results of a function of one tensor of these samples and the same tensor of each of the others"""
         fields = zip(self, *others, strict=True)
         return GroupRolloutBufferSamples(
             *(None if each[0] is None else map_observations(function, *each) for each in fields)  # type: ignore[arg-type]
         )
 
     def take(self, index: th.Tensor | slice) -> "GroupRolloutBufferSamples":
-        """
-        :param index: Index of transitions
-        :return: The chosen transitions
-        """
+        """:return: The transitions at an index"""
         return self.map(lambda tensor: tensor[index])
 
     def split(self, size: int) -> Iterator["GroupRolloutBufferSamples"]:
-        """
-        :param size: Number of transitions per part; the last part may have fewer
-        :return: The parts, at least one. They share the memory of the whole
-        """
+        """:return: Parts of ``size`` transitions; the last may have fewer. They share the memory of the whole"""
         for first in range(0, max(len(self.advantages), 1), size):
             yield self.take(slice(first, first + size))
 
@@ -101,17 +91,11 @@ class Transitions:
         return self.groups * (self.members.max(initial=0) + 1) + self.members
 
     def take(self, index: np.ndarray) -> "Transitions":
-        """
-        :param index: Integers or a mask
-        :return: A copy of the chosen transitions
-        """
+        """:return: A copy of the transitions at integers or a mask"""
         return Transitions(*(take_observations(field, index) for field in vars(self).values()))
 
     def followed_by(self, other: "Transitions") -> "Transitions":
-        """
-        :param other: Transitions of the same spaces
-        :return: Both, these first
-        """
+        """:return: These transitions and others of the same spaces"""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Transitions(*(map_observations(lambda *arrays: np.concatenate(arrays), *pair) for pair in pairs))
 
@@ -128,11 +112,7 @@ class GroupReturns:
         self._ended: dict[int, list[float]] = {}
 
     def add(self, reward: np.ndarray, done: np.ndarray, groups: np.ndarray) -> None:
-        """
-        :param reward: Rewards of one step, shape ``(n_envs,)``
-        :param done: Whether the trajectory ended with the step, shape ``(n_envs,)``
-        :param groups: Group of each trajectory, shape ``(n_envs,)``
-        """
+        """Add rewards of one step. ``done`` says which trajectories ended with it, ``groups`` to which group each belongs."""
         self._running += reward
         for env in np.flatnonzero(done) if done.any() else ():
             self._ended.setdefault(int(groups[env]), []).append(float(self._running[env]))
@@ -144,19 +124,13 @@ class GroupReturns:
         self._ended.clear()
 
     def pop_complete(self, open_groups: Container[int]) -> list[list[float]]:
-        """
-        :param open_groups: Groups of which a member has not ended
-        :return: Returns of the members of each group that was completed since the last call
-        """
+        """:return: Returns of the members of each group that was completed since the last call and is not open"""
         return [self._ended.pop(group) for group in [each for each in self._ended if each not in open_groups]]
 
 
 def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> list[float]:
     """
-    :param info: The ``info`` that an environment returned with a step
-    :param names: Names of the wanted components
-    :param env: Index of the environment
-    :return: The components, in the order of their names
+    :return: The components of these names in the ``info`` of an environment
     :raises ValueError: If a component is missing, or is not a finite number
     """
     components = info.get(REWARD_COMPONENTS)
@@ -185,9 +159,8 @@ def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> li
 
 def checked_reward_weights(reward_weights: Mapping[str, float] | None) -> dict[str, float]:
     """
-    :param reward_weights: Weight of each reward component; ``None`` for the environment's own reward
-    :return: A copy; empty for ``None``
-    :raises ValueError: If it is not a mapping from names to finite numbers, or is empty
+    :return: A copy of the weights, empty for ``None``
+    :raises ValueError: If they are not a mapping from names to finite numbers, or are empty
     """
     if reward_weights is None:
         return {}

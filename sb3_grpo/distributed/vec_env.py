@@ -128,10 +128,7 @@ class RayVecEnv(VecEnv):
         return worker, worker.build.remote(self._env_fns[w], VERSION)
 
     def _await_description(self, w: int, building: Any) -> Description:
-        """
-        :return: Description of a worker
-        :raises RuntimeError: If it does not start
-        """
+        """:return: Description of a worker, or a ``RuntimeError`` if it does not start"""
         try:
             return self._wait(w, building, START_TIMEOUT_S)
         except GetTimeoutError as error:
@@ -144,11 +141,8 @@ class RayVecEnv(VecEnv):
 
     def _wait(self, w: int, reference: Any, timeout: float) -> Any:
         """
-        :param w: Index of the worker
-        :param reference: Reference to its answer
-        :param timeout: Seconds to wait
-        :return: Its answer
-        :raises RayError: If the worker is lost or does not answer
+        :return: The answer of a worker, or the error of the environment itself; a ``RayError`` if it is lost or does not
+            answer
         """
         try:
             return ray.get(reference, timeout=max(timeout, 0.0))
@@ -157,10 +151,8 @@ class RayVecEnv(VecEnv):
 
     def _ask(self, requests: Sequence[Request]) -> list[Any]:
         """
-        Ask workers, all at the same time. Those that are lost are replaced and asked again.
+        Ask workers, at most one request for each, all at the same time. Those that are lost are replaced and asked again.
 
-        :param requests: Requests, at most one for each worker
-        :return: The answers
         :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
         :raises RolloutLost: If they are asked to act in episodes that cannot go on
         """
@@ -190,21 +182,11 @@ class RayVecEnv(VecEnv):
         return answers
 
     def _ask_all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """
-        :param method: Name of a method of the workers
-        :param arguments: Arguments for each worker
-        :return: Answer of each worker
-        """
+        """:return: The answer of each worker to a call of a method with its own arguments"""
         return self._ask([(w, method, each, {}) for w, each in enumerate(arguments)])
 
     def _replace(self, w: int, error: Exception) -> None:
-        """
-        Start another worker, and bring its environments to where those of the lost one were, if that is possible.
-
-        :param w: Index of the lost worker
-        :param error: Its error
-        :raises EnvironmentFault: If it was lost more than ``max_retries`` times since the last transitions
-        """
+        """Start another worker, and bring its environments to where those of the lost one were, if that is possible."""
         fault, own = self._lost(w, error), self._slices[w]
         self._n_lost[w] += 1
         if self._n_lost[w] > self.max_retries:
@@ -226,9 +208,6 @@ class RayVecEnv(VecEnv):
         """
         Bring the environments of a new worker to where those of the lost one were. If that is impossible, they are reset, so
         that they can be asked, and nobody can act in them before the next :meth:`reset`.
-
-        :param w: Index of the worker
-        :param fault: Description of the loss
         """
         own = self._slices[w]
         histories, obstacle = self._histories[own], ""
@@ -305,13 +284,7 @@ class RayVecEnv(VecEnv):
         return self._obs, np.concatenate(rewards), np.concatenate(dones), list(chain(*infos))
 
     def reset_envs(self, env_indices: list[int], seeds: list[int | None]) -> tuple[list[Any], list[dict[str, Any]]]:
-        """
-        Reset some of the environments.
-
-        :param env_indices: Indices of those to reset
-        :param seeds: Seed of each; ``None`` for no seed
-        :return: First observation of each, and its info
-        """
+        """:return: First observation of each of these environments, which are reset with their seeds, and its info"""
         seed_of = dict(zip(env_indices, seeds, strict=True))
         resets = self._ask_workers(
             env_indices, lambda own, local: ("reset_envs", (local, [seed_of[env_idx] for env_idx in own]), {})
@@ -394,14 +367,10 @@ class RayVecEnv(VecEnv):
         Let the workers act by themselves. A worker that is lost is replaced, and does its part again.
 
         :param make_policy: Function that makes a policy with the architecture of ``policy``
-        :param policy: Policy that acts
-        :param obs: Present observations
         :param ledger: Ledger of the run, which learns what the workers have done
         :param share_starts: Whether resets get the seed of their start
-        :param n_steps: Number of steps of each environment
-        :param sde_sample_freq: See :func:`~sb3_grpo.collection.take_steps`
-        :param num_timesteps: See :func:`~sb3_grpo.collection.take_steps`
-        :return: The transitions of all environments
+        :return: The transitions of all environments. The other arguments are those of
+            :func:`~sb3_grpo.collection.take_steps`
         :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
         :raises RolloutLost: If a worker was lost, now or since the last rollout, and its environments cannot be brought back
         """
@@ -439,9 +408,8 @@ class RayVecEnv(VecEnv):
 
 def is_stored_as(observation: Any, stored: Any) -> bool:
     """
-    :param observation: Observation of an environment, of any type of numbers; ``None`` for none
-    :param stored: Observation from the buffer of a ``VecEnv``, which has the type of the observation space
-    :return: Whether they are equal, as numbers of that type
+    :return: Whether an observation of any type of numbers, or ``None``, equals one from the buffer of a ``VecEnv``, as numbers
+        of the type that this has
     """
     if observation is None:
         return False

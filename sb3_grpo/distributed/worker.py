@@ -14,7 +14,7 @@ from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
-from sb3_grpo.collection import Collected, Infos, take_steps
+from sb3_grpo.collection import Collected, take_steps
 from sb3_grpo.observations import map_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
@@ -55,11 +55,7 @@ class Description(NamedTuple):
 
 
 class RolloutWorker:
-    """
-    Some of the environments, in a process of their own.
-
-    :param first_env: Index of its first environment among all
-    """
+    """Some of the environments, in a process of their own. The first has the index ``first_env`` among all."""
 
     venv: DummyVecEnv
     adapter: DummyVecEnvAdapter
@@ -71,7 +67,8 @@ class RolloutWorker:
 
     def build(self, env_fns: list[bytes], version: str) -> Description:
         """
-        :param env_fns: Pickled functions that construct the environments
+        Build the environments from pickled functions.
+
         :param version: Version of this package where the model learns
         :return: Description of the worker
         :raises ValueError: If this package has another version here
@@ -107,9 +104,8 @@ class RolloutWorker:
 
     def restore(self, histories: list[History]) -> list[Any]:
         """
-        Bring the environments to where those of another worker were.
+        Bring the environments to where those of another worker were. A history without a seed is a reset.
 
-        :param histories: History of each; one without a seed is a reset
         :return: Observation of each; ``None`` if its episode has ended
         """
         observations = []
@@ -136,14 +132,10 @@ class RolloutWorker:
     ) -> Collected:
         """
         :param policy: Pickled function that makes a policy, used if it is another one than last time, and weights
-        :param obs: Present observations
         :param ledger: Ledger of these environments
         :param share_starts: Whether resets get the seed of their start
-        :param n_steps: Number of steps
-        :param sde_sample_freq: See :func:`~sb3_grpo.collection.take_steps`
-        :param num_timesteps: See :func:`~sb3_grpo.collection.take_steps`
         :param seed: Seed of the random numbers
-        :return: The transitions
+        :return: The transitions. The other arguments are those of :func:`~sb3_grpo.collection.take_steps`
         """
         make_policy, weights = policy
         if self.policy is None or make_policy != self.make_policy:
@@ -168,7 +160,7 @@ class RolloutWorker:
             steps=np.stack([step.position.steps for step in steps]),
             rewards=np.stack([step.rewards for step in steps]),
             dones=np.stack([step.dones for step in steps]),
-            infos=[Infos([step.infos for step in steps])],
+            infos=[step.infos for step in steps],
             ledgers=[ledger],
             mismatches=starts.mismatches,
             warnings=[str(each.message) for each in caught if issubclass(each.category, UserWarning)],

@@ -71,9 +71,7 @@ class VecEnvAdapter:
         yield
 
     def step_async(self, actions: np.ndarray) -> None:
-        """
-        :param actions: Actions, shape ``(n_envs, *action_shape)``
-        """
+        """Send actions of shape ``(n_envs, *action_shape)``."""
         with self._without_autoreset():
             self.venv.step_async(actions)
 
@@ -114,12 +112,7 @@ class VecEnvAdapter:
 
 
 class DummyVecEnvAdapter(VecEnvAdapter):
-    """
-    The adapter of a ``DummyVecEnv``.
-
-    :param venv: The ``DummyVecEnv``
-    :param first_env: Index of its first environment among all, for messages
-    """
+    """The adapter of a ``DummyVecEnv``, whose first environment has the index ``first_env`` among all."""
 
     venv: DummyVecEnv
     takes_seeds = True
@@ -157,11 +150,7 @@ class DummyVecEnvAdapter(VecEnvAdapter):
         return venv._obs_from_buf(), venv.buf_rews.copy(), venv.buf_dones.copy(), infos
 
     def reset_env(self, env_idx: int, seed: int | None) -> Any:
-        """
-        :param env_idx: Index of an environment
-        :param seed: Seed; ``None`` for no seed
-        :return: Its first observation
-        """
+        """:return: First observation of an environment, which is reset with a seed if there is one"""
         try:
             seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
             observation, self.venv.reset_infos[env_idx] = self.venv.envs[env_idx].reset(**seeded)
@@ -301,8 +290,7 @@ class SubprocVecEnvAdapter(VecEnvAdapter):
 
 def adapter_of(venv: VecEnv) -> VecEnvAdapter:
     """
-    :param venv: A base ``VecEnv``
-    :return: Its adapter. A ``VecEnv`` that steps in a way of its own has the general one, whatever it derives from
+    :return: The adapter of a base ``VecEnv``. One that steps in a way of its own has the general one, whatever it derives from
     """
 
     def steps_like(kind: type[VecEnv]) -> bool:

@@ -33,13 +33,7 @@ class RolloutLost(EnvironmentFault):
 
 
 def name_environment(error: Exception, env_idx: int, method: str) -> None:
-    """
-    Add to an exception of the user's code in which environment it was raised. Its type and its traceback stay as they are.
-
-    :param error: The exception
-    :param env_idx: Index of the environment
-    :param method: Method that raised it, ``"reset"`` or ``"step"``
-    """
+    """Say in an exception of the user's code in which environment, by which method, it was raised. Type and traceback stay."""
     if sys.version_info < (3, 11):
         return
     error.add_note(

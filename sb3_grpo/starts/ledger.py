@@ -41,10 +41,7 @@ class Position(NamedTuple):
     steps: np.ndarray
 
     def take(self, index: Sequence[int]) -> "Position":
-        """
-        :param index: Indices of environments
-        :return: Their positions
-        """
+        """:return: The positions of some environments"""
         return Position(*(array[list(index)] for array in self))
 
 
@@ -148,10 +145,7 @@ class Ledger:
         return group
 
     def seed_of(self, group: int) -> int:
-        """
-        :param group: Number of a group
-        :return: Seed with which its members are reset
-        """
+        """:return: Seed with which the members of a group are reset"""
         return self._derive_seed(group)
 
     def seed_apart(self) -> int:
@@ -166,10 +160,7 @@ class Ledger:
         return int(np.random.SeedSequence(self.seed, spawn_key=spawn_key).generate_state(1)[0] >> 1)
 
     def is_open(self, group: int) -> bool:
-        """
-        :param group: Number of a group
-        :return: Whether a member of it has not ended, or not even begun
-        """
+        """:return: Whether a member of a group has not ended, or not even begun"""
         return group in self._open
 
     def open_groups(self) -> dict[int, int]:
@@ -183,9 +174,7 @@ class Ledger:
         return {group: slowest[group] - 1 if progress.begun == progress.size else -1 for group, progress in self._open.items()}
 
     def split(self) -> list["Ledger"]:
-        """
-        :return: A ledger for each lane, with which a worker can go on by itself. Their new groups have different numbers
-        """
+        """:return: A ledger for each lane, with which a worker can go on by itself. Their new groups have different numbers"""
         n_lanes = max(self._lanes) + 1
         parts = []
         for lane in range(n_lanes):
@@ -201,11 +190,7 @@ class Ledger:
         return parts
 
     def join(self, parts: Sequence["Ledger"]) -> None:
-        """
-        Take over what the ledgers of :meth:`split` have recorded.
-
-        :param parts: These ledgers, in their order
-        """
+        """Take over what the ledgers of :meth:`split`, in their order, have recorded."""
         joined = [np.zeros(len(self._lanes), dtype=np.int64) for _ in Position._fields]
         for lane, part in enumerate(parts):
             for whole, own in zip(joined, part.position, strict=True):

@@ -101,10 +101,7 @@ class SeededVecEnv:
         return map_observations(np.array, observations)  # a copy, because a simulator may write into the same arrays
 
     def step(self, actions: np.ndarray) -> VecEnvStepReturn:
-        """
-        :param actions: Actions, shape ``(n_envs, *action_shape)``
-        :return: As of ``VecEnv.step`` of the training environment
-        """
+        """Step the training environment, with its wrappers."""
         if self._wrapper is None:
             self.step_async(actions)
             return self.step_wait()
@@ -127,10 +124,7 @@ class SeededVecEnv:
                 self._lists = self._present_lists()
 
     def add_mismatches(self, number: int, messages: Sequence[str]) -> None:
-        """
-        :param number: Number of mismatches that workers have found
-        :param messages: Their warnings, each printed once
-        """
+        """Add the mismatches that workers have found, and print each of their warnings once."""
         self.mismatches += number
         for message in messages:
             self.warn(message)
@@ -150,9 +144,7 @@ class SeededVecEnv:
             self._wrapper.venv = self.venv
 
     def reset(self) -> VecEnvObs:
-        """
-        :return: First observations of all environments
-        """
+        """:return: First observations of all environments"""
         self._first_raw = self.venv.reset()
         if self._wrapper is not None:
             self._wrapper.venv = self.venv  # SB3 goes on to set up callbacks, which find the environments as they are
@@ -161,9 +153,7 @@ class SeededVecEnv:
         return self._first_raw
 
     def step_async(self, actions: np.ndarray) -> None:
-        """
-        :param actions: Actions, shape ``(n_envs, *action_shape)``
-        """
+        """Send actions of shape ``(n_envs, *action_shape)``."""
         self.adapter.step_async(actions)
 
     def step_wait(self) -> VecEnvStepReturn:
@@ -219,9 +209,7 @@ class SeededVecEnv:
         return innermost.group(1) if innermost else description
 
     def warn(self, message: str) -> None:
-        """
-        :param message: A warning, which is printed once for these environments
-        """
+        """Print a warning once for these environments."""
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, UserWarning, stacklevel=2)

@@ -34,11 +34,7 @@ SCRIPTS: dict[str, tuple[str, str | None]] = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """
-    Run one of rl-zoo3's scripts.
-
-    :param arguments: Name of the script and its arguments; ``None`` for those of the command line
-    """
+    """Run one of rl-zoo3's scripts, with its name and its arguments; ``None`` for those of the command line."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(f"{(__doc__ or '').strip()}\n\nScripts: {', '.join(SCRIPTS)}; each has a --help.")
@@ -79,11 +75,7 @@ def parse_ray_options(arguments: list[str]) -> tuple[list[str], dict[str, Any] |
 
 
 def save_figures(name: str) -> None:
-    """
-    Save and close all open figures.
-
-    :param name: Beginning of the names of the files
-    """
+    """Save and close all open figures, in files whose names begin with ``name``."""
     for number in plt.get_fignums():
         path = f"{name}_{number}.png"
         plt.figure(number).savefig(path)

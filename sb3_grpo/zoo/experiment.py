@@ -79,8 +79,7 @@ class GRPOExperimentManager(ExperimentManager):
 
 def processed(hyperparams: dict[str, Any]) -> dict[str, Any]:
     """
-    :param hyperparams: An entry of a hyperparameter file
-    :return: The same as rl-zoo3 and GRPO take it
+    :return: An entry of a hyperparameter file as rl-zoo3 and GRPO take it
     :raises ValueError: If rl-zoo3 could not use one of the values; the message names its key
     """
     hyperparams = {name: plain_value(value) for name, value in hyperparams.items()}
@@ -112,7 +111,6 @@ def processed(hyperparams: dict[str, Any]) -> dict[str, Any]:
 
 def plain_value(value: Any) -> Any:
     """
-    :param value: Value from a hyperparameter file
     :return: The flag or ``None`` that is meant by a word such as ``"true"``, the result of :func:`plain_number` for others
     """
     return WORDS.get(value.strip().lower(), plain_number(value)) if isinstance(value, str) else plain_number(value)
@@ -120,7 +118,6 @@ def plain_value(value: Any) -> Any:
 
 def plain_number(value: Any) -> Any:
     """
-    :param value: Value from a hyperparameter file
     :return: The number that is meant by a string such as ``"1e-3"``, which YAML does not take for one; an integer for a whole
         number such as ``1e2`` or 4.0; other values as they are
     """
@@ -133,12 +130,7 @@ def plain_number(value: Any) -> Any:
 
 
 def linear_schedule(name: str, text: str) -> SimpleLinearSchedule:
-    """
-    :param name: Name of the argument
-    :param text: A string such as ``"lin_0.2"``
-    :return: A schedule from that value to zero
-    :raises ValueError: If it is another string
-    """
+    """:return: A schedule to zero from a text such as ``"lin_0.2"``, or a ``ValueError`` with the name of the argument"""
     kind, _, initial_value = text.partition("_")
     try:
         if kind != "lin" or "_" in initial_value:  # rl-zoo3 splits at each underscore

@@ -9,15 +9,7 @@ from sb3_grpo.buffers import buffer_options, resolve_buffer_class
 
 
 def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additional_args: dict[str, Any]) -> dict[str, Any]:
-    """
-    Sample hyperparameters of GRPO. All combinations are valid.
-
-    :param trial: Trial of a study
-    :param n_actions: Unused
-    :param n_envs: Number of environments
-    :param additional_args: Unused
-    :return: Keyword arguments of :class:`~sb3_grpo.grpo.GRPO`
-    """
+    """:return: Keyword arguments of :class:`~sb3_grpo.grpo.GRPO`, of which all combinations are valid"""
     trial.suggest_int("batch_size_pow", 5, 10)
     n_steps_pow = trial.suggest_int("n_steps_pow", 5, 11)
     trial.suggest_float("one_minus_gamma", 0.0001, 0.1, log=True)
@@ -56,10 +48,7 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
 
 
 def convert_grpo_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
-    """
-    :param sampled_params: Parameters of a trial
-    :return: Keyword arguments of :class:`~sb3_grpo.grpo.GRPO`
-    """
+    """:return: Keyword arguments of :class:`~sb3_grpo.grpo.GRPO` from the parameters of a trial"""
     # Lambda concerns the kernel baseline. Other buffers ignore the value given here.
     hyperparams = convert_onpolicy_params({"one_minus_gae_lambda": 0.02, **sampled_params})
     del hyperparams["policy_kwargs"]["net_arch"]["vf"]
