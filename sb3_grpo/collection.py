@@ -234,7 +234,7 @@ class Collected(NamedTuple):
         *transitions, infos, ledgers, mismatches, warnings = zip(*parts, strict=True)
         arrays = (map_observations(along_envs, *each) for each in transitions)
         infos_by_step = [list(chain(*step)) for step in zip(*infos, strict=True)]
-        return cls(*arrays, infos_by_step, list(chain(*ledgers)), sum(mismatches), list(chain(*warnings)))
+        return cls._make([*arrays, infos_by_step, list(chain(*ledgers)), sum(mismatches), list(chain(*warnings))])
 
 
 def replay_steps(collected: Collected, policy: ActorPolicy) -> Iterator[Step]:

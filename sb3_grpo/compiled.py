@@ -415,10 +415,10 @@ class CompiledPolicy:
             return lambda n: th.randn(n, k).numpy()
         if network.family == BERNOULLI:
             return lambda n: th.rand(n, k).numpy()
-        if len(network.n_categories) == 1:
-            return lambda n: th.empty(n, k).exponential_().numpy()
         choices = network.n_categories.tolist()
-        return lambda n: np.concatenate([th.empty(n, each).exponential_().numpy() for each in choices], axis=1)
+        if len(choices) == 1:
+            return lambda n: th.empty(n, k).exponential_().numpy()
+        return lambda n: th.cat([th.empty(n, each).exponential_() for each in choices], dim=1).numpy()
 
     @th.no_grad()
     def batch(self, policy: ActorPolicy, samples: GroupRolloutBufferSamples, reference: ActorPolicy | None) -> Batch:

@@ -487,8 +487,8 @@ class GRPO(PersistentAlgorithm):
                 self.logger.record(name, value)
 
     def _objective(self) -> Objective:
-        upper: Any = self.clip_range if self.clip_range_high is None else self.clip_range_high
-        clip_range = ClipRange(*(schedule(self._current_progress_remaining) for schedule in (self.clip_range, upper)))
+        schedules: Any = self.clip_range, self.clip_range if self.clip_range_high is None else self.clip_range_high
+        clip_range = ClipRange(*(schedule(self._current_progress_remaining) for schedule in schedules))
         return Objective(
             clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
         )

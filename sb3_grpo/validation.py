@@ -199,7 +199,8 @@ def _check_observation_space(space: spaces.Space) -> None:
                 f"leave it out with `gymnasium.wrappers.FilterObservation(env, {others})`, or make a vector of all "
                 "observations, as `minigrid.wrappers.FlatObsWrapper` does for MiniGrid"
             )
-        raise ValueError(f"The {name} {part} {fault}, so no network can read it: {remedy}.")
+        kind = NotImplementedError if isinstance(part, (spaces.Dict, spaces.Tuple)) else ValueError  # as in SB3
+        raise kind(f"The {name} {part} {fault}, so no network can read it: {remedy}.")
 
 
 def _unreadable(space: spaces.Space) -> str:

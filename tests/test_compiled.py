@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -814,6 +815,33 @@ def test_a_broken_numba_leaves_everything_to_torch(tmp_path: Path, expected_sum:
     output, total = output_of(TRAINING, PYTHONPATH=path)
     assert "with torch, because numba cannot be imported (needs another numpy)\n" in output
     assert total == pytest.approx(expected_sum, rel=1e-6)
+
+
+NOWHERE = dict(NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator")
+
+
+@needs_numba
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["damaged", "nowhere", "two at once", "another CPU"])
+def test_whatever_happens_to_the_cache_machine_code_works(case: str, tmp_path: Path, expected_sum: float):
+    environment = dict(NUMBA_CACHE_DIR=str(tmp_path))
+    if case == "damaged":
+        output_of(TRAINING, **environment)
+        kept = [file for file in tmp_path.rglob("*") if file.suffix in (".nbi", ".nbc")]
+        assert kept
+        for file in kept:
+            file.write_bytes(b"damaged")
+    elif case == "nowhere":
+        (tmp_path / "file").touch()
+        environment = dict(NUMBA_CACHE_DIR=str(tmp_path / "file" / "folder"), **NOWHERE)
+    elif case == "another CPU":
+        output_of(TRAINING, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="", **environment)
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(output_of, TRAINING, **environment) for _ in range(1 + (case == "two at once"))]
+    for run in runs:
+        output, total = run.result()
+        assert "Acting and updating in machine code" in output
+        assert total == pytest.approx(expected_sum, rel=1e-6)
 
 
 # --- torch ---
