@@ -56,7 +56,7 @@ def with_axes(observations: Any, space: spaces.Space) -> Any:
 
 
 def same_values(left: Any, right: Any) -> bool:
-    """:return: Whether two nestings of dicts, lists and tuples of arrays and numbers are equal, where NaN is equal to NaN"""
+    """:return: Whether two nestings of dicts, lists and tuples of arrays and numbers are equal. NaN is equal to NaN"""
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same_values(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):

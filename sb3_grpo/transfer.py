@@ -111,7 +111,7 @@ def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) ->
 
 
 def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
-    """:return: The policy of a model, which the message of a ``ValueError`` calls by the name of the argument"""
+    """:return: The policy of a model, which is the argument of this name in the ``ValueError`` if it has none"""
     policy = getattr(model, "policy", None)
     if not isinstance(policy, nn.Module):
         raise ValueError(f"{argument}={model!r} has no policy network: pass a GRPO, PPO or A2C model.")

@@ -37,7 +37,7 @@ class GroupRolloutBufferSamples(NamedTuple):
     weights: th.Tensor | None = None
 
     def map(self, function: Callable[..., th.Tensor], *others: "GroupRolloutBufferSamples") -> "GroupRolloutBufferSamples":
-        """:return: The results of a function of one tensor of these samples and the same tensor of each of the others"""
+        """:return: Results of a function, which gets one tensor of these samples and the same tensor of each of the others"""
         fields = zip(self, *others, strict=True)
         return GroupRolloutBufferSamples(
             *(None if each[0] is None else map_observations(function, *each) for each in fields)  # type: ignore[arg-type]

@@ -128,7 +128,7 @@ class RayVecEnv(VecEnv):
         return worker, worker.build.remote(self._env_fns[w], VERSION)
 
     def _await_description(self, w: int, building: Any) -> Description:
-        """:return: Description of a worker, or a ``RuntimeError`` if it does not start"""
+        """Wait for the description of a worker, or raise a ``RuntimeError`` if it does not start."""
         try:
             return self._wait(w, building, START_TIMEOUT_S)
         except GetTimeoutError as error:
@@ -141,8 +141,8 @@ class RayVecEnv(VecEnv):
 
     def _wait(self, w: int, reference: Any, timeout: float) -> Any:
         """
-        :return: The answer of a worker, or the error of the environment itself; a ``RayError`` if it is lost or does not
-            answer
+        Wait for the answer of a worker. The error of an environment is raised as it is; a ``RayError`` says that the worker is
+        lost or does not answer.
         """
         try:
             return ray.get(reference, timeout=max(timeout, 0.0))

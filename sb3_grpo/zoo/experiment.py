@@ -130,7 +130,7 @@ def plain_number(value: Any) -> Any:
 
 
 def linear_schedule(name: str, text: str) -> SimpleLinearSchedule:
-    """:return: A schedule to zero from a text such as ``"lin_0.2"``, or a ``ValueError`` with the name of the argument"""
+    """Make a schedule to zero of a text such as ``"lin_0.2"``. For another text, a ``ValueError`` names the argument."""
     kind, _, initial_value = text.partition("_")
     try:
         if kind != "lin" or "_" in initial_value:  # rl-zoo3 splits at each underscore
