@@ -75,7 +75,11 @@ def collect(
     callback.on_rollout_start()
 
     workers_act = _workers_act(env, starts)
-    for step in _steps(self, starts, n_rollout_steps, workers_act):
+    if workers_act:
+        steps = replay_steps(_collect_in_workers(self, starts, n_rollout_steps), self.policy)
+    else:
+        steps = take_steps(self.policy, starts, self._last_obs, n_rollout_steps, self.sde_sample_freq, self.num_timesteps)
+    for step in steps:
         obs_tensor, actions, clipped_actions, log_probs, features, position, new_obs, rewards, dones, infos = step
         check_step(new_obs, rewards, dones, infos, self.num_timesteps, position.steps)
 
@@ -108,14 +112,6 @@ def collect(
                 self._last_obs = None  # the environments are ahead
             return False
     return True
-
-
-def _steps(self: Any, starts: SeededVecEnv, n_steps: int, workers_act: bool) -> Iterator[Step]:
-    """:return: The steps of a rollout. Without workers that act by themselves, each is taken when it is asked for"""
-    if workers_act:
-        collected = _collect_in_workers(self, starts, n_steps)
-        return replay_steps(collected, self.policy)
-    return take_steps(self.policy, starts, self._last_obs, n_steps, self.sde_sample_freq, self.num_timesteps)
 
 
 def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:

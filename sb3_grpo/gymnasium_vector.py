@@ -129,14 +129,11 @@ class GymnasiumVecEnv(VecEnv):
             raise NotImplementedError(
                 f"{self.vector_env} cannot reset the environments {list(env_indices)} with {list(seeds)}"
             )
-        mask = np.zeros(self.num_envs, dtype=bool)
-        mask[list(env_indices)] = True
-        all_seeds: list[int | None] = [None] * self.num_envs
-        for env_idx, seed in zip(env_indices, _python_ints(seeds), strict=True):
-            all_seeds[env_idx] = seed
+        seed_of = dict(zip(env_indices, _python_ints(seeds), strict=True))
+        all_seeds = [seed_of.get(env_idx) for env_idx in range(self.num_envs)]
         observations, infos = self.vector_env.reset(
             seed=all_seeds if self._has_single_envs else None,  # type: ignore[arg-type]
-            options={"reset_mask": mask},
+            options={"reset_mask": np.isin(np.arange(self.num_envs), env_indices)},
         )
         info_of_each = _infos_of_each(infos, self.num_envs)
         for env_idx in env_indices:
@@ -154,14 +151,13 @@ class GymnasiumVecEnv(VecEnv):
         dones = np.logical_or(terminated, truncated)
         infos = _infos_of_each(raw_infos, self.num_envs)
         ended = np.flatnonzero(dones).tolist()
-        if self._mode == SAME_STEP:
-            for env_idx in ended:
+        for env_idx in ended:
+            if self._mode == SAME_STEP:
                 infos[env_idx], self.reset_infos[env_idx] = self._split_infos(infos[env_idx])
+            else:
+                infos[env_idx]["terminal_observation"] = _row(observations, env_idx)
         for env_idx, info in enumerate(infos):
             info["TimeLimit.truncated"] = bool(truncated[env_idx] and not terminated[env_idx])
-        if self._mode != SAME_STEP:
-            for env_idx in ended:
-                infos[env_idx]["terminal_observation"] = _row(observations, env_idx)
         if self._one_step_late:
             dones = self._report_late(rewards, dones, infos)
         elif self._resets_some and self._mode != SAME_STEP and self.autoreset and ended:
@@ -225,18 +221,15 @@ class GymnasiumVecEnv(VecEnv):
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
         """Set an attribute of each environment."""
         env_indices = list(self._get_indices(indices))
-        if len(env_indices) == self.num_envs:
-            values = [value] * self.num_envs
-        elif self._has_single_envs:
-            values = self.get_attr(attr_name)
-            for env_idx in env_indices:
-                values[env_idx] = value
+        is_for_all = len(env_indices) == self.num_envs
+        if self._has_single_envs:
+            before = [None] * self.num_envs if is_for_all else self.get_attr(attr_name)
+            values = [value if env_idx in env_indices else each for env_idx, each in enumerate(before)]
+            self._base.set_attr(attr_name, values)
+        elif is_for_all:
+            setattr(self._base, attr_name, value)
         else:
             raise NotImplementedError(f"{self._base} has one {attr_name!r} for all environments, not for {env_indices} alone")
-        if self._has_single_envs:
-            self._base.set_attr(attr_name, values)
-        else:
-            setattr(self._base, attr_name, value)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any

@@ -125,14 +125,8 @@ class ActorPolicy(BasePolicy):
         if log_std_init is not None:
             require_between("log_std_init", log_std_init, -np.inf)
         require_positive("log_std_lr_factor", log_std_lr_factor)
-        for name, flag in (
-            ("ortho_init", ortho_init),
-            ("full_std", full_std),
-            ("use_expln", use_expln),
-            ("squash_output", squash_output),
-            ("normalize_images", normalize_images),
-            ("lr_follows_std", lr_follows_std),
-        ):
+        flags = dict(ortho_init=ortho_init, full_std=full_std, use_expln=use_expln, squash_output=squash_output)
+        for name, flag in dict(flags, normalize_images=normalize_images, lr_follows_std=lr_follows_std).items():
             require_bool(name, flag)
         if log_std_lr_factor != 1.0 and not isinstance(action_space, spaces.Box):
             raise ValueError(

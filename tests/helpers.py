@@ -161,6 +161,28 @@ class Watcher(BaseCallback):
         self.timesteps.append(self.num_timesteps)
 
 
+class Evaluates(BaseCallback):
+    """Evaluates at the beginning of each rollout, at each step, or at the end of each rollout."""
+
+    def __init__(self, event: str, env: Any) -> None:
+        super().__init__()
+        self.event, self.env = event, env
+
+    def _evaluate(self, event: str) -> bool:
+        if event == self.event:
+            evaluate_policy(self.model, self.env, n_eval_episodes=2, warn=False)
+        return True
+
+    def _on_rollout_start(self) -> None:
+        self._evaluate("start")
+
+    def _on_step(self) -> bool:
+        return self._evaluate("step")
+
+    def _on_rollout_end(self) -> None:
+        self._evaluate("end")
+
+
 def flat(observation: Any) -> tuple[float, ...]:
     """:return: An observation as something hashable"""
     parts = [observation[key] for key in sorted(observation)] if isinstance(observation, dict) else [observation]

@@ -25,6 +25,7 @@ from helpers import (
     SMALL,
     VECTOR,
     AnyEnv,
+    Evaluates,
     Starts,
     Watcher,
     assert_trained,
@@ -247,28 +248,6 @@ def test_an_evaluation_on_the_training_environment_has_starts_of_its_own():
     # The evaluation has moved the environments on, so learning continues with new starts.
     assert min(again.firsts) == (newest + 1, 0)
     assert all(len(group) == 1 for group in again.groups(2))
-
-
-class Evaluates(BaseCallback):
-    """Evaluates at the beginning of each rollout, at each step, or at the end of each rollout."""
-
-    def __init__(self, event: str, env: Any) -> None:
-        super().__init__()
-        self.event, self.env = event, env
-
-    def _evaluate(self, event: str) -> bool:
-        if event == self.event:
-            evaluate_policy(self.model, self.env, n_eval_episodes=2, warn=False)
-        return True
-
-    def _on_rollout_start(self) -> None:
-        self._evaluate("start")
-
-    def _on_step(self) -> bool:
-        return self._evaluate("step")
-
-    def _on_rollout_end(self) -> None:
-        self._evaluate("end")
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False], ids=["as the model has it", "as the user has it"])

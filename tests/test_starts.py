@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from helpers import CHW, ENDLESS, HWC, VECTOR, AnyEnv, Starts, flat, make_envs, make_model
+from helpers import CHW, ENDLESS, HWC, VECTOR, AnyEnv, Evaluates, Starts, flat, make_envs, make_model
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
-from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
@@ -292,25 +291,6 @@ def test_an_environment_may_change_the_action_that_it_is_given():
 # --- used by others -----------------------------------------------------------------------------------------------------
 
 
-class Evaluates(BaseCallback):
-    """Evaluates on the training environment in a step, or at the end of a rollout."""
-
-    def __init__(self, event: str, env: Any) -> None:
-        super().__init__()
-        self.event, self.env = event, env
-
-    def _evaluate(self, event: str) -> bool:
-        if event == self.event:
-            evaluate_policy(self.model, self.env, n_eval_episodes=2, warn=False)
-        return True
-
-    def _on_step(self) -> bool:
-        return self._evaluate("step")
-
-    def _on_rollout_end(self) -> None:
-        self._evaluate("rollout end")
-
-
 @pytest.mark.parametrize("venv_class", [DummyVecEnv, forked])
 @pytest.mark.parametrize("of_base", [False, True], ids=["training_env", "base"])
 def test_a_reset_by_a_callback_in_a_rollout_raises_and_one_between_rollouts_begins_new_episodes(
@@ -321,7 +301,7 @@ def test_a_reset_by_a_callback_in_a_rollout_raises_and_one_between_rollouts_begi
     used, model = base if of_base else env, make_model(env)
     with pytest.raises(RuntimeError, match=r"A callback reset the training environment .* pass `EvalCallback`"):
         model.learn(64, callback=Evaluates("step", used))
-    model.learn(64, callback=Evaluates("rollout end", used), reset_num_timesteps=False)
+    model.learn(64, callback=Evaluates("end", used), reset_num_timesteps=False)
     assert (model.rollout_buffer.steps[:, 0] == 0).all()
     env.close()
 
