@@ -105,8 +105,7 @@ def collect(
             infos,
             features,
         )
-        # A copy, because the arrays of a wrapper may be those of its next step.
-        self._last_obs = map_observations(np.array, new_obs)
+        self._last_obs = new_obs
         self._last_episode_starts = dones
         if not continue_training:
             if workers_act and n_steps < n_rollout_steps:

@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
-from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 from stable_baselines3.common.vec_env.subproc_vec_env import _stack_obs
+from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_grpo.observations import map_observations, observation_parts, space_parts
 from sb3_grpo.starts.faults import EnvironmentFault, name_environment
@@ -122,6 +123,8 @@ class DummyVecEnvAdapter(VecEnvAdapter):
         self.first_env = first_env
         parts = space_parts(venv.observation_space)
         self._sizes = {key: int(np.prod(part.shape)) for key, part in parts.items() if part.shape is not None}
+        is_own = venv._obs_from_buf.__func__ is not DummyVecEnv._obs_from_buf  # type: ignore[attr-defined]
+        self._observations = venv._obs_from_buf if is_own else self._copied_observations
 
     def step_wait(self, restart: Restart | None) -> VecEnvStepReturn:
         """
@@ -147,7 +150,12 @@ class DummyVecEnvAdapter(VecEnvAdapter):
                     observation = self.reset_env(env_idx, restart(env_idx))
             venv._save_obs(env_idx, observation)
         infos = [_copied(info) for info in venv.buf_infos]
-        return venv._obs_from_buf(), venv.buf_rews.copy(), venv.buf_dones.copy(), infos
+        return self._observations(), venv.buf_rews.copy(), venv.buf_dones.copy(), infos
+
+    def _copied_observations(self) -> VecEnvObs:
+        """The same as ``_obs_from_buf``, which takes several times as long for a deep copy."""
+        copies = {key: batch.copy() for key, batch in self.venv.buf_obs.items()}
+        return dict_to_obs(self.venv.observation_space, copies)
 
     def reset_env(self, env_idx: int, seed: int | None) -> Any:
         """:return: First observation of an environment, which is reset with a seed if there is one"""
@@ -161,6 +169,8 @@ class DummyVecEnvAdapter(VecEnvAdapter):
         return observation
 
     def _check_size(self, env_idx: int, observation: Any) -> None:
+        if getattr(observation, "size", None) == self._sizes.get(None, -1):
+            return
         # numpy would broadcast a part of an observation to the whole.
         parts = observation_parts(observation)
         for key, size in self._sizes.items():

@@ -106,7 +106,9 @@ class SeededVecEnv:
             self.step_async(actions)
             return self.step_wait()
         with self._in_place():
-            return self.env.step(actions)
+            observations, rewards, dones, infos = self.env.step(actions)
+        # A copy, because a wrapper may write its next step into the same arrays.
+        return map_observations(np.array, observations), rewards, dones, infos
 
     def release(self) -> None:
         """
