@@ -50,15 +50,21 @@ class ObservationNormalizer(nn.Module):
         self.register_buffer("shift", th.zeros(n_inputs))
         self.register_buffer("scale", th.ones(n_inputs))
 
-    def forward(self, observations: Any) -> Any:
-        """:return: The observations, tensors of shape ``(n, *obs_shape)`` or a dict of such, standardised"""
-        if not isinstance(observations, dict):
-            return self._standardised(observations, slice(None))
-        return {**observations, **{name: self._standardised(observations[name], own) for name, own in self.slices.items()}}
+    def forward(self, observations: Any, latest: bool = False) -> Any:
+        """
+        :param observations: Observations, tensors of shape ``(n, *obs_shape)`` or a dict of such
+        :param latest: Whether to use the statistics of all observations so far, before :meth:`renew` does so for good
+        :return: The observations, standardised
+        """
+        shift, scale = self._latest() if latest else (self.shift, self.scale)
 
-    def _standardised(self, part: th.Tensor, own: slice) -> th.Tensor:
-        standardised = (part.unsqueeze(-1).flatten(1) - self.shift[own]) * self.scale[own]
-        return standardised.clamp_(-MAX_STANDARDISED, MAX_STANDARDISED).view_as(part)
+        def standardised(part: th.Tensor, own: slice) -> th.Tensor:
+            result = (part.unsqueeze(-1).flatten(1) - shift[own]) * scale[own]
+            return result.clamp_(-MAX_STANDARDISED, MAX_STANDARDISED).view_as(part)
+
+        if not isinstance(observations, dict):
+            return standardised(observations, slice(None))
+        return {**observations, **{name: standardised(observations[name], own) for name, own in self.slices.items()}}
 
     def observe(self, observations: Any) -> bool:
         """
@@ -83,9 +89,13 @@ class ObservationNormalizer(nn.Module):
 
     def renew(self) -> None:
         """Use the statistics of all observations so far."""
-        self.shift.copy_(self.mean)
+        shift, scale = self._latest()
+        self.shift.copy_(shift)
+        self.scale.copy_(scale)
+
+    def _latest(self) -> tuple[th.Tensor, th.Tensor]:
         std = self.var.sqrt()
-        self.scale.copy_(th.where(std > MIN_VARIATION * self.mean.abs(), 1.0 / std, 1.0))
+        return self.mean, th.where(std > MIN_VARIATION * self.mean.abs(), 1.0 / std, 1.0)
 
 
 def normalized_parts(observation_space: spaces.Space) -> dict[str | None, spaces.Box]:

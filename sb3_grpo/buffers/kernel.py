@@ -1,6 +1,5 @@
 """The buffer of the kernel baseline."""
 
-import copy
 import warnings
 from typing import Any, Literal, NamedTuple
 
@@ -297,9 +296,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             tensors = obs_as_tensor(observations, policy.device)
             if policy.normalizer is not None:
                 # The policy keeps to the statistics that it acted with, and a fit need not.
-                normalizer = copy.deepcopy(policy.normalizer)
-                normalizer.renew()
-                tensors = normalizer(tensors)
+                tensors = policy.normalizer(tensors, latest=True)
             by_part = preprocess_obs(tensors, self.observation_space, normalize_images=False)
             parts = [by_part[name] for name in space_parts(self.observation_space)] if isinstance(by_part, dict) else [by_part]
             encoded = th.cat([part.unsqueeze(-1).flatten(start_dim=1).cpu() for part in parts], dim=1)
