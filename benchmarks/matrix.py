@@ -137,6 +137,7 @@ def buffer_defaults(buffer: str | None) -> dict[str, Any]:
     merged = {key: value for base in reversed(buffer_class.__mro__[:-1]) for key, value in defaults(base).items()}
     if issubclass(buffer_class, CompleteGroupRolloutBuffer):  # this is what `scale=None` means
         merged["default_scale"] = buffer_class.default_scale
+        merged["gae_lambda"] = 1.0  # the default of these buffers, which do not use it, when the rows were made
     return merged
 
 

@@ -822,6 +822,13 @@ NOWHERE = dict(NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator")
 
 @needs_numba
 @pytest.mark.slow
+def test_code_that_was_just_compiled_gives_the_numbers_of_code_from_the_cache(tmp_path: Path):
+    totals = [output_of(TRAINING, NUMBA_CACHE_DIR=str(tmp_path))[1] for _ in range(2)]
+    assert totals[0] == totals[1]
+
+
+@needs_numba
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["damaged", "nowhere", "two at once", "another CPU"])
 def test_whatever_happens_to_the_cache_machine_code_works(case: str, tmp_path: Path, expected_sum: float):
     environment = dict(NUMBA_CACHE_DIR=str(tmp_path))
