@@ -7,7 +7,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
-# Python compiles a module when it is first imported, which most of these never are
+# Training imports few of these modules, and Python compiles each when it is first imported. Tests start many processes, so
+# everything is compiled before them.
 INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
 # Two stamps: what training needs, and all the rest
 TRAINING := $(VENV)/.training
@@ -35,6 +36,7 @@ $(TRAINING): setup.py pyproject.toml constraints.txt
 $(ALL): $(TRAINING)
 	@echo '== Installing what tests, benchmarks and documentation need, about 1.4 GB more, the first time only'
 	$(INSTALL) -e '.[tests,benchmarks]'
+	-$(PY) -m compileall -q -j 0 $(VENV)/lib > /dev/null
 	@touch $@
 
 train: $(TRAINING) ## train GRPO on CartPole, evaluate it, draw the learning curve, record an animation
