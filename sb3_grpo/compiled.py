@@ -70,12 +70,24 @@ class Compiled(NamedTuple):
 
     :param act: :func:`~sb3_grpo.machine_code.act`
     :param update: :func:`~sb3_grpo.machine_code.update`
+    :param evaluate_all: :func:`~sb3_grpo.machine_code.evaluate_all`
+    :param linearize: :func:`~sb3_grpo.machine_code.linearize`
+    :param fisher_product: :func:`~sb3_grpo.machine_code.fisher_product`
+    :param divergence: :func:`~sb3_grpo.machine_code.divergence`
     :param seconds: Time that compiling them took
     """
 
     act: Callable[..., Any]
     update: Callable[..., Any]
+    evaluate_all: Callable[..., Any]
+    linearize: Callable[..., Any]
+    fisher_product: Callable[..., Any]
+    divergence: Callable[..., Any]
     seconds: float
+
+
+#: The functions of :mod:`~sb3_grpo.machine_code` that are compiled, in the order of :class:`Compiled`
+ENTRY_POINTS = Compiled._fields[:-1]
 
 
 @functools.cache
@@ -98,15 +110,15 @@ def compile_functions() -> Compiled | str:
     for cache in (True, False):  # the folders of the cache may be read-only, full or damaged
         try:
             jit = numba.njit(cache=cache, **machine_code.OPTIONS)
-            functions = jit(machine_code.act), jit(machine_code.update)
-            _warm_up(*functions)
-            return Compiled(*functions, time.perf_counter() - began)
+            functions = Compiled._make([*(jit(getattr(machine_code, name)) for name in ENTRY_POINTS), 0.0])
+            _warm_up(functions)
+            return functions._replace(seconds=time.perf_counter() - began)
         except Exception as error:
             reason = f"numba cannot compile it ({error})"
     return reason
 
 
-def _warm_up(act: Callable[..., Any], update: Callable[..., Any]) -> None:
+def _warm_up(functions: Compiled) -> None:
     """Call the functions once with arguments of the types that they always have, so that numba compiles them now."""
     one, two, none = np.ones(1, np.float32), np.ones(2, np.float32), np.zeros((0, 1), np.float32)
     column = one.reshape(1, 1)
@@ -114,8 +126,13 @@ def _warm_up(act: Callable[..., Any], update: Callable[..., Any]) -> None:
     optimizer = Optimizer(two, two, two, two, np.array([0, 1, 2]), np.full((2, 4), 0.5))
     batch = Batch(column, column, one, one, one, none, none.reshape(-1))
     settings = Settings(0.2, 0.2, 0.0, 0.0, 0.5, np.inf)
-    act(network, two, one, one, np.ones((1, 1)), column, column.copy(), column.copy(), one.copy())
-    update(network, two.copy(), optimizer, batch, np.zeros(1, np.int64), 1, settings, np.zeros(len(Metrics._fields)))
+    metrics, values = np.zeros(len(Metrics._fields)), np.ones(2, np.float32)
+    functions.act(network, two, one, one, np.ones((1, 1)), column, column.copy(), column.copy(), one.copy())
+    functions.update(network, two.copy(), optimizer, batch, np.zeros(1, np.int64), 1, settings, metrics)
+    functions.evaluate_all(network, two, batch, settings, two.copy(), metrics)
+    functions.linearize(network, two, column, values)
+    functions.fisher_product(network, two, values, 1, two, two.copy())
+    functions.divergence(network, two, two, column)
 
 
 # --- which policies ---------------------------------------------------------------------------------------------------
@@ -465,3 +482,46 @@ class CompiledPolicy:
         for tensor, gradient in zip(self._parts.tensors, self._views["grad"], strict=True):
             tensor.grad = gradient
         return Metrics(*metrics.tolist()), approx_kl
+
+    # --- natural-gradient steps ---------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> np.ndarray:
+        """All parameters in one array, which is the policy's memory."""
+        return self._parameters
+
+    def evaluate(self, batch: Batch, settings: Settings, gradient: np.ndarray | None = None) -> Metrics:
+        """
+        :param batch: Transitions of the update
+        :param settings: Objective
+        :param gradient: Receives the gradient of the loss, shape of :attr:`parameters`
+        :return: Metrics of all transitions as one minibatch
+        """
+        metrics = np.zeros(len(Metrics._fields))
+        wanted = np.empty(0, np.float32) if gradient is None else gradient
+        self._functions.evaluate_all(self._parts.network, self._parameters, batch, settings, wanted, metrics)
+        return Metrics(*metrics.tolist())
+
+    def fisher(self, features: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+        """
+        :param features: Standardised observations, shape ``(n, n_inputs)``
+        :return: A function that multiplies a vector by the Fisher matrix of the policy as it is now
+        """
+        network, parameters, n = self._parts.network, self._parameters.copy(), len(features)
+        values = np.empty(n * int(network.sizes.sum()), np.float32)
+        self._functions.linearize(network, parameters, features, values)
+
+        def multiply(vector: np.ndarray) -> np.ndarray:
+            product = np.empty_like(parameters)
+            self._functions.fisher_product(network, parameters, values, n, vector, product)
+            return product
+
+        return multiply
+
+    def divergence(self, before: np.ndarray, features: np.ndarray) -> float:
+        """
+        :param before: Other parameters
+        :param features: Standardised observations, shape ``(n, n_inputs)``
+        :return: Mean divergence from the policy with these parameters, summed over the components of an action
+        """
+        return float(self._functions.divergence(self._parts.network, self._parameters, before, features))

@@ -22,6 +22,7 @@ from sb3_grpo.collection import collect
 from sb3_grpo.compiled import compiled_policy, describe_arithmetic
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
+from sb3_grpo.natural import LIMIT
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import PersistentAlgorithm
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
@@ -38,7 +39,7 @@ from sb3_grpo.settings import (
     warn_without_vec_normalize,
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
-from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error
+from sb3_grpo.update import ClipRange, Objective, UpdateRule, check_update, describe_update, rolled_back_on_error
 from sb3_grpo.validation import check_environment, check_registered
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
@@ -140,6 +141,7 @@ class GRPO(PersistentAlgorithm):
         sde_sample_freq: int = -1,
         rollout_buffer_class: str | type[GroupRolloutBuffer] | None = "kernel",
         rollout_buffer_kwargs: dict[str, Any] | None = None,
+        update_rule: UpdateRule = "clipped",
         target_kl: float | None = None,
         normalize_observations: bool = True,
         stats_window_size: int = 100,
@@ -195,6 +197,7 @@ class GRPO(PersistentAlgorithm):
         self.adaptive_kl_target = adaptive_kl_target
         self.kl_reference = kl_reference
         self.kl_estimator = kl_estimator
+        self.update_rule = update_rule
         self.target_kl = target_kl
         self.normalize_observations = normalize_observations
 
@@ -460,9 +463,13 @@ class GRPO(PersistentAlgorithm):
         with rolled_back_on_error(self.policy, self.kl_penalty):
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
-            steps = objective.optimize(self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl)
+            if self.update_rule == "natural":
+                steps = objective.take_natural_steps(self.policy, self.rollout_buffer, 1, self.target_kl or LIMIT)
+            else:
+                n_epochs, batch_size = self.n_epochs, self.batch_size
+                steps = objective.take_clipped_steps(self.policy, self.rollout_buffer, n_epochs, batch_size, self.target_kl)
             check_update(self.policy, steps.epochs)
-            metrics = describe_update(steps.epochs)
+            metrics = describe_update(steps)
             if self.adaptive_kl_target is not None:
                 kl = self.kl_penalty.mean(self.policy, self.rollout_buffer.get(ENCODING_BATCH))
                 metrics["train/kl_to_reference"] = kl
@@ -477,6 +484,8 @@ class GRPO(PersistentAlgorithm):
         if hasattr(self.policy, "log_std"):
             self.logger.record("train/std", th.exp(self.policy.log_std).mean().item())
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
+        if steps.natural:
+            return
         self.logger.record("train/clip_range", objective.clip_range.low)
         if self.clip_range_high is not None:
             self.logger.record("train/clip_range_high", objective.clip_range.high)

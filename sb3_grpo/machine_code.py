@@ -1,8 +1,8 @@
 """
 The arithmetic of acting and of an update for small networks: functions of numpy arrays that numba compiles.
 
-They are plain Python as well, only slow. :mod:`sb3_grpo.compiled` compiles :func:`act` and :func:`update`, which call the
-others.
+They are plain Python as well, only slow. :mod:`sb3_grpo.compiled` compiles :func:`act`, :func:`update` and those of the last
+section, which call the others.
 
 Symbols: ``n`` transitions, ``k`` outputs of the network, ``d`` components of an action. ``pi`` is the policy that is trained,
 ``q`` the reference of the KL penalty. Arrays are in single precision and contiguous, a row for each transition.
@@ -13,8 +13,8 @@ The outputs of the network are the parameters of the action distribution. Its fa
 - ``CATEGORICAL``: one choice (``Discrete``) or several independent ones (``MultiDiscrete``). Outputs are the logits;
 - ``BERNOULLI``: independent yes-or-no choices (``MultiBinary``). Outputs are the logits.
 
-:func:`forward` and :func:`backward` know nothing of the objective. A product of the Fisher matrix with a vector needs the same
-two passes, with the derivatives of the outputs between them.
+:func:`forward` and :func:`backward` know nothing of the objective. :func:`fisher_product` has :func:`forward_tangent` and the
+same :func:`backward`, with the derivatives of the outputs between them.
 """
 
 import math
@@ -394,6 +394,44 @@ def backward(
         stop = start
 
 
+@compilable
+def forward_tangent(network: Network, parameters: np.ndarray, values: np.ndarray, vector: np.ndarray, n: int) -> np.ndarray:
+    """
+    The derivative of the outputs of :func:`forward` in the direction of a vector of parameters (Pearlmutter 1994, "Fast exact
+    multiplication by the Hessian"): with ``U_l`` and ``u_l`` the parts of the vector that belong to ``W_l`` and ``b_l``,
+    ``t_l = phi'(x_(l-1)) t_(l-1) W_l^T + phi(x_(l-1)) U_l^T + u_l`` and ``t_0 = 0``.
+
+    :param network: Network
+    :param parameters: As for :func:`forward`
+    :param values: As :func:`forward` has left them
+    :param vector: Direction, shape of ``parameters``
+    :param n: Number of rows
+    :return: The derivatives, shape ``(n, k)``
+    """
+    sizes = network.sizes
+    start, stop, at = 0, n * sizes[0], 0
+    tangent = np.empty((0, 0), np.float32)
+    for layer in range(1, len(sizes)):
+        n_in, n_out = sizes[layer - 1], sizes[layer]
+        inputs = values[start:stop].reshape(n, n_in)
+        split = at + n_out * n_in
+        following = np.empty((n, n_out), np.float32)
+        matmul_transposed(inputs, vector[at:split].reshape(n_out, n_in), following)
+        if layer > 1:
+            activate_backward(tangent.reshape(-1), values[start:stop], network.activation)
+            from_below = np.empty((n, n_out), np.float32)
+            matmul_transposed(tangent, parameters[at:split].reshape(n_out, n_in), from_below)
+            for i in range(n):
+                for j in range(n_out):
+                    following[i, j] += from_below[i, j]
+        for i in range(n):
+            for j in range(n_out):
+                following[i, j] += vector[split + j]
+        tangent = following
+        start, stop, at = stop, stop + n * n_out, split + n_out
+    return tangent
+
+
 # --- action distributions ---------------------------------------------------------------------------------------------
 
 
@@ -655,6 +693,42 @@ def backward_bernoulli(
                 gradient[i, j] += grad_found[2, i] * (x - reference[i, j]) * slope
 
 
+@compilable
+def fisher_of_outputs(network: Network, outputs: np.ndarray, log_std: np.ndarray, tangent: np.ndarray) -> None:
+    """
+    Multiply derivatives of the outputs, in place, by the Fisher matrix of the action distribution: ``t / sigma^2`` for the
+    means of a Gaussian, ``p (t - sum_j p_j t_j)`` for each categorical choice, and ``p (1 - p) t`` for a Bernoulli variable.
+
+    :param network: Network
+    :param outputs: Its outputs, shape ``(n, k)``
+    :param log_std: ``log sigma``, shape ``(d,)``; empty for other families
+    :param tangent: Derivatives ``t``, shape ``(n, k)``
+    """
+    n, k = tangent.shape
+    if network.family == GAUSSIAN:
+        precision = np.exp(-log_std)
+        for i in range(n):
+            for j in range(k):
+                tangent[i, j] *= precision[j] * precision[j]
+    elif network.family == CATEGORICAL:
+        p = outputs.copy()
+        log_softmax(p, network.n_categories)
+        for i in range(n):
+            first = 0
+            for size in network.n_categories:
+                mean = ZERO
+                for j in range(first, first + size):
+                    p[i, j] = math.exp(p[i, j])
+                    mean += p[i, j] * tangent[i, j]
+                for j in range(first, first + size):
+                    tangent[i, j] = p[i, j] * (tangent[i, j] - mean)
+                first += size
+    else:
+        for i in range(n):
+            for j in range(k):
+                tangent[i, j] *= sigmoid(outputs[i, j]) * sigmoid(-outputs[i, j])
+
+
 # --- acting -----------------------------------------------------------------------------------------------------------
 
 
@@ -885,6 +959,37 @@ def take_rows(array: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 @compilable
+def evaluate(
+    network: Network,
+    parameters: np.ndarray,
+    outputs: np.ndarray,
+    reference: np.ndarray,
+    reference_log_std: np.ndarray,
+    actions: np.ndarray,
+    found: np.ndarray,
+) -> None:
+    """
+    Log-probabilities, entropies and divergences of the action distribution.
+
+    :param network: Network
+    :param parameters: Its parameters, and ``log_std``
+    :param outputs: Outputs of the network, shape ``(n, k)``; logits of choices become logarithms of probabilities
+    :param reference: Those of the reference, which become likewise; no rows without one
+    :param reference_log_std: The reference's log standard deviations, shape ``(d,)``
+    :param actions: Actions, shape ``(n, d)``
+    :param found: See :func:`evaluate_categorical`
+    """
+    if network.family == CATEGORICAL:
+        log_softmax(outputs, network.n_categories)
+        log_softmax(reference, network.n_categories)
+        evaluate_categorical(outputs, reference, network.n_categories, actions, found)
+    elif network.family == GAUSSIAN:
+        evaluate_gaussian(outputs, split_log_std(network, parameters), reference, reference_log_std, actions, found)
+    else:
+        evaluate_bernoulli(outputs, reference, actions, found)
+
+
+@compilable
 def minibatch(
     network: Network,
     parameters: np.ndarray,
@@ -902,7 +1007,7 @@ def minibatch(
     :param batch: Transitions of the update
     :param index: Transitions of the minibatch
     :param settings: Objective
-    :param gradient: Receives the gradient, shape of ``parameters``
+    :param gradient: Receives the gradient, shape of ``parameters``; empty if only the metrics are wanted
     :param metrics: See :func:`surrogate`
     :return: Estimate of the divergence from the old policy
     """
@@ -912,18 +1017,12 @@ def minibatch(
     actions, reference = take_rows(batch.actions, index), take_rows(batch.reference, index)
     found, grad_found = np.empty((3, n), np.float32), np.empty((3, n), np.float32)
     outputs = forward(network, parameters, values, n)
-    grad_outputs = np.empty((n, network.sizes[-1]), np.float32)
-    if network.family == CATEGORICAL:
-        log_softmax(outputs, network.n_categories)
-        log_softmax(reference, network.n_categories)
-        evaluate_categorical(outputs, reference, network.n_categories, actions, found)
-    elif network.family == GAUSSIAN:
-        log_std = split_log_std(network, parameters)
-        evaluate_gaussian(outputs, log_std, reference, batch.reference_log_std, actions, found)
-    else:
-        evaluate_bernoulli(outputs, reference, actions, found)
+    evaluate(network, parameters, outputs, reference, batch.reference_log_std, actions, found)
     rows = batch.old_log_prob[index], batch.advantages[index], batch.weights[index]
     approx_kl = surrogate(found, rows[0], rows[1], rows[2], settings, grad_found, metrics)
+    if len(gradient) == 0:
+        return approx_kl
+    grad_outputs = np.empty((n, network.sizes[-1]), np.float32)
     if network.family == CATEGORICAL:
         backward_categorical(outputs, reference, network.n_categories, actions, grad_found, grad_outputs)
     elif network.family == GAUSSIAN:
@@ -971,3 +1070,94 @@ def update(
         metrics[N_STEPS] += 1.0
         adam(parameters, optimizer)
     return approx_kl
+
+
+# --- natural-gradient steps -------------------------------------------------------------------------------------------
+
+
+def evaluate_all(
+    network: Network,
+    parameters: np.ndarray,
+    batch: Batch,
+    settings: Settings,
+    gradient: np.ndarray,
+    metrics: np.ndarray,
+) -> None:
+    """
+    The loss of all transitions as one minibatch.
+
+    :param network: Network
+    :param parameters: Its parameters, and ``log_std``
+    :param batch: Transitions of the update
+    :param settings: Objective
+    :param gradient: Receives the gradient, shape of ``parameters``; empty if only the metrics are wanted
+    :param metrics: Receives the :class:`Metrics`, shape ``(N_METRICS,)``
+    """
+    metrics[:] = 0.0
+    minibatch(network, parameters, batch, np.arange(len(batch.advantages)), settings, gradient, metrics)
+
+
+@compilable
+def linearize(network: Network, parameters: np.ndarray, features: np.ndarray, values: np.ndarray) -> None:
+    """
+    Compute the values of all layers, which :func:`fisher_product` needs.
+
+    :param network: Network
+    :param parameters: Its parameters, and ``log_std``
+    :param features: Standardised observations, shape ``(n, n_inputs)``
+    :param values: Receives the values of all layers as :func:`forward` leaves them
+    """
+    values[: features.size] = features.reshape(-1)
+    forward(network, parameters, values, len(features))
+
+
+def fisher_product(
+    network: Network, parameters: np.ndarray, values: np.ndarray, n: int, vector: np.ndarray, product: np.ndarray
+) -> None:
+    """
+    The product of the Fisher matrix with a vector, ``1/n sum_t J_t' M_t J_t v``, where ``J`` is the Jacobian of the outputs
+    and ``M`` the Fisher matrix of the action distribution. That of ``log sigma`` is twice the identity.
+
+    :param network: Network
+    :param parameters: Its parameters, and ``log_std``
+    :param values: From :func:`linearize`
+    :param n: Number of rows of ``values``
+    :param vector: Vector ``v``, shape of ``parameters``
+    :param product: Receives the product, same shape
+    """
+    tangent = forward_tangent(network, parameters, values, vector, n)
+    outputs = values[len(values) - n * network.sizes[-1] :].reshape(n, network.sizes[-1])
+    fisher_of_outputs(network, outputs, split_log_std(network, parameters), tangent)
+    share = ONE / np.float32(n)
+    for i in range(n):
+        for j in range(tangent.shape[1]):
+            tangent[i, j] *= share
+    backward(network, parameters, values, tangent, product)
+    of_log_std, along = split_log_std(network, product), split_log_std(network, vector)
+    for j in range(len(of_log_std)):
+        of_log_std[j] = np.float32(2.0) * along[j]
+
+
+def divergence(network: Network, parameters: np.ndarray, before: np.ndarray, features: np.ndarray) -> float:
+    """
+    The mean divergence KL(pi || q) from the policy ``q`` with other parameters.
+
+    :param network: Network
+    :param parameters: Parameters of ``pi``
+    :param before: Parameters of ``q``
+    :param features: Standardised observations, shape ``(n, n_inputs)``
+    :return: The divergence, summed over the components of an action
+    """
+    n, k = len(features), network.sizes[-1]
+    values = np.empty(n * n_values(network.sizes), np.float32)
+    linearize(network, before, features, values)
+    reference = values[len(values) - n * k :].reshape(n, k).copy()
+    linearize(network, parameters, features, values)
+    outputs = values[len(values) - n * k :].reshape(n, k)
+    d = len(network.n_categories) if network.family == CATEGORICAL else k
+    found = np.empty((3, n), np.float32)
+    evaluate(network, parameters, outputs, reference, split_log_std(network, before), np.zeros((n, d), np.float32), found)
+    total = 0.0
+    for i in range(n):
+        total += np.float64(found[2, i])
+    return total / n

@@ -1,22 +1,30 @@
 """The gradient steps of an update, and the metrics of all of them. The loss itself is in :mod:`sb3_grpo.losses`."""
 
 import copy
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch as th
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.preprocessing import get_action_dim
+from torch.nn.utils import parameters_to_vector
 
 from sb3_grpo import losses
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.compiled import CompiledPolicy, compiled_policy, is_unaltered
 from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.losses import MinibatchLoss
-from sb3_grpo.machine_code import Settings
-from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.machine_code import Metrics, Settings
+from sb3_grpo.natural import NaturalStep, fisher_stride, natural_step
+from sb3_grpo.observations import take_observations
+from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
+
+UpdateRule = Literal["clipped", "natural"]
 
 
 class ClipRange(NamedTuple):
@@ -26,11 +34,14 @@ class ClipRange(NamedTuple):
     high: float
 
 
+NO_CLIPPING = ClipRange(math.inf, math.inf)
+
+
 @dataclass(frozen=True)
 class Objective:
     """
-    The objective of an update: clipped surrogate, entropy bonus and KL penalty, with the present values of GRPO's arguments.
-    :meth:`optimize` improves a policy by it.
+    The objective of an update: surrogate, entropy bonus and KL penalty, with the present values of GRPO's arguments.
+    :meth:`take_clipped_steps` and :meth:`take_natural_steps` improve a policy by it.
     """
 
     clip_range: ClipRange
@@ -40,14 +51,14 @@ class Objective:
     kl_penalty: KLPenalty
     max_grad_norm: float
 
-    def optimize(
+    def take_clipped_steps(
         self,
         policy: ActorPolicy,
         rollout_buffer: GroupRolloutBuffer,
         n_epochs: int,
         batch_size: int,
         target_kl: float | None = None,
-    ) -> "GradientSteps":
+    ) -> "Steps":
         """
         Take a gradient step with each minibatch of several epochs. The update ends at a minibatch whose approximate KL
         divergence exceeds ``1.5 target_kl``.
@@ -55,78 +66,46 @@ class Objective:
         :return: The steps that were taken
         """
         max_kl = math.inf if target_kl is None else 1.5 * target_kl
-        compiled = self.compiled_policy(policy, rollout_buffer)
-        take_epoch: Callable[[], tuple[Epoch, float]] = partial(self._take_epoch, policy, rollout_buffer, batch_size, max_kl)
-        if not isinstance(compiled, str):
-            take_epoch = self._compiled_epoch(compiled, policy, rollout_buffer, batch_size, max_kl)
+        update = self._update(policy, rollout_buffer, max_kl)
         epochs: list[Epoch] = []
         for _ in range(n_epochs):
-            epoch, approx_kl = take_epoch()
+            epoch, approx_kl = update.take_epoch(batch_size)
             epochs.append(epoch)
             if approx_kl > max_kl:
-                return GradientSteps(epochs, approx_kl)
-        return GradientSteps(epochs)
+                return Steps(epochs, excessive_kl=approx_kl)
+        return Steps(epochs)
+
+    def take_natural_steps(
+        self, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, n_steps: int, limit: float
+    ) -> "Steps":
+        """
+        Take natural-gradient steps with all transitions of the update. Importance ratios are not clipped, because the limit of
+        the divergence keeps them close to one.
+
+        :param limit: Limit of the divergence of a step, see :func:`~sb3_grpo.natural.natural_step`
+        :return: The steps, each of which counts as an epoch
+        """
+        update = replace(self, clip_range=NO_CLIPPING)._update(policy, rollout_buffer)
+        epochs, natural = [], []
+        for _ in range(n_steps):
+            natural.append(natural_step(update, limit))
+            if not natural[-1].is_accepted:
+                update.loss()  # the metrics are those of the weights that stay
+            epochs.append(update.epoch()._replace(n_steps=1.0, grad_norm=natural[-1].grad_norm))
+        return Steps(epochs, natural=natural)
 
     def compiled_policy(self, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer) -> CompiledPolicy | str:
         """:return: The policy in machine code, or a reason why it is updated by torch"""
         estimator = self.kl_penalty.estimator if self.kl_coef > 0 else "exact"
         return compiled_policy(policy, rollout_buffer, self.importance_sampling_level, estimator)
 
-    def _compiled_epoch(
-        self,
-        compiled: CompiledPolicy,
-        policy: ActorPolicy,
-        rollout_buffer: GroupRolloutBuffer,
-        batch_size: int,
-        max_kl: float,
-    ) -> "Callable[[], tuple[Epoch, float]]":
-        """:return: A function that does what :meth:`_take_epoch` does, in machine code"""
-        settings = Settings(*map(float, (*self.clip_range, self.ent_coef, self.kl_coef, self.max_grad_norm, max_kl)))
-        batch = compiled.batch(policy, rollout_buffer.update, self.kl_penalty.policy if self.kl_coef > 0 else None)
-
-        def take_epoch() -> tuple[Epoch, float]:
-            sums, approx_kl = compiled.epoch(batch, rollout_buffer.permutation(), batch_size, settings)
-            epoch = Epoch(
-                n=sums.n,
-                n_minibatches=sums.n_minibatches,
-                n_steps=sums.n_steps,
-                entropy=sums.entropy / sums.n,
-                policy_gradient_loss=sums.surrogate / sums.n_minibatches,
-                approx_kl=sums.approx_kl / sums.n,
-                clip_fraction_low=sums.clipped_low / sums.n,
-                clip_fraction_high=sums.clipped_high / sums.n,
-                effective_sample_size=sums.ratio**2 / (sums.n * sums.ratio_squared),
-                kl=sums.kl / sums.n if self.kl_coef > 0 else None,
-                grad_norm=sums.grad_norm / max(sums.n_steps, 1.0),
-                loss=sums.loss,
-            )
-            return epoch, approx_kl
-
-        return take_epoch
-
-    def _take_epoch(
-        self, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, batch_size: int, max_kl: float
-    ) -> "tuple[Epoch, float]":
-        """
-        Take a gradient step with each minibatch of an epoch, up to one whose approximate KL divergence exceeds a limit.
-
-        :return: Metrics of the epoch, and the divergence of the last minibatch, if there is a limit
-        """
-        minibatches: list[MinibatchLoss] = []
-        gradient_norms: list[th.Tensor] = []
-        approx_kl = 0.0
-        for rollout_data in rollout_buffer.get(batch_size, self.importance_sampling_level == "trajectory"):
-            minibatch = self.evaluate(policy, rollout_data)
-            minibatches.append(MinibatchLoss(*(field.detach() for field in minibatch)))
-            if max_kl < math.inf:
-                approx_kl = losses.approximate_kl(minibatches[-1].log_ratio).item()
-                if approx_kl > max_kl:  # not NaN, which is left to the check of the gradient
-                    break
-            policy.optimizer.zero_grad()
-            minibatch.loss.backward()
-            gradient_norms.append(th.nn.utils.clip_grad_norm_(policy.parameters(), self.max_grad_norm))
-            policy.optimizer.step()
-        return _epoch(minibatches, gradient_norms, self.clip_range), approx_kl
+    def _update(
+        self, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, max_kl: float = math.inf
+    ) -> "TorchUpdate | CompiledUpdate":
+        compiled = self.compiled_policy(policy, rollout_buffer)
+        if isinstance(compiled, str):
+            return TorchUpdate(self, policy, rollout_buffer, max_kl)
+        return CompiledUpdate(self, policy, rollout_buffer, max_kl, compiled)
 
     def evaluate(self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples) -> MinibatchLoss:
         """:return: The loss of a minibatch of ``n`` transitions, and its parts"""
@@ -148,6 +127,204 @@ class Objective:
             kl_coef=self.kl_coef,
             weights=rollout_data.weights,
             trajectories=rollout_data.trajectories if self.importance_sampling_level == "trajectory" else None,
+        )
+
+
+class TorchUpdate:
+    """
+    An update by torch, for every policy. It is a :class:`~sb3_grpo.natural.LocalModel` of the policy as well.
+
+    :param objective: Objective
+    :param policy: Policy
+    :param rollout_buffer: Buffer with the transitions of the update
+    :param max_kl: Limit of the approximate KL divergence of a minibatch
+    """
+
+    def __init__(self, objective: Objective, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, max_kl: float):
+        self._objective = objective
+        self._policy = policy
+        self._rollout_buffer = rollout_buffer
+        self._max_kl = max_kl
+        self._whole_trajectories = objective.importance_sampling_level == "trajectory"
+        self._before: list[Distribution] = []
+
+    def take_epoch(self, batch_size: int) -> "tuple[Epoch, float]":
+        """
+        Take a gradient step with each minibatch of an epoch, up to one whose approximate KL divergence exceeds the limit.
+
+        :param batch_size: Minibatch size
+        :return: Metrics of the epoch, and the divergence of the last minibatch, if there is a limit
+        """
+        policy, objective = self._policy, self._objective
+        minibatches: list[MinibatchLoss] = []
+        gradient_norms: list[th.Tensor] = []
+        approx_kl = 0.0
+        for rollout_data in self._rollout_buffer.get(batch_size, self._whole_trajectories):
+            minibatch = objective.evaluate(policy, rollout_data)
+            minibatches.append(MinibatchLoss(*(field.detach() for field in minibatch)))
+            if self._max_kl < math.inf:
+                approx_kl = losses.approximate_kl(minibatches[-1].log_ratio).item()
+                if approx_kl > self._max_kl:  # not NaN, which is left to the check of the gradient
+                    break
+            policy.optimizer.zero_grad()
+            minibatch.loss.backward()
+            gradient_norms.append(th.nn.utils.clip_grad_norm_(policy.parameters(), objective.max_grad_norm))
+            policy.optimizer.step()
+        return _epoch(minibatches, gradient_norms, objective.clip_range), approx_kl
+
+    # --- the policy as a natural-gradient step sees it ----------------------------------------------------------------
+
+    @functools.cached_property
+    def _batches(self) -> list[GroupRolloutBufferSamples]:
+        """All transitions, in batches that fit into memory."""
+        return list(self._rollout_buffer.get(ENCODING_BATCH, self._whole_trajectories))
+
+    @functools.cached_property
+    def _parameters(self) -> list[th.nn.Parameter]:
+        return [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+
+    @property
+    def n_components(self) -> int:
+        return get_action_dim(self._policy.action_space)
+
+    def gradient(self) -> th.Tensor:
+        self._policy.optimizer.zero_grad()
+        n = self._rollout_buffer.n_samples
+        for batch in self._batches:
+            (self._objective.evaluate(self._policy, batch).loss * (len(batch.advantages) / n)).backward()
+        some = take_observations(self._rollout_buffer.update.observations, slice(None, None, fisher_stride(n)))
+        with th.no_grad():  # a policy has one distribution object, in which every call puts another distribution of torch
+            self._before = [copy.copy(self._policy.get_distribution(batch.observations)) for batch in self._batches]
+            before = copy.copy(self._policy.get_distribution(some))
+        divergence = losses.exact_kl(self._policy.get_distribution(some), before).mean()
+        self._slope = self._flat(th.autograd.grad(divergence, self._parameters, create_graph=True, allow_unused=True))
+        return self._flat([parameter.grad for parameter in self._parameters]).clone()
+
+    def fisher_product(self, vector: th.Tensor) -> th.Tensor:
+        along = self._slope.dot(vector)
+        return self._flat(th.autograd.grad(along, self._parameters, retain_graph=True, allow_unused=True)).clone()
+
+    def weights(self) -> th.Tensor:
+        return parameters_to_vector(self._parameters).detach().clone()
+
+    def move(self, weights: th.Tensor) -> None:
+        with th.no_grad():
+            for parameter, part in zip(self._parameters, self._parts(weights), strict=True):
+                parameter.copy_(part)
+
+    @th.no_grad()
+    def loss(self) -> float:
+        evaluated = [self._objective.evaluate(self._policy, batch) for batch in self._batches]
+        sizes = [len(each.ratio) for each in evaluated]
+        means, rows = zip(*((each[:2], each[2:]) for each in evaluated), strict=True)  # of each batch, of each transition
+        weights = th.tensor(sizes, device=self._rollout_buffer.device) / sum(sizes)
+        mean = [weights.dot(th.stack(field)) for field in zip(*means, strict=True)]
+        self._evaluated = MinibatchLoss(*mean, *map(th.cat, zip(*rows, strict=True)))
+        return self._evaluated.loss.item()
+
+    @th.no_grad()
+    def divergence(self) -> float:
+        total = 0.0
+        for batch, before in zip(self._batches, self._before, strict=True):
+            total += losses.exact_kl(self._policy.get_distribution(batch.observations), before).sum().item()
+        return total / self._rollout_buffer.n_samples
+
+    def epoch(self) -> "Epoch":
+        """:return: Metrics of the last :meth:`loss`"""
+        return _epoch([self._evaluated], [], self._objective.clip_range)
+
+    def _flat(self, tensors: Sequence[th.Tensor | None]) -> th.Tensor:
+        """:return: Gradients with respect to the parameters in one vector; ``None`` is zero"""
+        pairs = zip(tensors, self._parameters, strict=True)
+        return th.cat([(th.zeros_like(like) if each is None else each).flatten() for each, like in pairs])
+
+    def _parts(self, vector: th.Tensor) -> list[th.Tensor]:
+        parts = vector.split([parameter.numel() for parameter in self._parameters])
+        return [part.view_as(parameter) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+
+class CompiledUpdate:
+    """
+    The same in machine code.
+
+    :param objective: Objective
+    :param policy: Policy
+    :param rollout_buffer: Buffer with the transitions of the update
+    :param max_kl: Limit of the approximate KL divergence of a minibatch
+    :param compiled: The policy in machine code
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        policy: ActorPolicy,
+        rollout_buffer: GroupRolloutBuffer,
+        max_kl: float,
+        compiled: CompiledPolicy,
+    ):
+        self._compiled = compiled
+        self._policy = policy
+        self._rollout_buffer = rollout_buffer
+        self._has_penalty = objective.kl_coef > 0
+        reference = objective.kl_penalty.policy if self._has_penalty else None
+        self._batch = compiled.batch(policy, rollout_buffer.update, reference)
+        numbers = *objective.clip_range, objective.ent_coef, objective.kl_coef, objective.max_grad_norm, max_kl
+        self._settings = Settings(*map(float, numbers))
+
+    def take_epoch(self, batch_size: int) -> "tuple[Epoch, float]":
+        """See :meth:`TorchUpdate.take_epoch`."""
+        permutation = self._rollout_buffer.permutation()
+        sums, approx_kl = self._compiled.epoch(self._batch, permutation, batch_size, self._settings)
+        return self._epoch(sums), approx_kl
+
+    # --- the policy as a natural-gradient step sees it ----------------------------------------------------------------
+
+    @property
+    def n_components(self) -> int:
+        return get_action_dim(self._policy.action_space)
+
+    def gradient(self) -> th.Tensor:
+        gradient = np.empty_like(self._compiled.parameters)
+        self._evaluated = self._compiled.evaluate(self._batch, self._settings, gradient)
+        self._before = self._compiled.parameters.copy()
+        features = self._batch.features
+        self._fisher = self._compiled.fisher(np.ascontiguousarray(features[:: fisher_stride(len(features))]))
+        return th.from_numpy(gradient)
+
+    def fisher_product(self, vector: th.Tensor) -> th.Tensor:
+        return th.from_numpy(self._fisher(vector.numpy()))
+
+    def weights(self) -> th.Tensor:
+        return th.from_numpy(self._compiled.parameters.copy())
+
+    def move(self, weights: th.Tensor) -> None:
+        self._compiled.parameters[:] = weights.numpy()
+
+    def loss(self) -> float:
+        self._evaluated = self._compiled.evaluate(self._batch, self._settings)
+        return self._evaluated.loss
+
+    def divergence(self) -> float:
+        return self._compiled.divergence(self._before, self._batch.features)
+
+    def epoch(self) -> "Epoch":
+        """:return: Metrics of the last :meth:`loss`"""
+        return self._epoch(self._evaluated)
+
+    def _epoch(self, sums: Metrics) -> "Epoch":
+        return Epoch(
+            n=sums.n,
+            n_minibatches=sums.n_minibatches,
+            n_steps=sums.n_steps,
+            entropy=sums.entropy / sums.n,
+            policy_gradient_loss=sums.surrogate / sums.n_minibatches,
+            approx_kl=sums.approx_kl / sums.n,
+            clip_fraction_low=sums.clipped_low / sums.n,
+            clip_fraction_high=sums.clipped_high / sums.n,
+            effective_sample_size=sums.ratio**2 / (sums.n * sums.ratio_squared),
+            kl=sums.kl / sums.n if self._has_penalty else None,
+            grad_norm=sums.grad_norm / max(sums.n_steps, 1.0),
+            loss=sums.loss,
         )
 
 
@@ -183,16 +360,18 @@ class Epoch(NamedTuple):
     loss: float
 
 
-class GradientSteps(NamedTuple):
+class Steps(NamedTuple):
     """
-    The gradient steps of an update.
+    The steps of an update.
 
     :param epochs: Metrics of each epoch
     :param excessive_kl: The approximate KL divergence that ended the update early, if one did
+    :param natural: The natural-gradient steps, if they were such
     """
 
     epochs: list[Epoch]
     excessive_kl: float | None = None
+    natural: Sequence[NaturalStep] = ()
 
 
 def _epoch(minibatches: list[MinibatchLoss], gradient_norms: list[th.Tensor], clip_range: ClipRange) -> Epoch:
@@ -217,24 +396,29 @@ def _epoch(minibatches: list[MinibatchLoss], gradient_norms: list[th.Tensor], cl
     )
 
 
-def describe_update(epochs: list[Epoch]) -> dict[str, float]:
+def describe_update(steps: Steps) -> dict[str, float]:
     """:return: Metrics of the update, from those of its epochs"""
+    epochs, last = steps.epochs, steps.epochs[-1]
 
     def mean(name: str, weight: str = "n") -> float:
         weights = [getattr(epoch, weight) for epoch in epochs]
         return sum(w * getattr(epoch, name) for w, epoch in zip(weights, epochs, strict=True)) / sum(weights)
 
-    low, high, last = mean("clip_fraction_low"), mean("clip_fraction_high"), epochs[-1]
     metrics = {
         "train/entropy_loss": -mean("entropy"),
         "train/policy_gradient_loss": mean("policy_gradient_loss", "n_minibatches"),
         "train/approx_kl": last.approx_kl,
-        "train/clip_fraction": low + high,
-        "train/clip_fraction_low": low,
-        "train/clip_fraction_high": high,
         "train/effective_sample_size": last.effective_sample_size,
         "train/loss": last.loss,
     }
+    if steps.natural:
+        metrics["train/kl_divergence_loss"] = float(np.mean([step.divergence for step in steps.natural]))
+        metrics["train/line_search_steps"] = float(np.mean([step.n_tried for step in steps.natural]))
+        metrics["train/is_line_search_success"] = float(np.mean([step.is_accepted for step in steps.natural]))
+    else:
+        low, high = mean("clip_fraction_low"), mean("clip_fraction_high")
+        metrics["train/clip_fraction"] = low + high
+        metrics["train/clip_fraction_low"], metrics["train/clip_fraction_high"] = low, high
     if any(epoch.n_steps > 0 for epoch in epochs):
         metrics["train/grad_norm"] = mean("grad_norm", "n_steps")
     if last.kl is not None:

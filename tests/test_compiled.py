@@ -26,7 +26,17 @@ from torch import nn
 from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy, losses, normalization
 from sb3_grpo import machine_code as mc
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
-from sb3_grpo.compiled import FAMILIES, Compiled, CompiledPolicy, Parts, _parts, actor, compile_functions, compiled_policy
+from sb3_grpo.compiled import (
+    ENTRY_POINTS,
+    FAMILIES,
+    Compiled,
+    CompiledPolicy,
+    Parts,
+    _parts,
+    actor,
+    compile_functions,
+    compiled_policy,
+)
 from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.update import ClipRange, Objective, describe_update
 
@@ -295,8 +305,10 @@ def test_an_update_in_plain_python_is_that_of_torch(space: spaces.Space, max_gra
     update = random_update(policies[1], N, weighted=True)
     penalty = distant_reference(policies[1])
     objective = Objective(ClipRange(0.1, 0.3), "step", 0.2, 0.5, penalty, max_grad_norm)
-    expected = objective.optimize(policies[1], Samples(update), 2, N).epochs[-1]
-    plain = CompiledPolicy(Compiled(mc.act, mc.update, 0.0), cast(Parts, _parts(policies[0])))
+    expected = objective.take_clipped_steps(policies[1], Samples(update), 2, N).epochs[-1]
+    plain = CompiledPolicy(
+        Compiled._make([*(getattr(mc, name) for name in ENTRY_POINTS), 0.0]), cast(Parts, _parts(policies[0]))
+    )
     plain.take_over(policies[0].optimizer)
     settings = mc.Settings(0.1, 0.3, 0.2, 0.5, max_grad_norm, math.inf)
     batch = plain.batch(policies[0], update, penalty.policy)
@@ -356,15 +368,55 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
         for policy in policies:
             state = np.random.get_state()
             np.random.seed(options["seed"])
-            steps = objective.optimize(policy, Samples(update), 2, options["batch_size"], options["target_kl"])
+            steps = objective.take_clipped_steps(policy, Samples(update), 2, options["batch_size"], options["target_kl"])
             np.random.set_state(state)
-            results.append((describe_update(steps.epochs), steps.excessive_kl, len(steps.epochs)))
+            results.append((describe_update(steps), steps.excessive_kl, len(steps.epochs)))
     assert isinstance(objective.compiled_policy(policies[0], Samples(update)), CompiledPolicy)
     assert isinstance(objective.compiled_policy(policies[1], Samples(update)), str)
     far = {name: each for name, each in differences(numbers(policies[0]), numbers(policies[1])).items() if each > 1e-5}
     assert not far
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5, abs=1e-6)
     assert results[0][1:] == pytest.approx(results[1][1:], rel=1e-4)
+
+
+@needs_numba
+@settings(max_examples=40)
+@given(
+    st.sampled_from(list(ACTION_SPACES)),
+    st.sampled_from([nn.Tanh, nn.ReLU]),
+    st.lists(st.integers(1, 20), max_size=3),
+    st.fixed_dictionaries(
+        dict(
+            ent_coef=st.sampled_from([0.0, 0.05]),
+            kl_coef=st.sampled_from([0.0, 0.3]),
+            weighted=st.booleans(),
+            limit=st.sampled_from([0.001, 0.02]),
+            n=st.sampled_from([1, 40, 1500]),
+            seed=st.integers(0, 100),
+        )
+    ),
+)
+def test_a_natural_gradient_step_gives_the_parameters_and_metrics_of_torch(
+    space: str, activation_fn: type[nn.Module], net_arch: list[int], options: dict[str, Any]
+):
+    with th.random.fork_rng():
+        th.manual_seed(options["seed"])
+        policies = pair(ACTION_SPACES[space], net_arch=net_arch, activation_fn=activation_fn)
+        update = random_update(policies[1], options["n"], options["weighted"])
+        penalty = distant_reference(policies[1])
+        objective = Objective(ClipRange(0.2, 0.2), "step", options["ent_coef"], options["kl_coef"], penalty, 0.5)
+        before = copy.deepcopy(policies[1])
+        results = [objective.take_natural_steps(policy, Samples(update), 2, options["limit"]) for policy in policies]
+    assert isinstance(objective.compiled_policy(policies[0], Samples(update)), CompiledPolicy)
+    assert isinstance(objective.compiled_policy(policies[1], Samples(update)), str)
+    tried = [[(step.n_tried, step.is_accepted) for step in result.natural] for result in results]
+    if tried[0] == tried[1]:  # rounding may decide whether a step that is about as long as allowed is taken
+        found, expected = (dict(policy.named_parameters()) for policy in policies)
+        assert all(step.is_accepted for step in results[0].natural)
+        changes = {name: (expected[name] - old).abs().max().item() for name, old in before.named_parameters()}
+        for name, change in changes.items():
+            assert (found[name] - expected[name]).abs().max().item() <= 0.01 * max(changes.values()), (name, change)
+        assert describe_update(results[0]) == pytest.approx(describe_update(results[1]), rel=1e-2, abs=1e-4)
 
 
 OBSERVATION_SPACES = {
@@ -456,7 +508,8 @@ def test_nothing_is_compiled_after_the_warm_up():
     functions: Any = compile_functions()
     for env, options in RUNS.values():
         GRPO("MlpPolicy", env, n_steps=32, batch_size=16, n_epochs=1, seed=0, device="cpu", **options).learn(32)
-    assert len(functions.act.signatures) == len(functions.update.signatures) == 1
+    GRPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=16, update_rule="natural", seed=0, device="cpu").learn(32)
+    assert [len(getattr(functions, name).signatures) for name in ENTRY_POINTS] == [1] * len(ENTRY_POINTS)
 
 
 # --- one memory ---

@@ -1,0 +1,143 @@
+"""
+Natural-gradient steps inside a trust region, as in TRPO (https://arxiv.org/abs/1502.05477, appendix C).
+
+What a step needs to know about a policy is in a :class:`LocalModel`, of which there is one for torch and one for machine code.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch as th
+
+#: Limit of the divergence per component of the action, by default
+LIMIT = 0.01
+#: Added to the diagonal of the Fisher matrix, whose unit is the divergence per component of the action
+DAMPING = 0.1
+#: Number of transitions that the Fisher matrix is a mean over; fewer than twice as many are all taken
+FISHER_SAMPLES = 512
+#: Largest number of steps of conjugate gradients
+CG_STEPS = 15
+#: Conjugate gradients end at a squared residual of this fraction of that at the beginning.
+CG_TOLERANCE = 1e-10
+#: Factor of the size of a step that was too large
+SHRINKING = 0.8
+#: Number of sizes that are tried
+N_SIZES = 10
+
+
+class LocalModel(Protocol):
+    """A policy, with what the size and the direction of a natural-gradient step depend on. ``m`` is the number of weights."""
+
+    @property
+    def n_components(self) -> int:
+        """Number of components of an action, over which divergences are averaged."""
+
+    def gradient(self) -> th.Tensor:
+        """:return: Gradient of the loss at the present weights, shape ``(m,)``"""
+
+    def fisher_product(self, vector: th.Tensor) -> th.Tensor:
+        """
+        :param vector: Vector, shape ``(m,)``
+        :return: Its product with the Fisher matrix at the weights of the last :meth:`gradient`, which is the second derivative
+            of :meth:`divergence`, shape ``(m,)``
+        """
+
+    def weights(self) -> th.Tensor:
+        """:return: A copy of the present weights, shape ``(m,)``"""
+
+    def move(self, weights: th.Tensor) -> None:
+        """
+        :param weights: New weights, shape ``(m,)``
+        """
+
+    def loss(self) -> float:
+        """:return: Loss at the present weights"""
+
+    def divergence(self) -> float:
+        """:return: Mean KL divergence from the policy of the last :meth:`gradient`, summed over the components of an action"""
+
+
+class NaturalStep(NamedTuple):
+    """
+    A step that was tried.
+
+    :param grad_norm: Norm of the gradient
+    :param divergence: Divergence from the policy before, a mean over the components of an action; 0 if the step was rejected
+    :param n_tried: Number of sizes that were tried
+    :param is_accepted: Whether one of them was taken
+    """
+
+    grad_norm: float
+    divergence: float
+    n_tried: int
+    is_accepted: bool
+
+
+def fisher_stride(n_samples: int) -> int:
+    """
+    :param n_samples: Number of transitions of an update
+    :return: Distance of those that the Fisher matrix is a mean over
+    """
+    return max(n_samples // FISHER_SAMPLES, 1)
+
+
+def conjugate_gradient(
+    product: Callable[[th.Tensor], th.Tensor], right: th.Tensor, n_steps: int = CG_STEPS, tolerance: float = CG_TOLERANCE
+) -> th.Tensor:
+    """
+    Solve ``A x = b`` approximately for a symmetric, positive definite ``A`` (Hestenes & Stiefel 1952).
+
+    :param product: Multiplies a vector by ``A``
+    :param right: ``b``, shape ``(m,)``
+    :param n_steps: Largest number of steps
+    :param tolerance: Squared norm of the residual at which to stop, as a fraction of that of ``b``
+    :return: ``x``, shape ``(m,)``
+    """
+    solution, residual = th.zeros_like(right), right.clone()
+    direction = residual.clone()
+    squared = first = residual.dot(residual).item()
+    for _ in range(n_steps):
+        if not squared > tolerance * first:
+            break
+        multiplied = product(direction)
+        length = squared / direction.dot(multiplied).item()
+        solution.add_(direction, alpha=length)
+        residual.sub_(multiplied, alpha=length)
+        before, squared = squared, residual.dot(residual).item()
+        direction.mul_(squared / before).add_(residual)
+    return solution
+
+
+def natural_step(local: LocalModel, limit: float) -> NaturalStep:
+    """
+    Move a policy along its natural gradient ``F^-1 g``, to where a quadratic model of the divergence reaches a limit, or less
+    far if the divergence itself would exceed it or the loss would not fall (TRPO, appendix C).
+
+    Departure, which is sb3-contrib's: limit, Fisher matrix and damping are means over the components of an action, so that one
+    limit serves spaces with few of them and with many.
+
+    :param local: The policy
+    :param limit: Limit of the divergence
+    :return: The step
+    """
+    gradient = local.gradient()
+    loss_before = local.loss()
+    grad_norm = gradient.norm().item()
+    if not grad_norm > 0 or not math.isfinite(grad_norm):
+        return NaturalStep(grad_norm, 0.0, 0, False)
+
+    def product(vector: th.Tensor) -> th.Tensor:
+        return local.fisher_product(vector).div_(local.n_components).add_(vector, alpha=DAMPING)
+
+    direction = conjugate_gradient(product, -gradient)
+    size = math.sqrt(2.0 * limit / direction.dot(product(direction)).item())
+    before = local.weights()
+    for n_tried in range(1, N_SIZES + 1):
+        local.move(before.add(direction, alpha=size))
+        divergence = local.divergence() / local.n_components
+        if divergence <= limit and local.loss() < loss_before:
+            return NaturalStep(grad_norm, divergence, n_tried, True)
+        size *= SHRINKING
+    local.move(before)
+    return NaturalStep(grad_norm, 0.0, N_SIZES, False)

@@ -1,0 +1,236 @@
+"""A natural-gradient step goes as far as its limit allows, in the direction of steepest ascent per divergence."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from helpers import CHW, SMALL_CNN, AnyEnv
+from test_compiled import ACTION_SPACES, InTorch, Samples, distant_reference, make_policy, needs_numba, random_update
+
+from sb3_grpo import GRPO, ActorPolicy
+from sb3_grpo.losses import exact_kl
+from sb3_grpo.natural import DAMPING, N_SIZES, SHRINKING, conjugate_gradient, fisher_stride, natural_step
+
+
+def test_conjugate_gradients_solve_a_system_of_two_unknowns_in_two_steps():
+    matrix, right = th.tensor([[4.0, 1.0], [1.0, 3.0]], dtype=th.float64), th.tensor([1.0, 2.0], dtype=th.float64)
+    solution = conjugate_gradient(lambda vector: matrix @ vector, right, n_steps=2)
+    th.testing.assert_close(solution, th.tensor([1.0, 7.0], dtype=th.float64) / 11.0)
+    one_step = conjugate_gradient(lambda vector: matrix @ vector, right, n_steps=1)
+    th.testing.assert_close(one_step, th.tensor([0.25, 0.5], dtype=th.float64))  # along the right-hand side
+
+
+def test_conjugate_gradients_of_zero_are_zero():
+    assert (conjugate_gradient(lambda vector: vector, th.zeros(3)) == 0).all()
+
+
+class Quadratic:
+    """
+    Two weights ``x``, the loss ``slope . x`` and the divergence ``factor (x' F x) / 2`` with ``F`` diagonal, for two
+    components of an action. With a factor above one, the quadratic model of the divergence is too small.
+    """
+
+    n_components = 2
+
+    def __init__(
+        self, fisher: list[float], slope: list[float], factor: float = 1.0, loss: Callable[[th.Tensor], float] | None = None
+    ):
+        self._fisher, self._slope, self._factor = th.tensor(fisher), th.tensor(slope), factor
+        self._loss = loss or (lambda x: float(self._slope.dot(x)))
+        self.x = th.zeros(2)
+
+    def gradient(self) -> th.Tensor:
+        return self._slope.clone()
+
+    def fisher_product(self, vector: th.Tensor) -> th.Tensor:
+        return self._fisher * vector
+
+    def weights(self) -> th.Tensor:
+        return self.x.clone()
+
+    def move(self, weights: th.Tensor) -> None:
+        self.x = weights.clone()
+
+    def loss(self) -> float:
+        return self._loss(self.x)
+
+    def divergence(self) -> float:
+        return 0.5 * self._factor * float(self.x.dot(self._fisher * self.x))
+
+
+def test_a_step_goes_against_the_gradient_divided_by_the_fisher_matrix_up_to_the_limit():
+    problem = Quadratic([0.2, 1.8], [3.0, -1.0])
+    step = natural_step(problem, limit=0.02)
+    # Per component, the matrix is diag(0.1, 0.9) + DAMPING, so the direction is (-3 / 0.2, 1 / 1.0) = (-15, 1). Its length
+    # along the matrix is sqrt(0.2 * 15^2 + 1) = sqrt(46), and the step is sqrt(2 * 0.02 / 46) times the direction.
+    assert DAMPING == 0.1
+    th.testing.assert_close(problem.x, math.sqrt(0.04 / 46) * th.tensor([-15.0, 1.0]))
+    assert step.is_accepted and step.n_tried == 1
+    assert step.grad_norm == pytest.approx(math.sqrt(10))
+    assert step.divergence == pytest.approx(0.25 * 0.04 / 46 * (0.2 * 225 + 1.8)) and step.divergence < 0.02
+
+
+def test_a_step_is_shortened_until_the_divergence_itself_is_within_the_limit():
+    full, shorter = Quadratic([2000.0, 2000.0], [1.0, 1.0]), Quadratic([2000.0, 2000.0], [1.0, 1.0], factor=2.0)
+    natural_step(full, limit=0.01)
+    step = natural_step(shorter, limit=0.01)
+    # The divergence falls with the square of the size: 0.8^2 is above a half, and 0.8^4 is below.
+    assert step.n_tried == 3 and step.is_accepted
+    th.testing.assert_close(shorter.x, SHRINKING**2 * full.x)
+    assert 0 < step.divergence <= 0.01
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(Quadratic([1.0, 1.0], [1.0, 0.0], loss=lambda x: float(x.dot(x))), id="the loss rises"),
+        pytest.param(Quadratic([1.0, 1.0], [1.0, 0.0], loss=lambda x: math.nan), id="the loss is NaN"),
+        pytest.param(Quadratic([1.0, 1.0], [1.0, 0.0], factor=1e9), id="the divergence is far larger than its model"),
+        pytest.param(Quadratic([1.0, 1.0], [1.0, 0.0], factor=math.nan), id="the divergence is NaN"),
+    ],
+)
+def test_a_step_that_does_not_help_is_rejected_and_the_weights_stay(problem: Quadratic):
+    step = natural_step(problem, limit=0.01)
+    assert (step.is_accepted, step.divergence, step.n_tried) == (False, 0.0, N_SIZES)
+    assert (problem.x == 0).all()
+
+
+@pytest.mark.parametrize("slope", [0.0, math.nan])
+def test_without_a_gradient_no_step_is_tried(slope: float):
+    problem = Quadratic([1.0, 1.0], [slope, 0.0])
+    step = natural_step(problem, limit=0.01)
+    assert (step.is_accepted, step.n_tried) == (False, 0) and (problem.x == 0).all()
+    assert step.grad_norm == pytest.approx(slope, nan_ok=True)
+
+
+@pytest.mark.parametrize(("n", "n_taken"), [(1, 1), (512, 512), (1023, 1023), (1024, 512), (2048, 512), (2500, 625)])
+def test_the_fisher_matrix_is_a_mean_over_512_to_1023_transitions_of_many(n: int, n_taken: int):
+    assert len(range(0, n, fisher_stride(n))) == n_taken
+
+
+# --- the Fisher matrix ---
+
+
+def score_covariance(policy: ActorPolicy, observations: th.Tensor, actions: list[th.Tensor]) -> th.Tensor:
+    """``E[s s']`` of the scores ``s = d log pi(a) / d theta``, by summing over all actions: the definition of the matrix."""
+    total: Any = 0.0
+    for observation in observations.split(1):
+        for action in actions:
+            log_prob = policy.evaluate_actions(observation, action.unsqueeze(0))[0]
+            score = th.cat([each.flatten() for each in th.autograd.grad(log_prob.sum(), list(policy.parameters()))])
+            total = total + log_prob.exp().item() * th.outer(score, score)
+    return total / len(observations)
+
+
+def all_actions(space: Any) -> list[th.Tensor]:
+    if isinstance(space, spaces.Discrete):
+        return [th.tensor(each) for each in range(int(space.n))]
+    sizes = [2] * space.n if isinstance(space, spaces.MultiBinary) else space.nvec.tolist()  # type: ignore[operator]
+    return list(th.cartesian_prod(*(th.arange(size) for size in sizes)).float())
+
+
+@needs_numba
+@pytest.mark.parametrize("cls", [ActorPolicy, InTorch], ids=["machine code", "torch"])
+@pytest.mark.parametrize("name", ["Discrete", "MultiDiscrete", "MultiBinary"])
+def test_products_are_those_of_the_covariance_of_the_scores(name: str, cls: type[ActorPolicy]):
+    from sb3_grpo.update import NO_CLIPPING, Objective
+
+    policy = make_policy(ACTION_SPACES[name], cls, net_arch=[4])
+    data = random_update(policy, 5)
+    objective = Objective(NO_CLIPPING, "step", 0.0, 0.0, distant_reference(policy), 0.5)
+    update = objective._update(policy, Samples(data))
+    update.gradient()
+    assert type(update).__name__ == ("CompiledUpdate" if cls is ActorPolicy else "TorchUpdate")
+    matrix = score_covariance(policy, data.observations, all_actions(ACTION_SPACES[name]))  # type: ignore[arg-type]
+    for vector in th.randn(3, len(matrix)):
+        th.testing.assert_close(update.fisher_product(vector), matrix @ vector, rtol=1e-3, atol=1e-5)
+
+
+# --- a whole update ---
+
+
+def make_model(env: Any = "Pendulum-v1", policy: Any = "MlpPolicy", **options: Any) -> GRPO:
+    settings: dict[str, Any] = dict(n_steps=256, update_rule="natural", seed=0, device="cpu")
+    return GRPO(policy, env, **{**settings, **options})
+
+
+@pytest.mark.parametrize("limit", [0.001, 0.02])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_an_update_moves_the_policy_almost_to_the_limit(env: str, limit: float):
+    model = make_model(env, target_kl=limit, normalize_observations=False)
+    model.learn(256)
+    observations = model.rollout_buffer.update.observations
+    before, after = make_model(env, target_kl=limit, normalize_observations=False).policy, model.policy
+    with th.no_grad():
+        moved = exact_kl(after.get_distribution(observations), before.get_distribution(observations)).mean().item()
+    assert 0.3 * limit < moved <= limit
+    assert model.update_metrics["train/kl_divergence_loss"] == pytest.approx(moved, rel=1e-3)
+    assert model.update_metrics["train/is_line_search_success"] == 1.0
+
+
+def test_the_limit_is_for_each_component_of_an_action():
+    class ManyActions(gym.ActionWrapper):
+        def __init__(self, n: int):
+            super().__init__(gym.make("Pendulum-v1"))
+            self.action_space = spaces.Box(-2.0, 2.0, (n,))
+
+        def action(self, action: np.ndarray) -> np.ndarray:
+            return action.mean(keepdims=True)
+
+    model = make_model(ManyActions(5), target_kl=0.01).learn(256)
+    total = model.update_metrics["train/approx_kl"]
+    assert 0.01 < total < 0.06 and model.update_metrics["train/kl_divergence_loss"] <= 0.01
+
+
+def test_a_rejected_step_is_in_the_log_and_changes_nothing():
+    model = make_model(target_kl=1e-30)  # no change of single-precision weights is as small
+    before = {name: each.clone() for name, each in model.policy.state_dict().items() if "normalizer" not in name}
+    model.learn(256)
+    assert model.update_metrics["train/is_line_search_success"] == 0.0
+    assert model.update_metrics["train/kl_divergence_loss"] == 0.0
+    assert model.update_metrics["train/line_search_steps"] == N_SIZES
+    after = model.policy.state_dict()
+    assert all((after[name] == each).all() for name, each in before.items())
+
+
+def test_the_log_has_no_clip_range_where_nothing_is_clipped():
+    metrics = make_model().learn(256).update_metrics
+    assert not any("clip" in name for name in metrics)
+    assert "train/clip_fraction" in make_model(update_rule="clipped").learn(256).update_metrics
+
+
+OTHER_POLICIES: dict[str, Callable[[], GRPO]] = {
+    "images": lambda: make_model(AnyEnv(CHW), "CnnPolicy", n_steps=64, policy_kwargs=SMALL_CNN),
+    "gSDE": lambda: make_model(use_sde=True),
+    "squashed": lambda: make_model(use_sde=True, policy_kwargs=dict(squash_output=True), ent_coef=0.0),
+    "ratios of trajectories": lambda: make_model("CartPole-v1", importance_sampling_level="trajectory"),
+    "complete groups": lambda: make_model("CartPole-v1", rollout_buffer_class="outcome"),
+    "frozen layer": lambda: frozen(make_model()),
+}
+
+
+def frozen(model: GRPO) -> GRPO:
+    model.policy.policy_net[0].weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("make", OTHER_POLICIES.values(), ids=OTHER_POLICIES)
+def test_every_policy_takes_natural_gradient_steps(make: Callable[[], GRPO]):
+    model = make()
+    kept = {name: each.clone() for name, each in model.policy.named_parameters()}
+    model.learn(model.n_steps * 2)
+    assert 0 < model.update_metrics["train/kl_divergence_loss"] <= 0.01
+    for name, parameter in model.policy.named_parameters():
+        assert bool((parameter != kept[name]).any()) == parameter.requires_grad, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["MlpPolicy", InTorch], ids=["machine code", "torch"])
+def test_it_solves_cart_pole(policy: Any):
+    model = make_model("CartPole-v1", policy, n_steps=1024, gae_lambda=0.95, target_kl=0.02).learn(60_000)
+    assert np.mean([each["r"] for each in model.ep_info_buffer]) > 300  # type: ignore[union-attr]
