@@ -43,6 +43,7 @@ NEUTRAL: dict[str, Any] = dict(
     relative=False,
     normalize_observations=False,
     lr_follows_std=False,
+    update_rule="clipped",
 )
 
 

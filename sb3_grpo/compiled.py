@@ -486,6 +486,11 @@ class CompiledPolicy:
     # --- natural-gradient steps ---------------------------------------------------------------------------------------
 
     @property
+    def tensors(self) -> list[nn.Parameter]:
+        """The policy's parameters, in the order of :attr:`parameters`."""
+        return self._parts.tensors
+
+    @property
     def parameters(self) -> np.ndarray:
         """All parameters in one array, which is the policy's memory."""
         return self._parameters

@@ -39,7 +39,7 @@ from sb3_grpo.settings import (
     warn_without_vec_normalize,
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
-from sb3_grpo.update import ClipRange, Objective, UpdateRule, check_update, describe_update, rolled_back_on_error
+from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error
 from sb3_grpo.validation import check_environment, check_registered
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
@@ -94,7 +94,12 @@ class GRPO(PersistentAlgorithm):
     :param rollout_buffer_class: ``"kernel"``, ``"outcome"``, ``"process"``, ``"return_to_go"``, ``"stepwise"``, or a subclass
         of :class:`~sb3_grpo.buffers.GroupRolloutBuffer`
     :param rollout_buffer_kwargs: Keyword arguments of the rollout buffer
-    :param target_kl: Limit of the approximate KL divergence: an update stops once it exceeds 1.5 times this value
+    :param update_rule: ``"clipped"``: gradient steps with minibatches of a clipped surrogate, as in PPO. ``"natural"``: one
+        natural-gradient step inside a trust region with all transitions of the update, as in TRPO. It does not use
+        ``learning_rate``, ``batch_size``, ``n_epochs``, ``clip_range``, ``clip_range_high`` and ``max_grad_norm``
+    :param target_kl: Limit of the KL divergence of an update. ``"clipped"``: an update stops once the approximate divergence
+        exceeds 1.5 times this value; ``None`` for no limit. ``"natural"``: the size of the trust region, a mean over the
+        components of an action as in sb3-contrib's TRPO; ``None`` for 0.01
     :param normalize_observations: Whether the policy standardises observations that are vectors of floating point numbers, see
         :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
@@ -141,7 +146,7 @@ class GRPO(PersistentAlgorithm):
         sde_sample_freq: int = -1,
         rollout_buffer_class: str | type[GroupRolloutBuffer] | None = "kernel",
         rollout_buffer_kwargs: dict[str, Any] | None = None,
-        update_rule: UpdateRule = "clipped",
+        update_rule: losses.UpdateRule = "clipped",
         target_kl: float | None = None,
         normalize_observations: bool = True,
         stats_window_size: int = 100,

@@ -43,6 +43,9 @@ class LocalModel(Protocol):
             of :meth:`divergence`, shape ``(m,)``
         """
 
+    def step_factors(self) -> th.Tensor:
+        """:return: Factor of the step of each weight, shape ``(m,)``"""
+
     def weights(self) -> th.Tensor:
         """:return: A copy of the present weights, shape ``(m,)``"""
 
@@ -114,8 +117,9 @@ def natural_step(local: LocalModel, limit: float) -> NaturalStep:
     Move a policy along its natural gradient ``F^-1 g``, to where a quadratic model of the divergence reaches a limit, or less
     far if the divergence itself would exceed it or the loss would not fall (TRPO, appendix C).
 
-    Departure, which is sb3-contrib's: limit, Fisher matrix and damping are means over the components of an action, so that one
-    limit serves spaces with few of them and with many.
+    Departures: Limit, Fisher matrix and damping are means over the components of an action, as in sb3-contrib, so that one limit
+    serves spaces with few of them and with many. And some weights may take smaller steps than others. As the Fisher matrix of a
+    Gaussian has no entries that connect means and standard deviations, the step still goes uphill if the latter change slowly.
 
     :param local: The policy
     :param limit: Limit of the divergence
@@ -130,7 +134,7 @@ def natural_step(local: LocalModel, limit: float) -> NaturalStep:
     def product(vector: th.Tensor) -> th.Tensor:
         return local.fisher_product(vector).div_(local.n_components).add_(vector, alpha=DAMPING)
 
-    direction = conjugate_gradient(product, -gradient)
+    direction = conjugate_gradient(product, -gradient).mul_(local.step_factors())
     size = math.sqrt(2.0 * limit / direction.dot(product(direction)).item())
     before = local.weights()
     for n_tried in range(1, N_SIZES + 1):

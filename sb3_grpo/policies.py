@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -223,6 +223,14 @@ class ActorPolicy(BasePolicy):
         learning_rate *= self.learning_rate_factor()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_factor", 1.0)
+
+    def step_factors(self, parameters: Sequence[nn.Parameter]) -> th.Tensor:
+        """
+        :param parameters: Some parameters, with ``m`` numbers in all
+        :return: Factor of the step of each number, shape ``(m,)``: ``log_std_lr_factor`` for the log standard deviation
+        """
+        factors = {each: group.get("lr_factor", 1.0) for group in self.optimizer.param_groups for each in group["params"]}
+        return th.cat([each.new_full((each.numel(),), factors.get(each, 1.0), requires_grad=False) for each in parameters])
 
     def learning_rate_factor(self) -> float:
         """

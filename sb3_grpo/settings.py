@@ -26,7 +26,11 @@ from sb3_grpo.validation import (
 )
 
 #: Arguments that are one of several words.
-CHOICES = {"importance_sampling_level": losses.ImportanceSamplingLevel, "loss_aggregation": losses.LossAggregation}
+CHOICES = {
+    "importance_sampling_level": losses.ImportanceSamplingLevel,
+    "loss_aggregation": losses.LossAggregation,
+    "update_rule": losses.UpdateRule,
+}
 NO_CRITIC = "GRPO has no value network, so leave it out"
 #: Arguments of PPO and other libraries that concern a value network.
 OF_A_CRITIC = re.compile(r"(^|_)(vf|vloss|value|critic)(_|$)|share_features_extractor")

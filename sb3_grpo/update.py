@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
@@ -23,8 +23,6 @@ from sb3_grpo.machine_code import Metrics, Settings
 from sb3_grpo.natural import NaturalStep, fisher_stride, natural_step
 from sb3_grpo.observations import take_observations
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
-
-UpdateRule = Literal["clipped", "natural"]
 
 
 class ClipRange(NamedTuple):
@@ -204,6 +202,9 @@ class TorchUpdate:
         along = self._slope.dot(vector)
         return self._flat(th.autograd.grad(along, self._parameters, retain_graph=True, allow_unused=True)).clone()
 
+    def step_factors(self) -> th.Tensor:
+        return self._policy.step_factors(self._parameters)
+
     def weights(self) -> th.Tensor:
         return parameters_to_vector(self._parameters).detach().clone()
 
@@ -293,6 +294,9 @@ class CompiledUpdate:
 
     def fisher_product(self, vector: th.Tensor) -> th.Tensor:
         return th.from_numpy(self._fisher(vector.numpy()))
+
+    def step_factors(self) -> th.Tensor:
+        return self._policy.step_factors(self._compiled.tensors)
 
     def weights(self) -> th.Tensor:
         return th.from_numpy(self._compiled.parameters.copy())

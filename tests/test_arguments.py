@@ -90,6 +90,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(group_size=1), "`group_size` must be an integer of at least 2, not 1"),
     (dict(group_size=[4]), "`group_size` must be an integer of at least 2, not [4]"),
     (dict(importance_sampling_level="token"), "`importance_sampling_level` must be 'step' or 'trajectory', not 'token'"),
+    (dict(update_rule="trpo"), "`update_rule` must be 'clipped' or 'natural', not 'trpo'"),
     (dict(loss_aggregation="token"), "`loss_aggregation` must be 'step', 'trajectory' or 'constant', not 'token'"),
     (dict(kl_coef=-0.5), "`kl_coef` must be a finite number of at least 0, not -0.5"),
     (dict(kl_coef=np.nan), "`kl_coef` must be a finite number of at least 0, not nan"),

@@ -79,7 +79,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "vec_wrappers",
     },
     "kl_penalty": {"buffers", "losses", "policies", "validation"},
-    "update": {"buffers", "compiled", "kl_penalty", "losses", "machine_code", "policies"},
+    "natural": set(),
+    "update": {"buffers", "compiled", "kl_penalty", "losses", "machine_code", "natural", "observations", "policies"},
     "settings": {"buffers", "kl_penalty", "losses", "policies", "validation"},
     "grpo": {
         "gymnasium_vector",
@@ -88,6 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "compiled",
         "kl_penalty",
         "losses",
+        "natural",
         "normalization",
         "persistence",
         "policies",

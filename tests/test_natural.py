@@ -42,6 +42,7 @@ class Quadratic:
     ):
         self._fisher, self._slope, self._factor = th.tensor(fisher), th.tensor(slope), factor
         self._loss = loss or (lambda x: float(self._slope.dot(x)))
+        self.factors = th.ones(2)
         self.x = th.zeros(2)
 
     def gradient(self) -> th.Tensor:
@@ -49,6 +50,9 @@ class Quadratic:
 
     def fisher_product(self, vector: th.Tensor) -> th.Tensor:
         return self._fisher * vector
+
+    def step_factors(self) -> th.Tensor:
+        return self.factors
 
     def weights(self) -> th.Tensor:
         return self.x.clone()
@@ -73,6 +77,14 @@ def test_a_step_goes_against_the_gradient_divided_by_the_fisher_matrix_up_to_the
     assert step.is_accepted and step.n_tried == 1
     assert step.grad_norm == pytest.approx(math.sqrt(10))
     assert step.divergence == pytest.approx(0.25 * 0.04 / 46 * (0.2 * 225 + 1.8)) and step.divergence < 0.02
+
+
+def test_weights_with_a_factor_move_less_and_the_others_use_what_is_left_of_the_limit():
+    problem = Quadratic([0.2, 1.8], [3.0, -1.0])
+    problem.factors = th.tensor([0.1, 1.0])
+    natural_step(problem, limit=0.02)
+    # The direction is (-1.5, 1), and its squared length along the matrix is 0.2 * 1.5^2 + 1 = 1.45.
+    th.testing.assert_close(problem.x, math.sqrt(0.04 / 1.45) * th.tensor([-1.5, 1.0]))
 
 
 def test_a_step_is_shortened_until_the_divergence_itself_is_within_the_limit():
@@ -196,6 +208,16 @@ def test_a_rejected_step_is_in_the_log_and_changes_nothing():
     assert model.update_metrics["train/line_search_steps"] == N_SIZES
     after = model.policy.state_dict()
     assert all((after[name] == each).all() for name, each in before.items())
+
+
+@pytest.mark.parametrize("policy", ["MlpPolicy", InTorch], ids=["machine code", "torch"])
+def test_the_deviation_changes_as_slowly_as_its_factor_says(policy: Any):
+    changes = []
+    for factor in (1.0, 0.1):
+        model = make_model(policy=policy, policy_kwargs=dict(log_std_lr_factor=factor))
+        before = model.policy.log_std.item()
+        changes.append(abs(model.learn(256).policy.log_std.item() - before))
+    assert 0.05 * changes[0] < changes[1] < 0.2 * changes[0]
 
 
 def test_the_log_has_no_clip_range_where_nothing_is_clipped():
