@@ -117,9 +117,10 @@ def natural_step(local: LocalModel, limit: float) -> NaturalStep:
     Move a policy along its natural gradient ``F^-1 g``, to where a quadratic model of the divergence reaches a limit, or less
     far if the divergence itself would exceed it or the loss would not fall (TRPO, appendix C).
 
-    Departures: Limit, Fisher matrix and damping are means over the components of an action, as in sb3-contrib, so that one limit
-    serves spaces with few of them and with many. And some weights may take smaller steps than others. As the Fisher matrix of a
-    Gaussian has no entries that connect means and standard deviations, the step still goes uphill if the latter change slowly.
+    Departures: Limit, Fisher matrix and damping are means over the components of an action, as in sb3-contrib, so that one
+    limit serves spaces with few of them and with many. And some weights may take smaller steps than others. As the Fisher
+    matrix of a Gaussian has no entries that connect means and standard deviations, the loss still falls if the latter change
+    slowly.
 
     :param local: The policy
     :param limit: Limit of the divergence
