@@ -33,6 +33,7 @@ from sb3_grpo.settings import (
     check_rollout,
     check_settings,
     chosen_n_steps,
+    chosen_update_rule,
     describe_settings,
     refuse_arguments,
     time_limit,
@@ -128,7 +129,7 @@ class GRPO(PersistentAlgorithm):
         batch_size: int = 64,
         n_epochs: int = 10,
         gamma: float = 0.99,
-        gae_lambda: float = 0.98,
+        gae_lambda: float | None = None,
         clip_range: float | Schedule = 0.2,
         clip_range_high: float | Schedule | None = None,
         importance_sampling_level: losses.ImportanceSamplingLevel = "step",
@@ -146,7 +147,7 @@ class GRPO(PersistentAlgorithm):
         sde_sample_freq: int = -1,
         rollout_buffer_class: str | type[GroupRolloutBuffer] | None = "kernel",
         rollout_buffer_kwargs: dict[str, Any] | None = None,
-        update_rule: losses.UpdateRule = "clipped",
+        update_rule: losses.UpdateRule | None = None,
         target_kl: float | None = None,
         normalize_observations: bool = True,
         stats_window_size: int = 100,
@@ -170,7 +171,7 @@ class GRPO(PersistentAlgorithm):
             learning_rate=learning_rate,
             n_steps=n_steps,  # type: ignore[arg-type]
             gamma=gamma,
-            gae_lambda=gae_lambda,
+            gae_lambda=gae_lambda,  # type: ignore[arg-type]
             ent_coef=ent_coef,
             vf_coef=0.0,  # there is no critic
             max_grad_norm=max_grad_norm,
@@ -230,24 +231,28 @@ class GRPO(PersistentAlgorithm):
         self.rollout_buffer_class = resolve_buffer_class(self.rollout_buffer_class)  # type: ignore[assignment, arg-type]
         self.rollout_buffer_kwargs = self.rollout_buffer_kwargs or {}
         self.policy_kwargs = self.policy_kwargs or {}
+        buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
+        self.update_rule = self.update_rule or chosen_update_rule(vars(self))
         check_settings(vars(self), self._chooses_n_steps)
+        defaults = buffer_class.defaults(self.update_rule)
+        self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
         check_policy_kwargs(self.policy_class, self.policy_kwargs, self._standardises())
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
-        buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
         if self._chooses_n_steps:
-            self.n_steps, notice = chosen_n_steps(buffer_class.rollout_size(), self.n_envs, self.batch_size)
+            self.n_steps, notice = chosen_n_steps(defaults.rollout_size, self.n_envs, self.batch_size)
             if notice and self.verbose >= 1:
                 print(notice)
         elif buffer_class.update_size(self.n_steps * self.n_envs) is not None:
-            check_rollout(self.n_steps, self.n_envs, self.batch_size, self.normalize_advantage)
+            batch_size = self.batch_size if self.update_rule == "clipped" else 1
+            check_rollout(self.n_steps, self.n_envs, batch_size, self.normalize_advantage)
         self._make_schedules()
 
         saved_ledger, last_obs = self.ledger, self._last_obs
         self.ledger = None
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
         by_default = {"group_size": self.group_size or DEFAULT_GROUP_SIZE, "horizon": time_limit(self.env)}
-        self.rollout_buffer_kwargs = {**by_default, **user_kwargs[0]}
+        self.rollout_buffer_kwargs = {**by_default, **defaults.arguments, **user_kwargs[0]}
         self.policy_kwargs = self._policy_arguments()
         try:
             super()._setup_model()

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch as th
 
 #: Limit of the divergence per component of the action, by default
-LIMIT = 0.01
+LIMIT = 0.02
 #: Added to the diagonal of the Fisher matrix, whose unit is the divergence per component of the action
 DAMPING = 0.1
 #: Number of transitions that the Fisher matrix is a mean over; fewer than twice as many are all taken

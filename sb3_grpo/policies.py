@@ -35,6 +35,9 @@ from sb3_grpo.validation import require_between, require_bool, require_positive
 #: Number of observations that are encoded at a time.
 ENCODING_BATCH = 1024
 
+#: Factor of the natural-gradient step of log standard deviations. At full size, exploration fades too early.
+LOG_STD_STEP = 0.3
+
 #: Methods that subclasses of SB3's actor-critic policies override, and what to do in a subclass of ``ActorPolicy``.
 ACTOR_CRITIC_HOOKS = {
     "_build_mlp_extractor": "make the network a `features_extractor_class`, and pass net_arch=[]",
@@ -77,7 +80,8 @@ class ActorPolicy(BasePolicy):
     :param optimizer_class: Optimizer
     :param optimizer_kwargs: Keyword arguments of the optimizer without the learning rate. ``None`` for ``eps=1e-5`` and
         ``fused=True`` with ``Adam``, and for no arguments with other optimizers
-    :param log_std_lr_factor: Learning rate of the log standard deviation relative to the other parameters. The step size of
+    :param log_std_lr_factor: Learning rate of the log standard deviation relative to the other parameters, or with
+        ``update_rule="natural"`` the size of its step relative to the default. The step size of
         Adam hardly depends on the size of the gradient, so a rate that suits a large network may change the exploration too
         slowly or too fast. For Box actions only
     :param lr_follows_std: Whether the learning rate falls with the standard deviation of continuous actions, see
@@ -227,10 +231,12 @@ class ActorPolicy(BasePolicy):
     def step_factors(self, parameters: Sequence[nn.Parameter]) -> th.Tensor:
         """
         :param parameters: Some parameters, with ``m`` numbers in all
-        :return: Factor of the step of each number, shape ``(m,)``: ``log_std_lr_factor`` for the log standard deviation
+        :return: Factor of the natural-gradient step of each number, shape ``(m,)``: ``LOG_STD_STEP * log_std_lr_factor`` for
+            the log standard deviation, and 1 for all others
         """
-        factors = {each: group.get("lr_factor", 1.0) for group in self.optimizer.param_groups for each in group["params"]}
-        return th.cat([each.new_full((each.numel(),), factors.get(each, 1.0), requires_grad=False) for each in parameters])
+        own = LOG_STD_STEP * self.log_std_lr_factor
+        log_std = getattr(self, "log_std", None)
+        return th.cat([th.full((each.numel(),), own if each is log_std else 1.0, device=each.device) for each in parameters])
 
     def learning_rate_factor(self) -> float:
         """

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import gymnasium as gym
+from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
@@ -115,8 +116,9 @@ def check_settings(settings: Mapping[str, Any], chooses_n_steps: bool) -> None:
         require_at_least("n_steps", settings["n_steps"], 1)
     if settings["seed"] is not None:
         require_at_least("seed", settings["seed"], 0)
-    for name in ("gamma", "gae_lambda"):
-        require_between(name, settings[name], 0.0, 1.0)
+    require_between("gamma", settings["gamma"], 0.0, 1.0)
+    if settings["gae_lambda"] is not None:
+        require_between("gae_lambda", settings["gae_lambda"], 0.0, 1.0)
     require_between("ent_coef", settings["ent_coef"], -math.inf)
     for name, choices in CHOICES.items():
         require_one_of(name, settings[name], get_args(choices))
@@ -212,6 +214,34 @@ def describe_settings(
         f"({'shared' if shares_starts else 'independent'} starts), rollouts of {rollout_size} transitions, observations "
         f"{observations}"
     )
+
+
+#: Arguments that only clipped updates use, and their defaults
+OF_CLIPPED_UPDATES: dict[str, Any] = dict(
+    learning_rate=3e-4,
+    batch_size=64,
+    n_epochs=10,
+    clip_range=0.2,
+    clip_range_high=None,
+    importance_sampling_level="step",
+    max_grad_norm=0.5,
+)
+#: Policy arguments that only clipped updates use
+OF_THE_OPTIMIZER = ("optimizer_class", "optimizer_kwargs", "lr_follows_std")
+
+
+def chosen_update_rule(settings: Mapping[str, Any]) -> losses.UpdateRule:
+    """
+    :param settings: Attributes of a model by name
+    :return: The update rule that suits the buffer and the actions, but ``"clipped"`` if an argument has been set that would
+        have no effect otherwise, with gSDE, or if the model was trained before there was a choice
+    """
+    is_default = all(settings[name] == default for name, default in OF_CLIPPED_UPDATES.items())
+    if not is_default or any(name in settings["policy_kwargs"] for name in OF_THE_OPTIMIZER):
+        return "clipped"
+    if settings["use_sde"] or settings["num_timesteps"] > 0:
+        return "clipped"
+    return settings["rollout_buffer_class"].update_rule(isinstance(settings["action_space"], spaces.Box))
 
 
 #: Smallest number of steps per environment and rollout that GRPO chooses.

@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
@@ -28,6 +29,20 @@ from sb3_grpo.validation import require_at_least
 
 #: The smallest groups, because they give a rollout the most distinct starts.
 DEFAULT_GROUP_SIZE = 2
+
+
+class Defaults(NamedTuple):
+    """
+    Settings that suit a buffer and an update rule.
+
+    :param rollout_size: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at
+    :param gae_lambda: ``gae_lambda`` for ``None``
+    :param arguments: Arguments of the buffer
+    """
+
+    rollout_size: int = 2048
+    gae_lambda: float = 0.98
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
 
 class GroupRolloutBuffer(BaseBuffer, ABC):
@@ -130,9 +145,17 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     # --- what buffers may do differently ------------------------------------------------------------------------------
 
     @classmethod
-    def rollout_size(cls) -> int:
-        """:return: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at"""
-        return 2048
+    def update_rule(cls, is_continuous: bool) -> losses.UpdateRule:
+        """
+        :param is_continuous: Whether actions are continuous
+        :return: ``update_rule`` for ``None``
+        """
+        return "clipped"
+
+    @classmethod
+    def defaults(cls, update_rule: losses.UpdateRule) -> Defaults:
+        """:return: The settings for an update rule that are left to the buffer"""
+        return Defaults()
 
     @classmethod
     def update_size(cls, rollout_size: int) -> int | None:

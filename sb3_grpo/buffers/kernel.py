@@ -10,8 +10,9 @@ from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_grpo import advantages as A
 from sb3_grpo.baseline import MAX_INPUTS, KernelBaseline, calibration_slope, eligibility_traces, hashed_inputs, predict_by_fold
-from sb3_grpo.buffers.base import GroupRolloutBuffer
+from sb3_grpo.buffers.base import Defaults, GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
+from sb3_grpo.losses import UpdateRule
 from sb3_grpo.observations import Observations, map_observations, space_parts, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
@@ -151,9 +152,15 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self._n_features_kept = 0
 
     @classmethod
-    def rollout_size(cls) -> int:
-        # Trajectories need not be complete, so updates can follow each other quickly.
-        return 1024
+    def update_rule(cls, is_continuous: bool) -> UpdateRule:
+        return "natural" if is_continuous else "clipped"
+
+    @classmethod
+    def defaults(cls, update_rule: UpdateRule) -> Defaults:
+        # Trajectories need not be complete, so updates can follow each other quickly. A single step needs more transitions.
+        if update_rule == "clipped":
+            return Defaults(rollout_size=1024, gae_lambda=0.98)
+        return Defaults(rollout_size=2048, gae_lambda=0.95, arguments=dict(n_features=256, forgetting=0.9))
 
     @classmethod
     def update_size(cls, rollout_size: int) -> int | None:
