@@ -28,7 +28,6 @@ from stable_baselines3.common.distributions import (
 )
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import FlattenExtractor
-from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
 from sb3_grpo import machine_code
@@ -36,9 +35,9 @@ from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.machine_code import BERNOULLI, CATEGORICAL, GAUSSIAN, RELU, TANH, Batch, Metrics, Network, Optimizer, Settings
 from sb3_grpo.policies import ActorPolicy
 
-#: Maps observations to actions, shape ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the output of the
-#: features extractor, shape ``(n, features_dim)``, or ``None`` if the policy does not expose it.
-Actor = Callable[[Any], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
+#: Maps observations, as arrays and as tensors, to actions, shape ``(n, *action_shape)``, their log-probabilities, shape
+#: ``(n,)``, and the output of the features extractor, shape ``(n, features_dim)``, or ``None`` if it is not at hand.
+Actor = Callable[[Any, Any], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
 
 #: Keys are exact classes: a subclass may mean something else.
 FAMILIES: dict[type[Distribution], int] = {
@@ -170,10 +169,11 @@ def actor(policy: ActorPolicy) -> Actor:
     if not isinstance(compiled, str):
         return compiled.actor(policy)
     if not is_unaltered(policy, ACTING) or has_hooks(policy):
-        return lambda obs: (*policy(obs), None)
+        return th.no_grad()(lambda _, obs_tensor: (*policy(obs_tensor), None))
 
-    def act(obs: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-        features = policy.extract_features(obs)
+    @th.no_grad()
+    def act(_: Any, obs_tensor: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        features = policy.extract_features(obs_tensor)
         return (*policy.forward_features(features), features)
 
     return act
@@ -378,7 +378,7 @@ class CompiledPolicy:
         """
         :param policy: The policy
         :return: A function that chooses actions as the policy does now: with its weights of any time, and with its present
-            statistics of observations. Observations may be tensors or arrays
+            statistics of observations
         """
         act, network, parameters = self._functions.act, self._parts.network, self._parameters
         draw = self._noise()
@@ -391,9 +391,9 @@ class CompiledPolicy:
         dtype: type[np.generic] = np.int64 if is_categorical else np.float32
         shape = (-1, *policy.action_space.shape)  # type: ignore[misc]
 
-        def choose(obs: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        def choose(obs: Any, obs_tensor: Any) -> tuple[th.Tensor, th.Tensor, None]:
             if not is_vector:  # numbers of categories, which the policy encodes
-                obs = policy.extract_features(obs if isinstance(obs, th.Tensor) else obs_as_tensor(obs, policy.device))
+                obs = policy.extract_features(obs_tensor)
             inputs = np.ascontiguousarray(obs, dtype=np.float64).reshape(len(obs), -1)
             n = len(inputs)
             # The function returns nothing, because numba runs Python code to return arrays, in which Ctrl-C would be lost.
@@ -401,7 +401,7 @@ class CompiledPolicy:
             log_prob = np.empty(n, np.float32)
             act(network, parameters, shift, scale, inputs, draw(n), features, actions, log_prob)
             actions = actions.astype(dtype, copy=False).reshape(shape)
-            return th.from_numpy(actions), th.from_numpy(log_prob), th.from_numpy(features)
+            return th.from_numpy(actions), th.from_numpy(log_prob), None
 
         return choose
 
