@@ -179,9 +179,8 @@ def take_steps(
             policy.reset_noise(n_envs)
         # The same tensor, in half of the time if it shares the memory of the array.
         obs_tensor = th.from_numpy(obs) if shares_memory else obs_as_tensor(obs, device)  # type: ignore[arg-type]
-        actions, log_probs, features = act(obs, obs_tensor)
+        sampled, log_probs, features = act(obs, obs_tensor)
         check_policy_output(log_probs, num_timesteps + n * n_envs)
-        sampled = actions.cpu().numpy()
         clipped = policy.within_bounds(sampled)
         position = starts.ledger.position
         # A copy, because an environment may change the action that it is given.
