@@ -413,13 +413,12 @@ class CompiledPolicy:
         if len(choices) > 1:
             return lambda n: th.cat([th.empty(n, each).exponential_() for each in choices], dim=1).numpy()
         k = int(network.sizes[-1])
-        fillers = {GAUSSIAN: th.Tensor.normal_, BERNOULLI: th.Tensor.uniform_, CATEGORICAL: th.Tensor.exponential_}
-        fill: Callable[[th.Tensor], th.Tensor] = fillers[network.family]
+        fill = {GAUSSIAN: "normal_", BERNOULLI: "uniform_", CATEGORICAL: "exponential_"}[network.family]
         memory = functools.cache(lambda n: (noise := th.empty(n, k), noise.numpy()))
 
         def draw(n: int) -> np.ndarray:
             noise, array = memory(n)
-            fill(noise)
+            getattr(noise, fill)()
             return array
 
         return draw
