@@ -180,10 +180,10 @@ def breakdown(setting: Setting, n_rollouts: int) -> dict[str, float]:
             stack.enter_context(inner.around("environment, with Monitor", env, "step"))
         make_actor = collection.actor
 
-        def timed_actor(policy: Any) -> Callable[[Any], Any]:
+        def timed_actor(policy: Any) -> Callable[..., Any]:
             owner = argparse.Namespace(act=make_actor(policy))
             stack.enter_context(inner.around("acting", owner, "act"))
-            return lambda obs: owner.act(obs)
+            return lambda *args: owner.act(*args)
 
         collection.actor = timed_actor
         stack.callback(setattr, collection, "actor", make_actor)

@@ -171,16 +171,16 @@ def take_steps(
     """
     policy.set_training_mode(False)
     act, device, n_envs = actor(policy), policy.device, starts.venv.num_envs
+    shares_memory = device.type == "cpu" and isinstance(obs, np.ndarray)
     if policy.use_sde:
         policy.reset_noise(n_envs)
     for n in range(n_steps):
         if policy.use_sde and sde_sample_freq > 0 and n % sde_sample_freq == 0:
             policy.reset_noise(n_envs)
-        obs_tensor = obs_as_tensor(obs, device)  # type: ignore[arg-type]
-        with th.no_grad():
-            actions, log_probs, features = act(obs_tensor)
+        # The same tensor, in half of the time if it shares the memory of the array.
+        obs_tensor = th.from_numpy(obs) if shares_memory else obs_as_tensor(obs, device)  # type: ignore[arg-type]
+        sampled, log_probs, features = act(obs, obs_tensor)
         check_policy_output(log_probs, num_timesteps + n * n_envs)
-        sampled = actions.cpu().numpy()
         clipped = policy.within_bounds(sampled)
         position = starts.ledger.position
         # A copy, because an environment may change the action that it is given.
@@ -190,7 +190,8 @@ def take_steps(
 
 def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
     """Raise a ``ValueError`` if a log-probability of a sampled action, shape ``(n_envs,)``, is NaN or infinite."""
-    if not math.isfinite(log_probs.sum().item()):
+    # Adding up a list in Python takes less time than calling torch.
+    if not math.isfinite(sum(log_probs.tolist())):
         raise ValueError(
             f"The output of the policy is not finite after {num_timesteps} timesteps: the sampled actions have "
             f"log-probabilities {log_probs.tolist()}. Check the weights and the features extractor."

@@ -28,7 +28,6 @@ from stable_baselines3.common.distributions import (
 )
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import FlattenExtractor
-from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
 from sb3_grpo import machine_code
@@ -36,9 +35,9 @@ from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.machine_code import BERNOULLI, CATEGORICAL, GAUSSIAN, RELU, TANH, Batch, Metrics, Network, Optimizer, Settings
 from sb3_grpo.policies import ActorPolicy
 
-#: Maps observations to actions, shape ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the output of the
-#: features extractor, shape ``(n, features_dim)``, or ``None`` if the policy does not expose it.
-Actor = Callable[[Any], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
+#: Maps observations, as arrays and as tensors, to actions, shape ``(n, *action_shape)``, their log-probabilities, shape
+#: ``(n,)``, and the output of the features extractor, shape ``(n, features_dim)``, or ``None`` if it is not at hand.
+Actor = Callable[[Any, Any], tuple[np.ndarray, th.Tensor, th.Tensor | None]]
 
 #: Keys are exact classes: a subclass may mean something else.
 FAMILIES: dict[type[Distribution], int] = {
@@ -186,12 +185,13 @@ def actor(policy: ActorPolicy) -> Actor:
     compiled = compiled_policy(policy)
     if not isinstance(compiled, str):
         return compiled.actor(policy)
-    if not is_unaltered(policy, ACTING) or has_hooks(policy):
-        return lambda obs: (*policy(obs), None)
+    gives_features = is_unaltered(policy, ACTING) and not has_hooks(policy)
 
-    def act(obs: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-        features = policy.extract_features(obs)
-        return (*policy.forward_features(features), features)
+    @th.no_grad()
+    def act(_: Any, obs_tensor: Any) -> tuple[np.ndarray, th.Tensor, th.Tensor | None]:
+        features = policy.extract_features(obs_tensor) if gives_features else None
+        actions, log_prob = policy(obs_tensor) if features is None else policy.forward_features(features)
+        return actions.cpu().numpy(), log_prob, features
 
     return act
 
@@ -395,7 +395,7 @@ class CompiledPolicy:
         """
         :param policy: The policy
         :return: A function that chooses actions as the policy does now: with its weights of any time, and with its present
-            statistics of observations. Observations may be tensors or arrays
+            statistics of observations
         """
         act, network, parameters = self._functions.act, self._parts.network, self._parameters
         draw = self._noise()
@@ -408,17 +408,16 @@ class CompiledPolicy:
         dtype: type[np.generic] = np.int64 if is_categorical else np.float32
         shape = (-1, *policy.action_space.shape)  # type: ignore[misc]
 
-        def choose(obs: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        def choose(obs: Any, obs_tensor: Any) -> tuple[np.ndarray, th.Tensor, None]:
             if not is_vector:  # numbers of categories, which the policy encodes
-                obs = policy.extract_features(obs if isinstance(obs, th.Tensor) else obs_as_tensor(obs, policy.device))
+                obs = policy.extract_features(obs_tensor)
             inputs = np.ascontiguousarray(obs, dtype=np.float64).reshape(len(obs), -1)
             n = len(inputs)
             # The function returns nothing, because numba runs Python code to return arrays, in which Ctrl-C would be lost.
             features, actions = np.empty(inputs.shape, np.float32), np.empty((n, n_components), np.float32)
             log_prob = np.empty(n, np.float32)
             act(network, parameters, shift, scale, inputs, draw(n), features, actions, log_prob)
-            actions = actions.astype(dtype, copy=False).reshape(shape)
-            return th.from_numpy(actions), th.from_numpy(log_prob), th.from_numpy(features)
+            return actions.astype(dtype, copy=False).reshape(shape), th.from_numpy(log_prob), None
 
         return choose
 
@@ -427,15 +426,19 @@ class CompiledPolicy:
         :return: A function that draws the noise of ``n`` actions, as SB3's distributions draw it
         """
         network = self._parts.network
-        k = int(network.sizes[-1])
-        if network.family == GAUSSIAN:
-            return lambda n: th.randn(n, k).numpy()
-        if network.family == BERNOULLI:
-            return lambda n: th.rand(n, k).numpy()
         choices = network.n_categories.tolist()
-        if len(choices) == 1:
-            return lambda n: th.empty(n, k).exponential_().numpy()
-        return lambda n: th.cat([th.empty(n, each).exponential_() for each in choices], dim=1).numpy()
+        if len(choices) > 1:
+            return lambda n: th.cat([th.empty(n, each).exponential_() for each in choices], dim=1).numpy()
+        k = int(network.sizes[-1])
+        fill = {GAUSSIAN: "normal_", BERNOULLI: "uniform_", CATEGORICAL: "exponential_"}[network.family]
+        memory = functools.cache(lambda n: (noise := th.empty(n, k), noise.numpy()))
+
+        def draw(n: int) -> np.ndarray:
+            noise, array = memory(n)
+            getattr(noise, fill)()
+            return array
+
+        return draw
 
     @th.no_grad()
     def batch(self, policy: ActorPolicy, samples: GroupRolloutBufferSamples, reference: ActorPolicy | None) -> Batch:

@@ -255,7 +255,7 @@ def check_step(
     """
     check_finite("observation", observations, num_timesteps, steps)
     check_finite("reward", rewards, num_timesteps, steps)
-    for env in np.flatnonzero(dones).tolist() if dones.any() else ():
+    for env in np.flatnonzero(dones).tolist() if np.count_nonzero(dones) else ():
         final = infos[env].get("terminal_observation")
         if final is not None and infos[env].get("TimeLimit.truncated", False):
             batch = {key: np.asarray(part)[None] for key, part in observation_parts(final).items()}
@@ -272,7 +272,7 @@ def check_finite(what: str, values: Any, num_timesteps: int, steps: np.ndarray |
     :raises ValueError: If a number is NaN or infinite; the message names the environment
     """
     for key, array in values.items() if isinstance(values, dict) else [(None, values)]:
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        if array.dtype.kind == "f" and np.count_nonzero(np.isfinite(array)) < array.size:
             row = int(np.argwhere(~np.isfinite(array))[0][0])
             where = "" if key is None else f" under {key!r}"
             when = "the reset" if steps is None else f"step {steps[row] + 1} of its episode"

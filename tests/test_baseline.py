@@ -152,6 +152,20 @@ def test_lstd_weights_are_as_worked_out_by_hand():
     th.testing.assert_close(weights, tensor([3.0, 1.6]))
 
 
+@pytest.mark.parametrize("ridge", [1e-3, 1e-5, 1e-7, 1e-9], ids=str)
+def test_lstd_weights_are_those_of_double_precision_however_close_to_singular_the_system_is(ridge: float):
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(200, 30)) @ np.diag(np.logspace(0, -5, 30)) @ rng.normal(size=(30, 30))
+    differences = features - 0.9 * np.roll(features, -1, axis=0)
+    gram, moment, metric = features.T @ differences, features.T @ rng.normal(size=200), features.T @ features
+    penalties = np.diag([LEVEL_RIDGE] + [ridge] * 29)
+    inverse = np.linalg.inv(metric / 200 + ridge * np.eye(30))
+    expected = np.linalg.solve(gram.T @ inverse @ gram / 200**2 + penalties, gram.T @ inverse @ moment / 200**2)
+    count = tensor(200.0)
+    weights = lstd_weights(tensor(gram), tensor(moment), count, metric_factor(tensor(metric), count, ridge), ridge).numpy()
+    assert np.std(features @ (weights - expected)) < 1e-4 * np.std(features @ expected)
+
+
 @pytest.mark.parametrize("lambda_", [0.0, 0.5, 1.0])
 def test_lstd_finds_the_value_of_a_chain(lambda_: float):
     # States 0 -> 1 -> 2 -> end, rewards 1, 2, 3, gamma 0.5: V(2) = 3, V(1) = 2 + 0.5 * 3 = 3.5, V(0) = 1 + 0.5 * 3.5 = 2.75

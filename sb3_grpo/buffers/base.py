@@ -228,20 +228,21 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         """
 
         def store(storage: np.ndarray, batch: np.ndarray) -> None:
-            storage[:, self.pos] = np.reshape(batch, (self.n_envs, *storage.shape[2:]))
+            column = storage[:, self.pos]
+            column[...] = batch if np.shape(batch) == column.shape else np.reshape(batch, column.shape)
 
         if self.reward_weights:
             self.components[:, self.pos], reward = self._components_and_their_sum(infos)
         map_observations(store, self.observations, obs)
         store(self.actions, action)
         self.rewards[:, self.pos] = reward
-        self.log_probs[:, self.pos] = log_prob.detach().cpu().numpy().reshape(-1)
+        self.log_probs[:, self.pos] = log_prob.tolist()
         self.groups[:, self.pos], self.members[:, self.pos], self.steps[:, self.pos] = position
         self.dones[:, self.pos] = done
         if features is not None:
             self._keep_features(features)
         self._running_returns.add(reward, done, position.groups)
-        for env in np.flatnonzero(done).tolist() if done.any() else ():
+        for env in np.flatnonzero(done).tolist() if np.count_nonzero(done) else ():
             if infos[env].get("TimeLimit.truncated", False) and infos[env].get("terminal_observation") is not None:
                 self._final_observations.append((env, self.pos, infos[env]["terminal_observation"]))
         self.pos += 1

@@ -114,7 +114,7 @@ class GroupReturns:
     def add(self, reward: np.ndarray, done: np.ndarray, groups: np.ndarray) -> None:
         """Add rewards of one step. ``done`` says which trajectories ended with it, ``groups`` to which group each belongs."""
         self._running += reward
-        for env in np.flatnonzero(done) if done.any() else ():
+        for env in np.flatnonzero(done) if np.count_nonzero(done) else ():
             self._ended.setdefault(int(groups[env]), []).append(float(self._running[env]))
             self._running[env] = 0.0
 

@@ -74,8 +74,8 @@ class SeededVecEnv:
     def was_reset(self) -> bool:
         """Whether somebody else has reset the environments, so that they are elsewhere than the ledger says."""
         # Every reset of a base makes new lists of seeds and of options.
-        before, now = self._lists, self._present_lists()
-        return before[0] is not None and all(mine is not other for mine, other in zip(before, now, strict=True))
+        (seeds, options), (seeds_now, options_now) = self._lists, self._present_lists()
+        return seeds is not None and seeds is not seeds_now and options is not options_now
 
     def begin(self, reset: Callable[[], VecEnvObs]) -> VecEnvObs:
         """
@@ -166,7 +166,7 @@ class SeededVecEnv:
         before = self.ledger.position
         observations, rewards, dones, infos = self.adapter.step_wait(self._restart)
         self.ledger.advance()
-        if self.share_starts and dones.any():
+        if self.share_starts and np.count_nonzero(dones):
             for env_idx in np.flatnonzero(dones).tolist():
                 self._verify(env_idx, int(self.ledger.position.groups[env_idx]), observations)
         if self._checks:
@@ -179,7 +179,8 @@ class SeededVecEnv:
         return start.seed if self.share_starts else None
 
     def _present_lists(self) -> tuple[Any, Any]:
-        return vars(self.venv).get("_seeds"), vars(self.venv).get("_options")
+        attributes = vars(self.venv)
+        return attributes.get("_seeds"), attributes.get("_options")
 
     def _verify(self, env_idx: int, group: int, observations: VecEnvObs) -> None:
         """Compare the first observation of an environment with that of the group's first member."""
