@@ -17,9 +17,10 @@ from sb3_contrib import TRPO
 from stable_baselines3 import PPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 
-from sb3_grpo import GRPO, CompleteGroupRolloutBuffer
+from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.settings import chosen_update_rule
 from sb3_grpo.zoo.experiment import HYPERPARAMS
 
 MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
@@ -83,9 +84,7 @@ class Run:
         if self.algo in RIVALS:
             settings = {**defaults(RIVALS[self.algo]), **settings}
         elif self.algo == "grpo":
-            settings = {**defaults(GRPO), **settings}
-            if settings["n_steps"] is None:
-                settings["n_steps"] = f"{default_rollout_size(settings['rollout_buffer_class'])} in all"
+            settings = resolved(settings, self.is_continuous)
             settings["lr_follows_std"] = defaults(ActorPolicy)["lr_follows_std"] and self.is_continuous
             if LR_CONSTANT.search(policy_kwargs := str(settings["policy_kwargs"])):
                 others = LR_CONSTANT.sub("", policy_kwargs)
@@ -121,12 +120,24 @@ def defaults(callable_class: type) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
-def default_rollout_size(buffer: str | None) -> int:
+def resolved(entry: dict[str, Any], is_continuous: bool) -> dict[str, Any]:
     """
-    :param buffer: Short name of a rollout buffer, ``None`` for the default
-    :return: Transitions per rollout with ``n_steps=None``
+    :param entry: Arguments of GRPO
+    :param is_continuous: Whether actions are continuous
+    :return: All arguments of GRPO, with what it chooses for ``None``
     """
-    return resolve_buffer_class(buffer).rollout_size()
+    settings = {**defaults(GRPO), **entry}
+    buffer_class = resolve_buffer_class(settings["rollout_buffer_class"])
+    policy_kwargs = evaluated(settings["policy_kwargs"])
+    about = {**settings, "rollout_buffer_class": buffer_class, "policy_kwargs": policy_kwargs, "num_timesteps": 0}
+    settings["update_rule"] = settings["update_rule"] or chosen_update_rule(about, is_continuous)
+    chosen = buffer_class.defaults(settings["update_rule"])
+    if settings["gae_lambda"] is None:
+        settings["gae_lambda"] = chosen.gae_lambda
+    if settings["n_steps"] is None:
+        settings["n_steps"] = f"{chosen.rollout_size} in all"
+    settings["rollout_buffer_kwargs"] = {**chosen.arguments, **evaluated(settings["rollout_buffer_kwargs"])}
+    return settings
 
 
 def buffer_defaults(buffer: str | None) -> dict[str, Any]:
@@ -248,9 +259,9 @@ def matched_settings(about: dict[str, Any], normalize_rewards: bool) -> dict[str
     :return: Arguments that give PPO the default settings of GRPO with 8 environments, including normalised observations, the
         initial deviation and the learning rate that follows it. Only its critic differs
     """
-    ours = defaults(GRPO)
+    ours = {**defaults(GRPO), "gae_lambda": KernelRolloutBuffer.defaults("clipped").gae_lambda}
     same = ("learning_rate", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
-    settings = {"n_envs": 8, "n_steps": default_rollout_size("kernel") // 8, **{name: ours[name] for name in same}}
+    settings = {"n_envs": 8, "n_steps": KernelRolloutBuffer.defaults("clipped").rollout_size // 8, **{name: ours[name] for name in same}}
     normalize_observations = about.get("normalize", True)
     if normalize_observations or normalize_rewards:
         settings["normalize"] = f"dict(norm_obs={normalize_observations}, norm_reward={normalize_rewards})"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.matrix import default_rollout_size
+from benchmarks.matrix import resolved
 from benchmarks.results import Suite
 from benchmarks.statistics import mean_over_seeds
 
@@ -78,7 +78,8 @@ def zoo_table(suite: Suite) -> str:
             continue
         entry = runs[0].run.entry
         n_envs = entry.get("n_envs", 1)
-        rollout = n_envs * entry.get("n_steps", default_rollout_size("kernel") // n_envs)
+        n_steps = resolved(entry, runs[0].run.is_continuous)["n_steps"]
+        rollout = int(n_steps.split()[0]) if isinstance(n_steps, str) else n_envs * n_steps
         returns, target = suite.column("grpo", env, "eval_mean"), suite.settings["thresholds"][env]
         lines.append([
             env, f"{math.ceil(suite.timesteps[env] / rollout) * rollout:,}", f"{target:g}",

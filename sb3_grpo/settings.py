@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import gymnasium as gym
-from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
@@ -230,9 +229,10 @@ OF_CLIPPED_UPDATES: dict[str, Any] = dict(
 OF_THE_OPTIMIZER = ("optimizer_class", "optimizer_kwargs", "lr_follows_std")
 
 
-def chosen_update_rule(settings: Mapping[str, Any]) -> losses.UpdateRule:
+def chosen_update_rule(settings: Mapping[str, Any], is_continuous: bool) -> losses.UpdateRule:
     """
-    :param settings: Attributes of a model by name
+    :param settings: Arguments of GRPO by name, with the class of the buffer, and ``num_timesteps``
+    :param is_continuous: Whether actions are continuous
     :return: The update rule that suits the buffer and the actions, but ``"clipped"`` if an argument has been set that would
         have no effect otherwise, with gSDE, or if the model was trained before there was a choice
     """
@@ -241,7 +241,7 @@ def chosen_update_rule(settings: Mapping[str, Any]) -> losses.UpdateRule:
         return "clipped"
     if settings["use_sde"] or settings["num_timesteps"] > 0:
         return "clipped"
-    return settings["rollout_buffer_class"].update_rule(isinstance(settings["action_space"], spaces.Box))
+    return settings["rollout_buffer_class"].update_rule(is_continuous)
 
 
 #: Smallest number of steps per environment and rollout that GRPO chooses.
