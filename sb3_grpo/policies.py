@@ -388,18 +388,15 @@ class ActorPolicy(BasePolicy):
 
     def _distribution(self, latent: th.Tensor) -> Distribution:
         params = [self.action_net(latent)]
+        if not th.isfinite(params[0]).all():  # torch checks this as well, but not once anything was compiled by it
+            raise ValueError(
+                f"The output of the policy is not finite: {params[0].tolist()}. Check the weights and the features extractor."
+            )
         if isinstance(self.action_dist, StateDependentNoiseDistribution):
             params += [self.log_std, latent]
         elif isinstance(self.action_dist, DiagGaussianDistribution):
             params += [self.log_std]
-        try:
-            return self.action_dist.proba_distribution(*params)
-        except ValueError as error:  # torch checks the parameters of its distributions
-            if th.isfinite(params[0]).all():
-                raise
-            raise ValueError(
-                f"The output of the policy is not finite: {params[0].tolist()}. Check the weights and the features extractor."
-            ) from error
+        return self.action_dist.proba_distribution(*params)
 
     # --- predicting ---------------------------------------------------------------------------------------------------
 

@@ -581,7 +581,7 @@ def test_changes_from_outside_reach_machine_code_and_its_changes_reach_torch(cha
         change(model.policy)
         model.learn(64, reset_num_timesteps=False)
         found.append(numbers(model.policy))
-    assert max(differences(*found).values()) < 1e-3
+    assert max(differences(*found).values()) < 3e-3
 
 
 @needs_numba
@@ -626,7 +626,7 @@ def test_a_run_may_change_between_both_ways():
         model.learn(32, reset_num_timesteps=False)
         found.append(numbers(model.policy))
     assert isinstance(compiled_policy(model.policy), CompiledPolicy)
-    assert max(differences(*found).values()) < 1e-3
+    assert max(differences(*found).values()) < 3e-3
 
 
 @needs_numba
