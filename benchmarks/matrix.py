@@ -261,7 +261,11 @@ def matched_settings(about: dict[str, Any], normalize_rewards: bool) -> dict[str
     """
     ours = {**defaults(GRPO), "gae_lambda": KernelRolloutBuffer.defaults("clipped").gae_lambda}
     same = ("learning_rate", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
-    settings = {"n_envs": 8, "n_steps": KernelRolloutBuffer.defaults("clipped").rollout_size // 8, **{name: ours[name] for name in same}}
+    settings = {
+        "n_envs": 8,
+        "n_steps": KernelRolloutBuffer.defaults("clipped").rollout_size // 8,
+        **{name: ours[name] for name in same},
+    }
     normalize_observations = about.get("normalize", True)
     if normalize_observations or normalize_rewards:
         settings["normalize"] = f"dict(norm_obs={normalize_observations}, norm_reward={normalize_rewards})"

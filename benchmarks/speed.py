@@ -6,11 +6,12 @@ Measure speed and memory on one core.
     python -m benchmarks.speed memory       # peak memory on images
     python -m benchmarks.speed turns        # seconds per step of the arms of a suite
 
-- Without a word: all have GRPO's default settings, which are rollouts of 1024 transitions, minibatches of 64 and ten epochs,
-  except for what the table names. They take turns in one process that is bound to one core, so that a drift of the machine
-  favours nobody. The first turn of each, in which numba and JAX compile, does not count. The bare environment is a
-  `DummyVecEnv` with `Monitor` that takes random actions: nobody who steps it can be faster. sbx's PPO, on JAX, takes part
-  where it is installed (`pip install sbx-rl`).
+- Without a word: all have GRPO's default settings: rollouts of 1024 transitions with discrete actions and of 2048 with
+  continuous ones, minibatches of 64 and ten epochs, except for what the table names. With continuous actions GRPO takes a
+  natural-gradient step in the place of minibatches, unless a minibatch size is named. They take turns in one process that
+  is bound to one core, so that a drift of the machine favours nobody. The first turn of each, in which numba and JAX compile,
+  does not count. The bare environment is a `DummyVecEnv` with `Monitor` that takes random actions: nobody who steps it can be
+  faster. sbx's PPO, on JAX, takes part where it is installed (`pip install sbx-rl`).
 - `profile`: stopwatches around the parts of GRPO's training, whose overhead is in the figures.
 - `memory`: peak resident memory of GRPO and of PPO, each in a process of its own.
 - `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for `benchmarks.seconds`.
@@ -45,7 +46,7 @@ from sb3_grpo import GRPO, collection
 
 #: SB3's algorithms on JAX, if they are installed
 SBX = importlib.util.find_spec("sbx") is not None
-ALGORITHMS: dict[str, type[GRPO] | type[PPO]] = {"GRPO": GRPO, "PPO": PPO}
+ALGORITHMS = ("GRPO", "PPO")
 COMPARISON_FIELDS = [
     "env", "n_envs", "batch_size", "width", "rounds", "grpo", "ppo", "sbx", "bare", "over_ppo", "over_sbx", "bare_share",
     "commit", "versions",
@@ -59,22 +60,22 @@ SHORTEST_TURN = 4096
 
 class Setting(NamedTuple):
     """
-    Settings that the algorithms have in common. The others are GRPO's defaults.
+    Settings that the algorithms have in common; ``None`` is the default. The others are GRPO's defaults.
 
     :param env: Gymnasium environment, or ``"image"`` for SB3's fake one with 84 x 84 pixels and four channels
     :param n_envs: Environments side by side
     :param batch_size: Minibatch size
     :param width: Units of each of two hidden layers
     :param n_epochs: Passes over a rollout
-    :param rollout: Transitions of a rollout
+    :param rollout: Transitions of a rollout; ``None`` for what GRPO chooses
     """
 
     env: str = "CartPole-v1"
     n_envs: int = 8
-    batch_size: int = 64
+    batch_size: int | None = None
     width: int = 64
-    n_epochs: int = 10
-    rollout: int = 1024
+    n_epochs: int | None = None
+    rollout: int | None = None
 
     def make_env(self) -> VecEnv:
         """:return: The environments, seeded"""
@@ -87,22 +88,31 @@ SETTINGS = [
     for options in ({}, dict(batch_size=256), dict(width=256), dict(n_envs=1), dict(n_envs=64))
     for env in ("CartPole-v1", "HalfCheetah-v5")
 ]
-IMAGES = Setting(env="image", batch_size=256, n_epochs=1)
+IMAGES = Setting(env="image", batch_size=256, n_epochs=1, rollout=1024)
 
 
-def make_model(algorithm: type[OnPolicyAlgorithm], setting: Setting) -> OnPolicyAlgorithm:
+def make_grpo(setting: Setting) -> GRPO:
     """
-    :param algorithm: GRPO, PPO, or sbx's PPO
     :param setting: Setting of the comparison
-    :return: A model
+    :return: A model of GRPO
     """
-    kwargs: dict[str, Any] = dict(n_steps=setting.rollout // setting.n_envs, batch_size=setting.batch_size)
-    kwargs.update(n_epochs=setting.n_epochs, gae_lambda=0.98, seed=0, device="cpu")
+    named = {name: getattr(setting, name) for name in ("batch_size", "n_epochs") if getattr(setting, name) is not None}
+    n_steps = None if setting.rollout is None else setting.rollout // setting.n_envs
+    common: dict[str, Any] = dict(n_steps=n_steps, seed=0, device="cpu", **named)
     if setting.env == "image":  # SB3's images are random, whatever the seed
-        kwargs.update(dict(share_starts=False) if algorithm is GRPO else {})
-    else:
-        kwargs.update(policy_kwargs=dict(net_arch=[setting.width] * 2))
-    return algorithm("CnnPolicy" if setting.env == "image" else "MlpPolicy", setting.make_env(), **kwargs)
+        return GRPO("CnnPolicy", setting.make_env(), share_starts=False, **common)
+    return GRPO("MlpPolicy", setting.make_env(), policy_kwargs=dict(net_arch=[setting.width] * 2), **common)
+
+
+def make_rival(algorithm: type[OnPolicyAlgorithm], setting: Setting) -> OnPolicyAlgorithm:
+    """
+    :param algorithm: PPO, or sbx's PPO
+    :param setting: Setting of the comparison
+    :return: A model with the settings of GRPO
+    """
+    grpo = make_grpo(setting)
+    same = {name: getattr(grpo, name) for name in ("n_steps", "batch_size", "n_epochs", "gae_lambda", "policy_kwargs")}
+    return algorithm("CnnPolicy" if setting.env == "image" else "MlpPolicy", setting.make_env(), seed=0, device="cpu", **same)
 
 
 def training(model: BaseAlgorithm, timesteps: int) -> Callable[[], object]:
@@ -132,17 +142,18 @@ def compare(setting: Setting, rounds: int) -> dict[str, Any]:
     :param rounds: Turns of each contestant
     :return: A row of ``comparison.csv``: medians of steps per second, and medians, minima and maxima of ratios of turns
     """
-    models = {"grpo": make_model(GRPO, setting), "ppo": make_model(PPO, setting)}
+    grpo = make_grpo(setting)
+    models: dict[str, BaseAlgorithm] = {"grpo": grpo, "ppo": make_rival(PPO, setting)}
     if SBX:
         import sbx
 
-        models["sbx"] = make_model(sbx.PPO, setting)
-    timesteps = ROLLOUTS_PER_TURN * setting.rollout
+        models["sbx"] = make_rival(sbx.PPO, setting)
+    timesteps = ROLLOUTS_PER_TURN * grpo.n_steps * setting.n_envs
     contestants = {name: training(model, timesteps) for name, model in models.items()}
     contestants["bare"] = stepping(setting.make_env(), timesteps)
     speeds = {name: timesteps / seconds for name, seconds in take_turns(contestants, rounds).items()}
     row: dict[str, Any] = {**dict.fromkeys(COMPARISON_FIELDS, ""), **provenance(), "rounds": rounds}
-    row.update({name: value for name, value in setting._asdict().items() if name in COMPARISON_FIELDS})
+    row.update({name: getattr(setting, name) for name in ("env", "n_envs", "width")}, batch_size=grpo.batch_size)
     row.update({name: round(float(np.median(each))) for name, each in speeds.items()})
     ratios = {f"over_{name}": speeds["grpo"] / speeds[name] for name in ("ppo", "sbx") if name in speeds}
     ratios["bare_share"] = speeds["grpo"] / speeds["bare"]
@@ -171,9 +182,10 @@ def breakdown(setting: Setting, n_rollouts: int) -> dict[str, float]:
     :param n_rollouts: Its rollouts, after a first one that does not count
     :return: Share of the time by part
     """
-    model = make_model(GRPO, setting)
-    assert isinstance(model, GRPO) and model.env is not None
-    training(model, setting.rollout)()
+    model = make_grpo(setting)
+    assert model.env is not None
+    rollout = model.n_steps * setting.n_envs
+    training(model, rollout)()
     watch, inner = Stopwatch(), Stopwatch()
     with contextlib.ExitStack() as stack:
         for env in model.env.envs:  # type: ignore[attr-defined]
@@ -191,7 +203,7 @@ def breakdown(setting: Setting, n_rollouts: int) -> dict[str, float]:
         stack.enter_context(watch.around("collection", model, "collect_rollouts"))
         stack.enter_context(watch.around("update", model, "train"))
         began = time.perf_counter()
-        training(model, n_rollouts * setting.rollout)()
+        training(model, n_rollouts * rollout)()
         total = time.perf_counter() - began
     watch.seconds["collection"] -= sum(inner.seconds.values())
     shares = {part: seconds / total for part, seconds in {**inner.seconds, **watch.seconds}.items()}
@@ -218,7 +230,8 @@ def peak_memory(algorithm: str, setting: Setting, rollouts: int) -> float:
     """
     th.set_num_threads(1)
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of the process that it was made from
-    make_model(ALGORITHMS[algorithm], setting).learn(rollouts * setting.rollout)
+    model = make_grpo(setting) if algorithm == "GRPO" else make_rival(PPO, setting)
+    model.learn(rollouts * model.n_steps * setting.n_envs)
     [line] = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024 / 1e6
 

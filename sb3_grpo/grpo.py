@@ -48,7 +48,7 @@ SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
 class GRPO(PersistentAlgorithm):
     """
-    Group Relative Policy Optimization (GRPO): PPO's clipped surrogate without a critic.
+    Group Relative Policy Optimization (GRPO): PPO's clipped surrogate, or TRPO's step, without a critic.
 
     Advantages come from the rollout buffer. The default, ``kernel``, is not DeepSeek's estimator: it computes generalized
     advantage estimates with a value function that is fitted by least squares after each rollout, and subtracts a part
@@ -61,13 +61,14 @@ class GRPO(PersistentAlgorithm):
     :type policy: str | type[ActorPolicy]
     :param env: Environment to learn from, or its Gymnasium id
     :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0)
-    :param n_steps: Number of steps per environment and rollout. ``None`` for about 1024 transitions in all with ``"kernel"``
-        and 2048 with the other buffers, at least ``batch_size``, and a multiple of it where the number of environments allows
+    :param n_steps: Number of steps per environment and rollout. ``None`` for about 1024 transitions in all with clipped
+        updates of ``"kernel"``, and 2048 otherwise, at least ``batch_size``, and a multiple of it where the number of
+        environments allows
     :param batch_size: Minibatch size
     :param n_epochs: Number of passes over the transitions of an update
     :param gamma: Discount factor
-    :param gae_lambda: Lambda of generalized advantage estimation, and of the targets of the kernel baseline. Buffers that
-        compare whole trajectories do not use it
+    :param gae_lambda: Lambda of generalized advantage estimation, and of the targets of the kernel baseline. ``None`` for
+        0.98 with clipped updates, and 0.95 with natural ones. Buffers that compare whole trajectories do not use it
     :param clip_range: Clipping parameter, a number or a function of the remaining progress (from 1 to 0)
     :param clip_range_high: Clipping parameter for ratios above one (clip-higher, DAPO); ``None`` for ``clip_range``
     :param importance_sampling_level: ``"step"``: each transition has its own importance ratio. ``"trajectory"``: all
@@ -97,10 +98,12 @@ class GRPO(PersistentAlgorithm):
     :param rollout_buffer_kwargs: Keyword arguments of the rollout buffer
     :param update_rule: ``"clipped"``: gradient steps with minibatches of a clipped surrogate, as in PPO. ``"natural"``: one
         natural-gradient step inside a trust region with all transitions of the update, as in TRPO. It does not use
-        ``learning_rate``, ``batch_size``, ``n_epochs``, ``clip_range``, ``clip_range_high`` and ``max_grad_norm``
+        ``learning_rate``, ``batch_size``, ``n_epochs``, ``clip_range``, ``clip_range_high`` and ``max_grad_norm``. ``None``:
+        ``"natural"`` for continuous actions with ``"kernel"``, unless gSDE, one of these arguments or
+        ``importance_sampling_level`` is set, else ``"clipped"``
     :param target_kl: Limit of the KL divergence of an update. ``"clipped"``: an update stops once the approximate divergence
         exceeds 1.5 times this value; ``None`` for no limit. ``"natural"``: the size of the trust region, a mean over the
-        components of an action as in sb3-contrib's TRPO; ``None`` for 0.01
+        components of an action as in sb3-contrib's TRPO; ``None`` for 0.02
     :param normalize_observations: Whether the policy standardises observations that are vectors of floating point numbers, see
         :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
@@ -377,6 +380,7 @@ class GRPO(PersistentAlgorithm):
             self.ledger.group_size,
             starts.share_starts,
             self.n_steps * self.n_envs,
+            self.update_rule,  # type: ignore[arg-type]
             {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None},
         )
         # What is not compiled yet is compiled here, before the clock of the first rollout runs.

@@ -36,7 +36,7 @@ from sb3_grpo.validation import require_between, require_bool, require_positive
 ENCODING_BATCH = 1024
 
 #: Factor of the natural-gradient step of log standard deviations. At full size, exploration fades too early.
-LOG_STD_STEP = 0.3
+LOG_STD_STEP = 0.1
 
 #: Methods that subclasses of SB3's actor-critic policies override, and what to do in a subclass of ``ActorPolicy``.
 ACTOR_CRITIC_HOOKS = {

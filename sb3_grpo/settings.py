@@ -199,7 +199,12 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[s
 
 
 def describe_settings(
-    buffer: GroupRolloutBuffer, group_size: int, shares_starts: bool, rollout_size: int, normalizes: Mapping[str, bool]
+    buffer: GroupRolloutBuffer,
+    group_size: int,
+    shares_starts: bool,
+    rollout_size: int,
+    update_rule: losses.UpdateRule,
+    normalizes: Mapping[str, bool],
 ) -> str:
     """
     Describe the settings that depend on each other or on the environment, for the printed log. ``normalizes`` says for each
@@ -210,8 +215,8 @@ def describe_settings(
     observations = f"normalised by {' and by '.join(normalizers)}" if normalizers else "not normalised"
     return (
         f"Using the {names.get(type(buffer), type(buffer).__name__)} buffer, groups of {group_size} "
-        f"({'shared' if shares_starts else 'independent'} starts), rollouts of {rollout_size} transitions, observations "
-        f"{observations}"
+        f"({'shared' if shares_starts else 'independent'} starts), rollouts of {rollout_size} transitions, "
+        f"{update_rule} updates, observations {observations}"
     )
 
 

@@ -92,11 +92,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     power of two.
 
     :param args: See :class:`GroupRolloutBuffer`
-    :param n_features: Number of random Fourier features
+    :param n_features: Number of random Fourier features. GRPO passes 512 with natural-gradient steps
     :param bandwidth: Standard deviation of the random frequencies; ``None`` for 1.1 over the root of the number of inputs that
         vary in the first rollout
     :param ridge: Penalty on the squared weights, per sample
-    :param forgetting: Factor for the weight of earlier rollouts in each fit
+    :param forgetting: Factor for the weight of earlier rollouts in each fit. GRPO passes 0.9 with natural-gradient steps
     :param n_folds: Number of folds
     :param time_feature: Whether the baseline depends on the step within the episode
     :param actor_features: Whether the inputs are the outputs of the actor's last hidden layer instead of the observations
