@@ -408,6 +408,43 @@ def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer
 # --- What is chosen, and what stays -------------------------------------------------------------------------------------
 
 
+CLIPPED, NATURAL = ("clipped", 0.98, 1024, 128, 0.8), ("natural", 0.95, 2048, 512, 0.9)
+CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "discrete actions": (dict(env="CartPole-v1"), CLIPPED),
+    "continuous actions": (dict(), NATURAL),
+    "the limit is for both": (dict(target_kl=0.05, gamma=0.9), NATURAL),
+    "a learning rate": (dict(learning_rate=1e-3), CLIPPED),
+    "a schedule": (dict(learning_rate=lambda progress: 3e-4), CLIPPED),
+    "epochs": (dict(n_epochs=5), CLIPPED),
+    "minibatches": (dict(batch_size=128), CLIPPED),
+    "a clip range": (dict(clip_range=0.1), CLIPPED),
+    "clipping above": (dict(clip_range_high=0.3), CLIPPED),
+    "clipped gradients": (dict(max_grad_norm=1.0), CLIPPED),
+    "ratios of trajectories": (dict(importance_sampling_level="trajectory"), CLIPPED),
+    "an optimizer": (dict(policy_kwargs=dict(optimizer_class=th.optim.SGD)), CLIPPED),
+    "a rate of its own for the deviation": (dict(policy_kwargs=dict(log_std_lr_factor=0.3)), NATURAL),
+    "gSDE": (dict(use_sde=True), CLIPPED),
+    "asked for": (dict(learning_rate=1e-3, update_rule="natural"), NATURAL),
+    "asked for otherwise": (dict(env="CartPole-v1", update_rule="natural"), NATURAL),
+    "own lambda and steps": (dict(gae_lambda=0.9, n_steps=64), ("natural", 0.9, 64, 512, 0.9)),
+    "own features": (dict(rollout_buffer_kwargs=dict(n_features=64)), ("natural", 0.95, 2048, 64, 0.9)),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), CHOICES.values(), ids=CHOICES)
+def test_the_update_rule_suits_the_actions_and_everything_that_was_asked_for(
+    options: dict[str, Any], expected: tuple[Any, ...]
+):
+    model = GRPO("MlpPolicy", **{"env": "Pendulum-v1", **options})
+    baseline = model.rollout_buffer.baseline  # type: ignore[attr-defined]
+    found = model.update_rule, model.gae_lambda, model.n_steps, baseline.n_features, baseline.forgetting
+    assert found == expected
+
+
+def test_complete_groups_have_clipped_updates():
+    assert GRPO("MlpPolicy", "Pendulum-v1", rollout_buffer_class="outcome").update_rule == "clipped"
+
+
 @pytest.mark.parametrize(
     ("rollout_size", "n_envs", "batch_size", "n_steps"),
     [
