@@ -85,6 +85,8 @@ GROUPS_CLAIMS = {
 SHARED_INPUTS = {"GRPO": [OURS], "GRPO without groups": OTHER_GRPO["GRPO without groups"], **CRITICS}
 #: Lines of the figure
 DRAWN = {"GRPO, kernel": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
+#: The default settings of today and of the comparison, for continuous actions
+CONTINUOUS = {"GRPO, natural-gradient steps": ["natural"], "GRPO, clipped updates": [OURS]}
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
 UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
@@ -117,6 +119,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "grpo_evaluation": lambda: environments_table(proof, {**ours, **OTHER_GRPO}, "eval_mean"),
         "at_a_million": lambda: environments_table(million, {**ours, **RIVALS}, "eval_mean"),
         "million_outcomes": lambda: outcomes_table(million, OURS, RIVALS),
+        "continuous": lambda: environments_table(Suite("continuous", results), CONTINUOUS, "eval_mean"),
         "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
         "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
