@@ -133,7 +133,7 @@ def _recent_returns(model: Any) -> tuple[float, float]:
     if returns:
         return float(np.mean(returns)), float(np.std(returns))
     # Without a Monitor, only the returns in the buffer are known. VecNormalize may have scaled them.
-    groups = getattr(model.rollout_buffer, "group_returns", [])
+    groups = list(getattr(model.rollout_buffer, "group_returns", {}).values())
     if not groups:
         return np.nan, np.nan
     return float(np.mean(np.concatenate(groups))), float(np.mean([max(members) - min(members) for members in groups]))
