@@ -72,8 +72,8 @@ class LearningCurve:
 
 class TrainingCurve(LearningCurve, BaseCallback):
     """
-    Records the learning curve of a training, and the second at which each episode ended. Episodes of repeated starts are left out,
-    because they were chosen for how earlier ones ended.
+    Records the learning curve of a training, and the second at which each episode ended. Episodes that repeat a start are left
+    out, because the start was chosen for how earlier ones ended.
     """
 
     steps: list[int]

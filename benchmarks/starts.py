@@ -24,8 +24,8 @@ class AnyStart(StartChoice):
 
 class ByAdvantage(StartChoice):
     """
-    Prioritized level replay with the mean absolute advantage of a start's last group as the score. Departures from the paper: the
-    share of repeats is that of :class:`StartChoice`, and advantages are standardised in each rollout.
+    Prioritized level replay with the mean absolute advantage of a start's last group as the score. Departures from the
+    paper: the share of repeats is that of :class:`StartChoice`, and advantages are standardised in each rollout.
 
     :param share: See :class:`StartChoice`
     :param buffer: Buffer of the run, the kernel buffer

@@ -57,10 +57,10 @@ class StartChoice:
     """
     Keeps a pool of starts at which the members of a group ended differently, and chooses those that are repeated.
 
-    A new group repeats a start with the probability ``share`` times the share of ties among the last :data:`RECENT_GROUPS` fresh
-    groups. So nothing is repeated in tasks where the members of every group differ. It takes a start from the pool with a
-    probability in proportion to its score. A start leaves the pool when its group is tied above the mean of recent returns: all
-    members succeed. Where all fail, its score fades.
+    A new group repeats a start with the probability ``share`` times the share of ties among the last :data:`RECENT_GROUPS`
+    fresh groups. So nothing is repeated in tasks where the members of every group differ. Starts are taken from the pool in
+    proportion to their scores. A start leaves the pool when its group is tied above the mean of recent returns: all members
+    succeed. Where all fail, its score fades.
 
     The pool changes only between rollouts, and there is no random state. Workers that have a copy choose as one ledger would.
 
@@ -82,7 +82,7 @@ class StartChoice:
 
     @property
     def tied_share(self) -> float:
-        """Share of ties among the last :data:`RECENT_GROUPS` fresh groups. Groups that are yet to come do not count as tied."""
+        """Share of ties among the last :data:`RECENT_GROUPS` fresh groups. Groups to come do not count as tied."""
         return sum(self._ties) / RECENT_GROUPS
 
     @property

@@ -65,8 +65,8 @@ class Ledger:
     """
     Hands out the starts of a run, and records where each environment is.
 
-    The j-th start of a run belongs to group ``j // group_size``, whichever environment takes it. The seed of a fresh group is a
-    function of ``(seed, group)``. Whether a group repeats the start of an earlier one, and of which, follows from
+    The j-th start of a run belongs to group ``j // group_size``, whichever environment takes it. The seed of a fresh group is
+    a function of ``(seed, group)``. Whether a group repeats the start of an earlier one, and of which, follows from
     ``(seed, group)`` and from what was known after the last rollout, see :class:`~sb3_grpo.starts.choice.StartChoice`. So the
     ledger has no random state and continues identically after pickling.
 
