@@ -1,13 +1,24 @@
 """
-Other rules by which starts could be repeated, as controls of the rule of the package. `matrix.yml` names the callbacks.
+Other rules by which starts could be repeated, as controls of the rule of the package; and the figure of a training.
+
+    python -m benchmarks.starts    # trains twice in DoorKey-6x6, a minute, and draws docs/starts.svg
+
+`matrix.yml` names the callbacks with the other rules.
 """
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import gymnasium as gym
+import matplotlib
 import numpy as np
+import torch as th
+from minigrid.wrappers import ImgObsWrapper
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
 
+from benchmarks.curves import TrainingCurve
+from sb3_grpo import GRPO
 from sb3_grpo.starts.choice import EndedGroup, PooledStart, StartChoice
 
 #: Of prioritized level replay (https://arxiv.org/abs/2010.03934): temperature of the ranks, and weight of the staleness.
@@ -89,3 +100,68 @@ class RepeatsByAdvantage(Repeats):
 
     def _arguments(self, model: Any) -> tuple[Any, ...]:
         return (model.rollout_buffer,)
+
+
+# --- the figure -------------------------------------------------------------------------------------------------------
+
+#: The training of the figure
+ENV, TIMESTEPS, SEED = "MiniGrid-DoorKey-6x6-v0", 60_000, 1
+
+
+class PoolHistory(BaseCallback):
+    """Notes after each rollout which starts are in the pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: First and last step at which each start was in the pool, by seed
+        self.stays: dict[int, tuple[int, int]] = {}
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        for seed in self.model.ledger.choice.pool:  # type: ignore[attr-defined]
+            self.stays[seed] = self.stays.get(seed, (self.num_timesteps, 0))[0], self.num_timesteps
+
+
+def flat_view(env: gym.Env) -> gym.Env:
+    """:return: The environment with the view as a vector, without the mission, which is always the same"""
+    return gym.wrappers.FlattenObservation(ImgObsWrapper(env))
+
+
+def train(repeat_starts: float) -> tuple[TrainingCurve, PoolHistory]:
+    """:return: Returns in episodes with fresh starts, and what was in the pool"""
+    curve, history = TrainingCurve(), PoolHistory()
+    env = make_vec_env(ENV, 8, seed=SEED, wrapper_class=flat_view)
+    model = GRPO("MlpPolicy", env, ent_coef=0.01, repeat_starts=repeat_starts, seed=SEED, device="cpu")
+    model.learn(TIMESTEPS, callback=[curve, history])
+    env.close()
+    return curve, history
+
+
+def draw() -> None:
+    """Train with repeats and without, and draw the figure of the page about rare rewards."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from benchmarks.figures import STYLE, save
+
+    at = np.linspace(0, TIMESTEPS, 101)[1:]
+    with plt.style.context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2)
+        for share, label in ((0.5, "up to half"), (0.0, "none")):
+            curve, history = train(share)
+            left.plot(at / 1000, curve.smoothed(at), label=label)
+            if share > 0:
+                for number, (first, last) in enumerate(sorted(history.stays.values())):
+                    right.plot([first / 1000, (last + 1024) / 1000], [number, number], color="C0", lw=1)
+        left.set_title("return, fresh starts")
+        left.legend(title="repeated groups", loc="upper left")
+        right.set_title("starts in the pool")
+        figure.supxlabel("thousand environment steps")
+        save(figure, STYLE.with_name("starts.svg"))
+
+
+if __name__ == "__main__":
+    th.set_num_threads(1)
+    draw()

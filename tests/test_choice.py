@@ -1,7 +1,10 @@
 """Which starts are repeated, how often, and until when; and that runs with repeats are as reproducible as others."""
 
 import itertools
+import os
+import pathlib
 import pickle
+import signal
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -11,9 +14,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import helpers
 import numpy as np
 import pytest
-from gymnasium import spaces
-from helpers import VECTOR, AnyEnv, Starts, Watcher, make_model, reload, same, saved, weights
-from stable_baselines3.common.callbacks import BaseCallback
+from helpers import AnyEnv, Starts, Watcher, make_model, reload, same, saved, weights
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -324,36 +325,39 @@ def test_a_new_run_has_an_empty_pool():
     assert not any(repeats for _, repeats, _ in seen.episodes)
 
 
-class Rewrites(BaseCallback):
-    """Notes the seeds of the starts of a run."""
+class Mortal(Lock):
+    """Kills its process once, at a step of its own, if a marker file is not there yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, marker: str = "", at: int = 0):
         super().__init__()
-        self.seeds: dict[int, int] = {}
+        self.marker, self.at, self.n_steps = marker, at, 0
 
-    def _on_step(self) -> bool:
-        ledger: Any = self.model.ledger  # type: ignore[attr-defined]
-        self.seeds.update({group: ledger.seed_of(group) for group in self.locals["position"].groups.tolist()})
-        return True
+    def step(self, action: Any) -> Any:
+        self.n_steps += 1
+        if self.n_steps == self.at and not os.path.exists(self.marker):
+            pathlib.Path(self.marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def monitored_lock(*args: Any) -> Monitor:
+    return Monitor(Mortal(*args))
 
 
 @pytest.mark.xdist_group("ray")
-def test_workers_of_ray_repeat_starts_and_a_run_is_reproducible():
+def test_workers_of_ray_repeat_starts_and_one_that_dies_changes_nothing(tmp_path: pathlib.Path):
     from sb3_grpo.distributed import RayVecEnv
 
-    runs = []
-    for _ in range(2):
-        env, seen, seeds = RayVecEnv([partial(monitored_lock)] * 4, n_workers=2), Seen(), Rewrites()
-        model = make(env=env, batch_size=64).learn(64 * 4 * 4, callback=[seen, seeds])
+    runs, marker = [], tmp_path / "marker"
+    for at in (0, 200):  # in the last rollout
+        functions = [monitored_lock] * 3 + [partial(monitored_lock, str(marker), at)]
+        env, seen = RayVecEnv(functions, n_workers=2), Seen()
+        model = make(env=env, batch_size=64).learn(64 * 4 * 4, callback=seen)
         env.close()
-        runs.append((seen.episodes, seeds.seeds, weights(model)))
-    assert runs[0][:2] == runs[1][:2] and same(runs[0][2], runs[1][2])
-    episodes, seeds_of, _ = runs[0]
-    again = {group for group, repeats, _ in episodes if repeats}
-    assert len(again) > 10 and {seeds_of[group] for group in again} <= {
-        seed for group, seed in seeds_of.items() if group not in again
-    }
-
-
-def monitored_lock() -> Monitor:
-    return Monitor(Lock(VECTOR, spaces.Discrete(3)))
+        runs.append((seen.episodes, weights(model)))
+    assert marker.exists()
+    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
+    seeds: dict[bool, set[int]] = {True: set(), False: set()}
+    for group, repeats, _ in runs[0][0]:
+        seeds[repeats].add(group)
+    assert len(seeds[True]) > 10 and seeds[True].isdisjoint(seeds[False])

@@ -90,7 +90,7 @@ class StartChoice:
         """Probability with which a new group repeats a start."""
         return self.share * self.tied_share if self._seeds else 0.0
 
-    def draw(self, uniform: Sequence[float]) -> int | None:
+    def draw(self, uniform: Sequence[float] | np.ndarray) -> int | None:
         """
         :param uniform: Two random numbers between 0 and 1
         :return: Seed of a start to repeat; ``None`` for a fresh start
