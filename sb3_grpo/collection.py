@@ -133,10 +133,10 @@ def prepare_starts(
     :param chooses_group_size: Whether the group size is that which the buffer suggests
     :return: What the log says about starts; nothing if they are not shared
     """
-    if not starts.share_starts or starts.mismatches > 0:  # a start that differs each time cannot be repeated
-        ledger.forget_repeats()
-    elif ledger.choice.share > 0.0:
+    if ledger.choice.share > 0.0 and starts.share_starts and starts.mismatches == 0:
         ledger.record(rollout_buffer.group_returns)
+    else:  # a start that differs each time cannot be repeated either
+        ledger.forget_repeats()
     if not starts.share_starts:
         return {}
     metrics = {"rollout/start_mismatches": float(starts.mismatches), **ledger.choice.metrics}

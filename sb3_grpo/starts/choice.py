@@ -92,13 +92,13 @@ class StartChoice:
 
     def draw(self, uniform: Sequence[float] | np.ndarray) -> int | None:
         """
-        :param uniform: Two random numbers between 0 and 1
+        :param uniform: Two random numbers from 0 to below 1, integers over ``2**32``
         :return: Seed of a start to repeat; ``None`` for a fresh start
         """
         if uniform[0] >= self.probability:
             return None
         index = np.searchsorted(self._cumulative, uniform[1] * self._cumulative[-1], side="right")
-        return self._seeds[min(int(index), len(self._seeds) - 1)]
+        return self._seeds[int(index)]
 
     def record(self, groups: Iterable[EndedGroup]) -> None:
         """

@@ -177,6 +177,14 @@ class Ledger:
         self.choice.record(
             EndedGroup(group, self.seed_of(group), not self.repeats(group), members) for group, members in ended
         )
+        self._forget_repeated_groups()
+
+    def forget_repeats(self) -> None:
+        """Forget which starts are worth repeating."""
+        self.choice = StartChoice(self.choice.share)
+        self._forget_repeated_groups()
+
+    def _forget_repeated_groups(self) -> None:
         self._repeated = {group: seed for group, seed in self._repeated.items() if group in self._open}
 
     def seed_apart(self) -> int:
@@ -185,10 +193,6 @@ class Ledger:
             starts are taken
         """
         return self._derive_seed(self._next_group, 0)
-
-    def forget_repeats(self) -> None:
-        """Begin new groups with fresh starts only, because seeds do not determine the starts."""
-        self.choice, self._repeated = StartChoice(self.choice.share), {}
 
     def _derive_seed(self, *spawn_key: int) -> int:
         # 31 bits, because some environments pass the seed to functions that take signed 32-bit integers.
