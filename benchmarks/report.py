@@ -138,6 +138,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
         "variance_removed": lambda: variance_table(groups["inputs"], OURS),
+        "starts_progress": lambda: progress(starts),
         "starts_claim": lambda: listed(
             [claim(starts, REPEATED, CHOICES[name], f"Against {name}, repeats are") for name in starts.with_runs(CHOICES)]
         ),
