@@ -1,7 +1,7 @@
 """
 Other rules by which starts could be repeated, as controls of the rule of the package; and the figure of a training.
 
-    python -m benchmarks.starts    # trains twice in DoorKey-6x6, a minute, and draws docs/starts.svg
+    python -m benchmarks.starts    # trains twice in DoorKey-6x6, some minutes, and draws docs/starts.svg
 
 `matrix.yml` names the callbacks with the other rules.
 """
@@ -105,7 +105,7 @@ class RepeatsByAdvantage(Repeats):
 # --- the figure -------------------------------------------------------------------------------------------------------
 
 #: The training of the figure
-ENV, TIMESTEPS, SEED = "MiniGrid-DoorKey-6x6-v0", 60_000, 1
+ENV, TIMESTEPS, SEED = "MiniGrid-DoorKey-6x6-v0", 100_000, 1
 
 
 class PoolHistory(BaseCallback):
@@ -149,14 +149,14 @@ def draw() -> None:
     at = np.linspace(0, TIMESTEPS, 101)[1:]
     with plt.style.context(STYLE):
         figure, (left, right) = plt.subplots(1, 2)
-        for share, label in ((0.5, "up to half"), (0.0, "none")):
+        for share, label in ((0.5, "half of the groups"), (0.0, "none")):
             curve, history = train(share)
             left.plot(at / 1000, curve.smoothed(at), label=label)
             if share > 0:
                 for number, (first, last) in enumerate(sorted(history.stays.values())):
                     right.plot([first / 1000, (last + 1024) / 1000], [number, number], color="C0", lw=1)
         left.set_title("return, fresh starts")
-        left.legend(title="repeated groups", loc="upper left")
+        left.legend(title="may repeat", loc="upper left")
         right.set_title("starts in the pool")
         figure.supxlabel("thousand environment steps")
         save(figure, STYLE.with_name("starts.svg"))
