@@ -71,7 +71,10 @@ class LearningCurve:
 
 
 class TrainingCurve(LearningCurve, BaseCallback):
-    """Records the learning curve of a training, and the second at which each episode ended."""
+    """
+    Records the learning curve of a training, and the second at which each episode ended. Episodes that repeat a start are left
+    out, because the start was chosen for how earlier ones ended.
+    """
 
     steps: list[int]
     returns: list[float]
@@ -86,12 +89,16 @@ class TrainingCurve(LearningCurve, BaseCallback):
         self._began = time.perf_counter()
 
     def _on_step(self) -> bool:
-        for info in self.locals["infos"]:
-            if "episode" in info:
+        for env, info in enumerate(self.locals["infos"]):
+            if "episode" in info and not self._repeats(env):
                 self.steps.append(self.num_timesteps)
                 self.returns.append(float(info["episode"]["r"]))
                 self.seconds.append(time.perf_counter() - self._began)
         return True
+
+    def _repeats(self, env: int) -> bool:
+        ledger = getattr(self.model, "ledger", None)
+        return ledger is not None and ledger.repeats(int(self.locals["position"].groups[env]))
 
 
 class CurveStore:

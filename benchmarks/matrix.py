@@ -45,6 +45,7 @@ NEUTRAL: dict[str, Any] = dict(
     normalize_observations=False,
     lr_follows_std=False,
     update_rule="clipped",
+    repeat_starts=0.0,
 )
 
 
@@ -201,7 +202,8 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
         algo = settings["algo"]
         entry = entry_of(settings, env, matrix["environments"][env])
         entry["n_timesteps"] = timesteps
-        for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
+        of_suite = chosen.get("set_of", {}).get(env, {})
+        for key, value in (*settings.get("set", {}).items(), *of_suite.items(), *(changes or {}).items()):
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
             entry[key] = {**entry[key], **value} if both_mappings else value
         is_continuous = "half_range" in matrix["environments"][env]

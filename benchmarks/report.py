@@ -39,7 +39,9 @@ from benchmarks.versus import (
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 #: Names of the pages of `docs` with places to fill
-TABLES_ON = ("benchmark", "benchmark_details", "when_groups_win", "from_trl", "speed", "zoo", "diagnostics")
+TABLES_ON = (
+    "benchmark", "benchmark_details", "when_groups_win", "from_trl", "speed", "zoo", "diagnostics", "sparse_rewards",
+)  # fmt: skip
 PAGES = (
     ROOT / "README.md",
     *(DOCS / f"{name}.md" for name in TABLES_ON),
@@ -87,6 +89,14 @@ SHARED_INPUTS = {"GRPO": [OURS], "GRPO without groups": OTHER_GRPO["GRPO without
 DRAWN = {"GRPO, kernel": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
 #: The default settings of today and of the comparison, for continuous actions
 CONTINUOUS = {"GRPO, natural-gradient steps": ["natural"], "GRPO, clipped updates": [OURS]}
+#: Which starts are repeated
+REPEATED = "starts, repeated"
+CHOICES = {
+    "fresh starts only": ["starts, fresh"],
+    "repeats at random": ["starts, repeated at random"],
+    "repeats by advantage": ["starts, repeated by advantage"],
+    "PPO": ["starts, ppo"],
+}
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
 UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
@@ -102,6 +112,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     groups = {name: Suite("proof", results, envs=envs) for name, envs in GROUPS.items()}
     groups["others"] = Suite("proof", results, envs=set(proof.timesteps) - set(GROUPS["inputs"]))
     ours = {"GRPO, kernel": [OURS]}
+    starts = Suite("starts", results)
     return {
         "claim": lambda: claims(proof, CLAIMS),
         "short_claim": lambda: claims(proof, IN_README),
@@ -130,6 +141,12 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
         "variance_removed": lambda: variance_table(groups["inputs"], OURS),
+        "starts_progress": lambda: progress(starts),
+        "starts_claim": lambda: listed(
+            [claim(starts, REPEATED, CHOICES[name], f"Against {name}, repeats are") for name in starts.with_runs(CHOICES)]
+        ),
+        "starts_area": lambda: environments_table(starts, {"repeats": [REPEATED], **CHOICES}, "auc"),
+        "starts_evaluation": lambda: environments_table(starts, {"repeats": [REPEATED], **CHOICES}, "eval_mean"),
         "tokens": lambda: variants_table(Suite("tokens", results)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
         "comparison": lambda: comparison_table(read_rows(results / "comparison.csv")),

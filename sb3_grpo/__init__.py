@@ -13,6 +13,7 @@ from sb3_grpo.buffers import (
     StepwiseRolloutBuffer,
 )
 from sb3_grpo.doctor import Doctor
+from sb3_grpo.envs.scenarios import Scenarios
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
@@ -36,6 +37,7 @@ __all__ = [
     "OutcomeRolloutBuffer",
     "ProcessRolloutBuffer",
     "ReturnToGoRolloutBuffer",
+    "Scenarios",
     "SeededSubprocVecEnv",
     "SharedInputs",
     "StepwiseRolloutBuffer",

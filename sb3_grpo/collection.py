@@ -93,7 +93,7 @@ def collect(
                 "`evaluate_policy`) a separate environment, for example `make_vec_env('CartPole-v1')`."
             )
 
-        self._update_info_buffer(infos, dones)
+        self._update_info_buffer(*_of_fresh_starts(infos, dones, position.groups, self.ledger))
         n_steps += 1
         rollout_buffer.add(
             self._last_obs,
@@ -112,6 +112,38 @@ def collect(
                 self._last_obs = None  # the environments are ahead
             return False
     return True
+
+
+def _of_fresh_starts(
+    infos: list[dict[str, Any]], dones: np.ndarray, groups: np.ndarray, ledger: Ledger
+) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """:return: The infos and dones from which SB3 logs returns, without those of episodes that repeated a start"""
+    repeats = [env for env in np.flatnonzero(dones).tolist() if ledger.repeats(int(groups[env]))]
+    if not repeats:
+        return infos, dones
+    return [info for env, info in enumerate(infos) if env not in repeats], np.delete(dones, repeats)
+
+
+def prepare_starts(
+    ledger: Ledger, starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool
+) -> dict[str, float]:
+    """
+    Prepare the starts to come after a rollout: their number in a group, and which of them are repeated.
+
+    :param chooses_group_size: Whether the group size is that which the buffer suggests
+    :return: What the log says about starts; nothing if they are not shared
+    """
+    if ledger.choice.share > 0.0 and starts.share_starts and starts.mismatches == 0:
+        ledger.record(rollout_buffer.group_returns)
+    else:  # a start that differs each time cannot be repeated either
+        ledger.forget_repeats()
+    if not starts.share_starts:
+        return {}
+    metrics = {"rollout/start_mismatches": float(starts.mismatches), **ledger.choice.metrics}
+    if chooses_group_size:
+        ledger.group_size = rollout_buffer.suggested_group_size()
+        metrics["rollout/group_size"] = ledger.group_size
+    return metrics
 
 
 def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:

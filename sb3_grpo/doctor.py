@@ -66,6 +66,13 @@ SYMPTOMS = (
         "`rollout_buffer_class='return_to_go'` instead of 'process'.",
     ),
     Symptom(
+        "no start to repeat",
+        lambda it: it.metrics["rollout/fresh_groups_tied"] == 1.0 and it.metrics["rollout/pool_size"] == 0.0 and not it.risen,
+        "rollout/fresh_groups_tied",
+        "The members of none of the last 40 groups ended differently, so there is no start to repeat (`repeat_starts`). Try a "
+        "larger `group_size`, more exploration (`ent_coef`), or easier starts among those of the environment.",
+    ),
+    Symptom(
         "clip fraction",
         # A narrow clip range clips many ratios that have hardly changed, above all those of whole trajectories (GSPO).
         lambda it: it.metrics["train/clip_fraction"] > 0.5 and it.metrics["train/effective_sample_size"] < 0.9,
@@ -133,7 +140,7 @@ def _recent_returns(model: Any) -> tuple[float, float]:
     if returns:
         return float(np.mean(returns)), float(np.std(returns))
     # Without a Monitor, only the returns in the buffer are known. VecNormalize may have scaled them.
-    groups = getattr(model.rollout_buffer, "group_returns", [])
+    groups = list(getattr(model.rollout_buffer, "group_returns", {}).values())
     if not groups:
         return np.nan, np.nan
     return float(np.mean(np.concatenate(groups))), float(np.mean([max(members) - min(members) for members in groups]))
@@ -244,7 +251,7 @@ class Doctor(BaseCallback):
         if np.isnan(self._return_to_rise_above):
             self._return_to_rise_above = mean_return + deviation
         return Checkup(
-            metrics={**model.rollout_buffer.metrics, **model.update_metrics},
+            metrics={**model.rollout_buffer.metrics, **model.ledger.choice.metrics, **model.update_metrics},
             entropy_floor=entropy_floor(model.action_space, model.policy.squash_output),
             max_waiting=getattr(model.rollout_buffer, "max_waiting", np.inf),
             risen=mean_return > self._return_to_rise_above,

@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
-from sb3_grpo.collection import collect
+from sb3_grpo.collection import collect, prepare_starts
 from sb3_grpo.compiled import compiled_policy, describe_arithmetic
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
@@ -83,6 +83,8 @@ class GRPO(PersistentAlgorithm):
         starts, for 8 while the members of a group share more than a third of the variance of their advantages
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
+    :param repeat_starts: Largest share of groups that repeat a start at which the members of an earlier group ended
+        differently, from 0 (none) to 1. Groups repeat starts only while those with fresh starts are often tied
     :param kl_coef: Coefficient of the penalty KL(pi || reference). It changes during training if ``adaptive_kl_target`` is set
     :param adaptive_kl_target: Desired divergence from the reference after an update: ``kl_coef`` is doubled or halved after
         each update to reach it. ``None`` for a constant ``kl_coef``
@@ -142,6 +144,7 @@ class GRPO(PersistentAlgorithm):
         max_grad_norm: float = 0.5,
         group_size: int | None = None,
         share_starts: bool = True,
+        repeat_starts: float = 0.0,
         kl_coef: float = 0.0,
         adaptive_kl_target: float | None = None,
         kl_reference: KLReference = "initial",
@@ -202,6 +205,7 @@ class GRPO(PersistentAlgorithm):
         self.normalize_advantage = normalize_advantage
         self.group_size = group_size
         self.share_starts = share_starts
+        self.repeat_starts = repeat_starts
         self.kl_coef = kl_coef
         self.adaptive_kl_target = adaptive_kl_target
         self.kl_reference = kl_reference
@@ -276,7 +280,7 @@ class GRPO(PersistentAlgorithm):
         return self.ledger
 
     def _new_ledger(self, seed: int | None = None) -> Ledger:
-        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed)
+        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed, self.repeat_starts)
 
     def _current_settings(self) -> dict[str, Any]:
         """:return: The arguments of the constructor that are attributes, by name"""
@@ -295,6 +299,8 @@ class GRPO(PersistentAlgorithm):
             setattr(self.rollout_buffer, name, getattr(self, name))
         if "group_size" in changed and self.ledger is not None:
             self.ledger.group_size = self.rollout_buffer.group_size = self.group_size or DEFAULT_GROUP_SIZE
+        if "repeat_starts" in changed and self.ledger is not None:
+            self.ledger.choice.share = self.repeat_starts
         self._settings = self._current_settings()
 
     def _policy_recipe(self) -> Callable[[], ActorPolicy]:
@@ -447,12 +453,8 @@ class GRPO(PersistentAlgorithm):
             raise
         finally:
             starts.release()
-        self._log("rollout/", rollout_buffer.metrics)
-        if self.group_size is None and starts.share_starts:
-            self.ledger.group_size = rollout_buffer.suggested_group_size()
-            self.logger.record("rollout/group_size", self.ledger.group_size)
-        if starts.share_starts:
-            self.logger.record("rollout/start_mismatches", starts.mismatches)
+        of_starts = prepare_starts(self.ledger, starts, rollout_buffer, self.group_size is None)
+        self._log("rollout/", {**rollout_buffer.metrics, **of_starts})
 
         callback.update_locals(locals())
         callback.on_rollout_end()

@@ -160,6 +160,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     policy: ActorPolicy  # type: ignore[assignment]
     kl_penalty: KLPenalty
     group_size: int | None
+    repeat_starts: float
     #: Which start each environment runs, and the starts to come.
     ledger: Ledger | None = None
     # State that a saved model carries from its file to the parts that are built later.
@@ -177,6 +178,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         if saved_ledger is not None:
             self.ledger, self._last_obs = saved_ledger, last_obs
             saved_ledger.group_size = self.group_size or saved_ledger.group_size
+            saved_ledger.choice.share = self.repeat_starts
         elif self.ledger is None:
             self.ledger = self._new_ledger()
         if self._run_state is not None:

@@ -116,6 +116,7 @@ def check_settings(settings: Mapping[str, Any], chooses_n_steps: bool) -> None:
     if settings["seed"] is not None:
         require_at_least("seed", settings["seed"], 0)
     require_between("gamma", settings["gamma"], 0.0, 1.0)
+    require_between("repeat_starts", settings["repeat_starts"], 0.0, 1.0)
     if settings["gae_lambda"] is not None:
         require_between("gae_lambda", settings["gae_lambda"], 0.0, 1.0)
     require_between("ent_coef", settings["ent_coef"], -math.inf)

@@ -100,6 +100,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *((dict(kl_reference=value), "`kl_reference` must be") for value in ("new", 0, None)),
     (dict(kl_estimator="k4"), "`kl_estimator` must be 'exact', 'k1', 'k2' or 'k3', not 'k4'"),
     *((dict([(name, "False")]), f"`{name}` must be True or False, not 'False'") for name in FLAGS),
+    (dict(repeat_starts=1.1), f"`repeat_starts` {FROM_0_TO_1} 1.1"),
+    (dict(repeat_starts=True), f"`repeat_starts` {FROM_0_TO_1} True"),
     (dict(share_starts=0), "`share_starts` must be True or False, not 0"),
     (dict(sde_sample_freq=0), "`sde_sample_freq` must be an integer of at least 1 or -1, not 0"),
     (dict(sde_sample_freq="x"), "`sde_sample_freq` must be an integer of at least 1 or -1, not 'x'"),

@@ -216,7 +216,7 @@ class Recorder(BaseCallback):
         labels = set(zip(update.trajectories.tolist(), trajectories, strict=True))
         assert len(labels) == len(set(update.trajectories.tolist())) == len(set(trajectories))
         self.metrics.append(dict(buffer_of(self.model).metrics))
-        self.group_returns.append(buffer_of(self.model).group_returns)
+        self.group_returns.append(list(buffer_of(self.model).group_returns.values()))
         old = [i for i, id in enumerate(ids) if self.seen[id].rollout < self.rollout]
         if old:
             with th.no_grad():
@@ -512,7 +512,7 @@ def test_a_group_is_complete_when_the_ledger_says_so_also_if_the_size_of_groups_
             for group, member in sorted(update):
                 members.setdefault(group, []).append(member)
             sizes = Counter(group for group, _ in update).values()
-            assert sorted(map(len, buffer.group_returns)) == sorted(sizes)
+            assert sorted(map(len, buffer.group_returns.values())) == sorted(sizes)
     # Groups that had begun before a change keep their size
     assert [each for each, _ in groupby(members[group] for group in sorted(members))] == [[0, 1], [*range(5)], [*range(3)]]
     assert buffer.dropped == 0

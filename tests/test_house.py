@@ -236,6 +236,7 @@ def logged_keys() -> set[str]:
             kl_coef=0.1,
             adaptive_kl_target=0.1,
             clip_range_high=0.3,
+            repeat_starts=1.0,
             rollout_buffer_class=buffer,
         )
         for env in ("CartPole-v1", "Pendulum-v1"):

@@ -126,7 +126,7 @@ def test_a_group_is_complete_once_its_last_member_has_ended():
     for _ in range(2):
         returns.add(np.ones(2), np.ones(2, dtype=bool), ledger.position.groups)
         end_all(ledger)
-        complete.append(returns.pop_complete(ledger.open_groups()))
+        complete.append(list(returns.pop_complete(ledger.open_groups()).values()))
     assert complete == [[], [[1.0, 1.0], [1.0, 1.0]]]
 
 

@@ -87,8 +87,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.reward_weights = checked_reward_weights(reward_weights)
         #: Metrics of the last rollout. GRPO logs those under ``rollout/`` at once and those under ``train/`` with the update.
         self.metrics: dict[str, float] = {}
-        #: Returns of the members of each group that was completed in the last rollout.
-        self.group_returns: list[list[float]] = []
+        #: Returns of the members of each group that was completed in the last rollout, by the number of the group.
+        self.group_returns: dict[int, list[float]] = {}
         #: For each group that may still get transitions the last step that all of its members have taken.
         self.open_groups: Mapping[int, int] = {}
         self._rollout = 0
@@ -283,7 +283,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._rollout += 1
         self.open_groups = open_groups
         self.group_returns = self._running_returns.pop_complete(open_groups)
-        self.metrics = self._describe_groups(self.group_returns)
+        self.metrics = self._describe_groups(list(self.group_returns.values()))
         rollout = self._flatten(self.pos)
         self.pos = 0  # transitions of an interrupted rollout are recognised by a position above zero
         transitions, advantages = self._form_update(rollout, last_obs, policy)

@@ -123,9 +123,9 @@ class GroupReturns:
         self._running[:] = 0.0
         self._ended.clear()
 
-    def pop_complete(self, open_groups: Container[int]) -> list[list[float]]:
+    def pop_complete(self, open_groups: Container[int]) -> dict[int, list[float]]:
         """:return: Returns of the members of each group that was completed since the last call and is not open"""
-        return [self._ended.pop(group) for group in [each for each in self._ended if each not in open_groups]]
+        return {group: self._ended.pop(group) for group in [each for each in self._ended if each not in open_groups]}
 
 
 def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> list[float]:

@@ -4,12 +4,13 @@ The ledger of starts: the one place that knows which start each environment runs
 A *start* is the beginning of a trajectory. The starts of a group have the same seed, so its members begin in the same state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from sb3_grpo.starts.choice import EndedGroup, StartChoice
 from sb3_grpo.validation import require_at_least
 
 
@@ -64,18 +65,21 @@ class Ledger:
     """
     Hands out the starts of a run, and records where each environment is.
 
-    The j-th start of a run belongs to group ``j // group_size``, whichever environment takes it. The seed of a group is a
-    function of ``(seed, group)``, so the ledger has no random state and continues identically after pickling.
+    The j-th start of a run belongs to group ``j // group_size``, whichever environment takes it. The seed of a fresh group is
+    a function of ``(seed, group)``. Whether a group repeats the start of an earlier one, and of which, follows from
+    ``(seed, group)`` and from what was known after the last rollout, see :class:`~sb3_grpo.starts.choice.StartChoice`. So the
+    ledger has no random state and continues identically after pickling.
 
     Environments may be divided into *lanes*, one for each worker that collects by itself. Each lane fills groups of its own,
     so a worker need not know what the others have taken.
 
     :param group_size: Number of trajectories in each group to come, at least 2. It may change in the course of a run
     :param seed: Seed of the run, not negative; ``None`` for a random number from numpy's global generator, as in SB3
+    :param repeat_starts: Largest probability with which a new group repeats a start
     :raises ValueError: If ``group_size`` is not an integer of at least 2, or ``seed`` not one of at least 0
     """
 
-    def __init__(self, group_size: int, seed: int | None = None):
+    def __init__(self, group_size: int, seed: int | None = None, repeat_starts: float = 0.0):
         require_at_least("group_size", group_size, 2)
         if seed is None:
             seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))
@@ -89,6 +93,13 @@ class Ledger:
         self._filling: dict[int, int] = {}
         self._open: dict[int, Progress] = {}
         self._restarted: dict[int, Start] = {}
+        self.choice = StartChoice(repeat_starts)
+        # Seed of each group that repeats a start, until its returns are recorded
+        self._repeated: dict[int, int] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(Ledger(state["group_size"], state["seed"])))  # earlier versions had no choice of starts
+        vars(self).update(state)
 
     def begin_all(self, lanes: Sequence[int]) -> list[Start]:
         """
@@ -98,7 +109,7 @@ class Ledger:
         :return: Start of each environment
         """
         self._lanes = list(lanes)
-        self._open, self._filling, self._restarted = {}, {}, {}
+        self._open, self._filling, self._restarted, self._repeated = {}, {}, {}, {}
         starts = [self._take(lane) for lane in self._lanes]
         groups, members, _ = np.array(starts, dtype=np.int64).T
         self.position = Position(groups, members, np.zeros(len(starts), dtype=np.int64))
@@ -142,11 +153,39 @@ class Ledger:
     def _new_group(self) -> int:
         group = self._next_group
         self._next_group += self._stride
+        if self.choice.probability > 0.0:
+            repeated = self.choice.draw(self._random_numbers(group, 1, size=2) / 2**32)
+            if repeated is not None:
+                self._repeated[group] = repeated
         return group
 
     def seed_of(self, group: int) -> int:
         """:return: Seed with which the members of a group are reset"""
-        return self._derive_seed(group)
+        return self._repeated[group] if group in self._repeated else self._derive_seed(group)
+
+    def repeats(self, group: int) -> bool:
+        """:return: Whether a group repeats a start, for groups that are open or have ended since the last rollout"""
+        return group in self._repeated
+
+    def record(self, returns: Mapping[int, Sequence[float]]) -> None:
+        """
+        Learn at the end of a rollout which starts are worth repeating.
+
+        :param returns: Returns of the members of each group that has ended in the rollout
+        """
+        ended = returns.items()
+        self.choice.record(
+            EndedGroup(group, self.seed_of(group), not self.repeats(group), members) for group, members in ended
+        )
+        self._forget_repeated_groups()
+
+    def forget_repeats(self) -> None:
+        """Forget which starts are worth repeating."""
+        self.choice = StartChoice(self.choice.share)
+        self._forget_repeated_groups()
+
+    def _forget_repeated_groups(self) -> None:
+        self._repeated = {group: seed for group, seed in self._repeated.items() if group in self._open}
 
     def seed_apart(self) -> int:
         """
@@ -157,7 +196,11 @@ class Ledger:
 
     def _derive_seed(self, *spawn_key: int) -> int:
         # 31 bits, because some environments pass the seed to functions that take signed 32-bit integers.
-        return int(np.random.SeedSequence(self.seed, spawn_key=spawn_key).generate_state(1)[0] >> 1)
+        return int(self._random_numbers(*spawn_key, size=1)[0] >> 1)
+
+    def _random_numbers(self, *spawn_key: int, size: int) -> np.ndarray:
+        """:return: Integers of 32 bits that depend on the seed of the run and on the key"""
+        return np.random.SeedSequence(self.seed, spawn_key=spawn_key).generate_state(size)
 
     def is_open(self, group: int) -> bool:
         """:return: Whether a member of a group has not ended, or not even begun"""
@@ -186,6 +229,8 @@ class Ledger:
             part._open = {group: replace(self._open[group]) for group in own}
             part._filling = {0: self._filling[lane]}
             part._next_group, part._stride = self._next_group + lane, n_lanes
+            part.choice = self.choice
+            part._repeated = {group: seed for group, seed in self._repeated.items() if group in own}
             parts.append(part)
         return parts
 
@@ -199,3 +244,5 @@ class Ledger:
         self._open = {group: progress for part in parts for group, progress in part._open.items()}
         self._filling = {lane: part._filling[0] for lane, part in enumerate(parts)}
         self._next_group = max(part._next_group - lane for lane, part in enumerate(parts))
+        for part in parts:
+            self._repeated.update(part._repeated)
