@@ -71,7 +71,8 @@ def test_the_first_update_of_a_default_run_is_healthy(env: str) -> None:
     model = GRPO("MlpPolicy", env, seed=1, device="cpu")
     model.learn(1024)
     logged = {key: value for key, value in model.logger.name_to_value.items() if key in healthy_ranges()}
-    assert len(logged) == len(healthy_ranges())
+    of_clipped_updates = {key for key in healthy_ranges() if "clip" in key and model.update_rule == "natural"}
+    assert logged.keys() == healthy_ranges().keys() - of_clipped_updates
     for key, value in logged.items():
         low, high = healthy_ranges()[key]
         assert low <= value <= high, (key, value)

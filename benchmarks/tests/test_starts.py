@@ -58,6 +58,7 @@ def test_the_curve_of_a_training_leaves_out_episodes_that_repeat_a_start() -> No
         "MlpPolicy", make_vec_env("CartPole-v1", 1, seed=0), n_steps=256, seed=0, device="cpu", stats_window_size=1000
     )
     curve = TrainingCurve()
+    assert model.ledger is not None
     model.ledger.choice = always(model)
     model.learn(256 * 4, callback=curve)
     assert curve.returns == [episode["r"] for episode in model.ep_info_buffer or ()]
