@@ -14,6 +14,7 @@ from sb3_grpo.buffers import (
 )
 from sb3_grpo.doctor import Doctor
 from sb3_grpo.grpo import GRPO
+from sb3_grpo.maskable import MaskableGRPO
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.shared_inputs import SharedInputs, check_shared_inputs
@@ -31,6 +32,7 @@ __all__ = [
     "EnvironmentFault",
     "GroupRolloutBuffer",
     "KernelRolloutBuffer",
+    "MaskableGRPO",
     "MlpPolicy",
     "MultiInputPolicy",
     "OutcomeRolloutBuffer",
