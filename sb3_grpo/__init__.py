@@ -13,6 +13,7 @@ from sb3_grpo.buffers import (
     StepwiseRolloutBuffer,
 )
 from sb3_grpo.doctor import Doctor
+from sb3_grpo.export import export_onnx
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.maskable import MaskableGRPO
 from sb3_grpo.persistence import VERSION
@@ -43,5 +44,6 @@ __all__ = [
     "StepwiseRolloutBuffer",
     "check_shared_inputs",
     "envs",
+    "export_onnx",
     "load_actor",
 ]

@@ -73,16 +73,18 @@ def forced_logits(action_masks: Any, action_space: spaces.Space, n: int) -> th.T
         of a one, which is ``FORCED`` if a zero is not allowed
     :raises ValueError: If there are not as many entries as ``n`` masks have
     """
-    choices = choices_of(action_space)
+    n_choices = sum(choices_of(action_space))
     masks = th.as_tensor(action_masks).bool()
-    if masks.numel() != n * sum(choices):
-        raise ValueError(
-            f"`action_masks` of shape {tuple(masks.shape)} do not fit {n} observation(s) and {action_space}: pass an array of "
-            f"shape ({n}, {sum(choices)}), an entry for each choice."
-        )
+    if masks.shape != (n, n_choices):
+        if masks.numel() != n * n_choices:
+            raise ValueError(
+                f"`action_masks` of shape {tuple(masks.shape)} do not fit {n} observation(s) and {action_space}: pass an "
+                f"array of shape ({n}, {n_choices}), an entry for each choice."
+            )
+        masks = masks.reshape(n, n_choices)
     if not isinstance(action_space, spaces.MultiBinary):
-        return masks.reshape(n, -1).logical_not() * -FORCED
-    zero_allowed, one_allowed = masks.reshape(n, -1, 2).unbind(dim=2)
+        return masks.logical_not() * -FORCED
+    zero_allowed, one_allowed = masks[:, ::2], masks[:, 1::2]
     return (one_allowed.int() - zero_allowed.int()) * FORCED
 
 
@@ -93,5 +95,5 @@ def masked_logits(logits: th.Tensor, action_masks: Any, action_space: spaces.Spa
     :param action_space: Action space
     :return: Logits with which choices that are not allowed have probability zero and get no gradient. The others are unchanged
     """
-    forced = forced_logits(action_masks, action_space, len(logits)).to(logits)
+    forced = forced_logits(action_masks, action_space, logits.shape[0]).to(logits)
     return th.where(forced == 0, logits, forced)

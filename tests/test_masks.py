@@ -171,11 +171,11 @@ def test_actions_that_are_not_allowed_are_never_taken(action_space: spaces.Space
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("action_space", SPACES)
-def test_actions_that_are_not_allowed_are_never_taken_in_a_million_steps(action_space: spaces.Space):
-    env = make_rules(action_space, n_envs=64)
-    make_model(env, n_steps=64, batch_size=1024).learn(1_000_000)
-    assert n_forbidden(env) == 0
+def test_actions_that_are_not_allowed_are_never_taken_in_a_million_steps():
+    for space in SPACES:
+        env = make_rules(*space.values, n_envs=64)
+        assert make_model(env, n_steps=64, batch_size=1024).learn(340_000).num_timesteps > 340_000
+        assert n_forbidden(env) == 0
 
 
 @pytest.mark.parametrize("path", PATHS)
