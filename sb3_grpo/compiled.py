@@ -36,9 +36,9 @@ from sb3_grpo.machine_code import BERNOULLI, CATEGORICAL, GAUSSIAN, RELU, TANH, 
 from sb3_grpo.masks import forced_logits
 from sb3_grpo.policies import ActorPolicy
 
-#: Maps observations, as arrays and as tensors, and ``action_masks`` if there are any, to actions, shape ``(n, *action_shape)``,
-#: their log-probabilities, shape ``(n,)``, and the output of the features extractor, shape ``(n, features_dim)``, or ``None`` if
-#: it is not at hand.
+#: Maps observations, as arrays and as tensors, and ``action_masks`` if there are any, to actions, shape
+#: ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the output of the features extractor, shape
+#: ``(n, features_dim)``, or ``None`` if it is not at hand.
 Actor = Callable[..., tuple[np.ndarray, th.Tensor, th.Tensor | None]]
 
 #: Keys are exact classes: a subclass may mean something else.
