@@ -59,7 +59,7 @@ def train_on_full_servers(seed: int, use_masking: bool) -> dict[str, float]:
     """:return: Mean returns of the last 100 episodes of training, and of the last policy over 20 scenarios"""
     room = dict(max_jobs=2)
     env = make_vec_env("sb3_grpo/FullServers-v0", n_envs=8, env_kwargs=room)
-    model = MaskableGRPO("MlpPolicy", env, seed=seed, device="cpu").learn(30_000, use_masking=use_masking)
+    model: Any = MaskableGRPO("MlpPolicy", env, seed=seed, device="cpu").learn(30_000, use_masking=use_masking)
     scores = {"training": float(np.mean([episode["r"] for episode in model.ep_info_buffer or ()]))}
     for name, deterministic in (("sampled actions", False), ("most probable actions", True)):
         scenarios = make_vec_env("sb3_grpo/FullServers-v0", seed=10_000, env_kwargs=room)

@@ -418,10 +418,12 @@ def test_two_processes_share_one_study(storage: str):
 @SHORT_ROLLOUTS
 def test_masks_are_used_in_training_and_in_evaluation(folder: Path, monkeypatch: pytest.MonkeyPatch):
     evaluated = []
-    monkeypatch.setattr(
-        "sb3_contrib.common.maskable.callbacks.evaluate_policy",
-        lambda *args, **kwargs: (evaluated.append(kwargs["use_masking"]), evaluate_policy(*args, **kwargs))[1],
-    )
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        evaluated.append(kwargs["use_masking"])
+        return evaluate_policy(*args, **kwargs)
+
+    monkeypatch.setattr("sb3_contrib.common.maskable.callbacks.evaluate_policy", watched)
     env = "sb3_grpo/FullServers-v0"
     options = ["-n", "512", "--eval-freq", "256", "--eval-episodes", "1", "--num-threads", "1"]
     cli.main(["train", "--algo", "grpo_mask", "--env", env, *options])

@@ -28,8 +28,8 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 class GRPOExperimentManager(ExperimentManager):
     """
     :class:`rl_zoo3.exp_manager.ExperimentManager` with additions for ``grpo`` and ``grpo_mask``. It uses the hyperparameter
-    file of this package unless another one is given. It understands numbers as people write them, ``rollout_buffer_kwargs`` in a
-    string and schedules of ``clip_range_high``. It refuses wrong values with the file and the entry. With ``grpo_mask``,
+    file of this package unless another one is given. It understands numbers as people write them, ``rollout_buffer_kwargs``
+    in a string and schedules of ``clip_range_high``. It refuses wrong values with the file and the entry. With ``grpo_mask``,
     evaluation uses masks.
 
     :param args: See the base class
