@@ -282,7 +282,9 @@ def table(name: str, path: pathlib.Path) -> str:
             medians = [f"{np.median(values[number]):,.{experiment.digits}f}" for number in numbers]
             each = ", ".join(f"{value:,.{experiment.digits}f}" for value in values[numbers[0]])
             lines.append([arm, *medians, each])
-    return markdown_table(["", *(f"{number}, median" for number in numbers), "by seed"], lines)
+    return markdown_table(
+        ["", *(f"{number}, median" for number in numbers), f"{numbers[0]}, by seed" if numbers else ""], lines
+    )
 
 
 def main() -> None:

@@ -840,7 +840,9 @@ class OwnBuffer(OutcomeRolloutBuffer):
         pytest.param(dict(share_starts=False), "kernel buffer, groups of 2 (independent starts)", id="independent starts"),
         pytest.param(dict(rollout_buffer_class="stepwise"), "stepwise buffer, groups of 2 (shared", id="buffer"),
         pytest.param(dict(rollout_buffer_class=OwnBuffer), "Using the OwnBuffer buffer, groups of 2", id="own buffer"),
-        pytest.param(dict(n_steps=8), "rollouts of 16 transitions, clipped updates, observations normalised by the policy", id="rollout"),
+        pytest.param(
+            dict(n_steps=8), "rollouts of 16 transitions, clipped updates, observations normalised by the policy", id="rollout"
+        ),
         pytest.param(dict(normalize_observations=False), "observations not normalised", id="not normalised"),
     ],
 )
