@@ -14,6 +14,8 @@ MINIGRID = ["minigrid>=3.0"]
 ZOO = ["rl_zoo3[plots]>=2.9,<3", "moviepy>=1.0.3", "pandas>=2.2", "requests>=2.31"]
 DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery>=0.17", "sphinx-mathjax-offline"]
 RAY = ["ray>=2.40,<3"]
+EXPORT = ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.20"]
+CONTRIB = ["sb3-contrib>=2.9,<3"]  # ActionMasker, and evaluation with action masks
 LINT = ["black", "codespell", "mypy", "proselint", "ruff"]
 RELEASE = ["build", "setuptools>=77", "twine", "uv"]
 TESTS = [*LINT, *RELEASE, "ale-py", "hypothesis", "ipykernel", "nbclient", "opencv-python-headless", "pytest", "pytest-xdist"]
@@ -46,8 +48,10 @@ setup(
         "minigrid": MINIGRID,
         "zoo": ZOO + EXTRA,
         "ray": RAY,
+        "contrib": CONTRIB,
+        "export": EXPORT,
         "docs": DOCS,
-        "tests": TESTS + DOCS + EXTRA + MINIGRID + ZOO + RAY,
+        "tests": TESTS + DOCS + EXTRA + MINIGRID + ZOO + RAY + CONTRIB + EXPORT,
         "benchmarks": EXTRA + BOX2D + MUJOCO + MINIGRID + ZOO,
     },
     classifiers=[

@@ -14,7 +14,9 @@ from sb3_grpo.buffers import (
 )
 from sb3_grpo.doctor import Doctor
 from sb3_grpo.envs.scenarios import Scenarios
+from sb3_grpo.export import export_onnx
 from sb3_grpo.grpo import GRPO
+from sb3_grpo.maskable import MaskableGRPO
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.shared_inputs import SharedInputs, check_shared_inputs
@@ -32,6 +34,7 @@ __all__ = [
     "EnvironmentFault",
     "GroupRolloutBuffer",
     "KernelRolloutBuffer",
+    "MaskableGRPO",
     "MlpPolicy",
     "MultiInputPolicy",
     "OutcomeRolloutBuffer",
@@ -43,5 +46,6 @@ __all__ = [
     "StepwiseRolloutBuffer",
     "check_shared_inputs",
     "envs",
+    "export_onnx",
     "load_actor",
 ]

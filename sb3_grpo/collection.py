@@ -31,6 +31,7 @@ class Step(NamedTuple):
     :param clipped_actions: Actions as the environments took them, same shape
     :param log_probs: Log-probabilities of the actions, shape ``(n_envs,)``
     :param features: Output of the policy's features extractor, shape ``(n_envs, features_dim)``, if it is known
+    :param action_masks: The choices that the environments allowed, shape ``(n_envs, n_choices)``; ``None`` without masks
     :param position: Where the environments were before the step
     :param new_obs: Observations after the step, shape ``(n_envs, *obs_shape)`` or a dict of such
     :param rewards: Rewards, shape ``(n_envs,)``
@@ -43,6 +44,7 @@ class Step(NamedTuple):
     clipped_actions: np.ndarray
     log_probs: th.Tensor
     features: th.Tensor | None
+    action_masks: np.ndarray | None
     position: Position
     new_obs: VecEnvObs
     rewards: np.ndarray
@@ -78,9 +80,11 @@ def collect(
     if workers_act:
         steps = replay_steps(_collect_in_workers(self, starts, n_rollout_steps), self.policy)
     else:
-        steps = take_steps(self.policy, starts, self._last_obs, n_rollout_steps, self.sde_sample_freq, self.num_timesteps)
+        settings = self.sde_sample_freq, self._uses_masks, self.num_timesteps
+        steps = take_steps(self.policy, starts, self._last_obs, n_rollout_steps, *settings)
     for step in steps:
-        obs_tensor, actions, clipped_actions, log_probs, features, position, new_obs, rewards, dones, infos = step
+        obs_tensor, actions, clipped_actions, log_probs, features, action_masks = step[:6]
+        position, new_obs, rewards, dones, infos = step[6:]
         check_step(new_obs, rewards, dones, infos, self.num_timesteps, position.steps)
 
         self.num_timesteps += env.num_envs
@@ -104,6 +108,7 @@ def collect(
             position,
             infos,
             features,
+            **({} if action_masks is None else {"action_masks": action_masks}),
         )
         self._last_obs = new_obs
         self._last_episode_starts = dones
@@ -172,6 +177,7 @@ def _collect_in_workers(self: Any, starts: SeededVecEnv, n_steps: int) -> "Colle
                 starts.share_starts,
                 n_steps,
                 self.sde_sample_freq,
+                self._uses_masks,
                 self.num_timesteps,
             )
         except RolloutLost as error:
@@ -189,6 +195,7 @@ def take_steps(
     obs: VecEnvObs,
     n_steps: int,
     sde_sample_freq: int,
+    uses_masks: bool,
     num_timesteps: int,
 ) -> Iterator[Step]:
     """
@@ -197,6 +204,7 @@ def take_steps(
     :param obs: Present observations
     :param n_steps: Number of steps
     :param sde_sample_freq: Number of steps between two noise samples of gSDE; -1 for one sample per rollout
+    :param uses_masks: Whether the environments say which actions they allow
     :param num_timesteps: Number of transitions before the first step, for messages
     :return: The steps, each taken when it is asked for
     :raises ValueError: If the output of the policy is not finite
@@ -211,13 +219,15 @@ def take_steps(
             policy.reset_noise(n_envs)
         # The same tensor, in half of the time if it shares the memory of the array.
         obs_tensor = th.from_numpy(obs) if shares_memory else obs_as_tensor(obs, device)  # type: ignore[arg-type]
-        sampled, log_probs, features = act(obs, obs_tensor)
+        action_masks = starts.action_masks() if uses_masks else None
+        masking = {} if action_masks is None else {"action_masks": action_masks}
+        sampled, log_probs, features = act(obs, obs_tensor, **masking)
         check_policy_output(log_probs, num_timesteps + n * n_envs)
         clipped = policy.within_bounds(sampled)
         position = starts.ledger.position
         # A copy, because an environment may change the action that it is given.
         obs, rewards, dones, infos = starts.step(clipped.copy())
-        yield Step(obs_tensor, sampled, clipped, log_probs, features, position, obs, rewards, dones, infos)
+        yield Step(obs_tensor, sampled, clipped, log_probs, features, action_masks, position, obs, rewards, dones, infos)
 
 
 def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
@@ -237,6 +247,7 @@ class Collected(NamedTuple):
     The arrays are those of a :class:`Step` and its position, with the steps as the first axis.
 
     :param obs: Observations before each step and after the last, shape ``(n_steps + 1, n, *obs_shape)`` or a dict of such
+    :param action_masks: Masks, shape ``(n_steps, n, n_choices)``; no columns without masks
     :param infos: Info of each environment, step by step
     :param ledgers: For each worker the ledger of its environments after the last step
     :param mismatches: Number of starts that did not begin like their group's first member
@@ -251,6 +262,7 @@ class Collected(NamedTuple):
     steps: np.ndarray
     rewards: np.ndarray
     dones: np.ndarray
+    action_masks: np.ndarray
     infos: list[list[dict[str, Any]]]
     ledgers: list[Ledger]
     mismatches: int
@@ -283,6 +295,7 @@ def replay_steps(collected: Collected, policy: ActorPolicy) -> Iterator[Step]:
             clipped[t],
             log_probs[t],
             None,
+            collected.action_masks[t] if collected.action_masks.size > 0 else None,
             Position(collected.groups[t], collected.members[t], collected.steps[t]),
             take_observations(collected.obs, t + 1),
             collected.rewards[t],

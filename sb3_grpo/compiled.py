@@ -33,11 +33,13 @@ from torch import nn
 from sb3_grpo import machine_code
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.machine_code import BERNOULLI, CATEGORICAL, GAUSSIAN, RELU, TANH, Batch, Metrics, Network, Optimizer, Settings
+from sb3_grpo.masks import forced_logits
 from sb3_grpo.policies import ActorPolicy
 
-#: Maps observations, as arrays and as tensors, to actions, shape ``(n, *action_shape)``, their log-probabilities, shape
-#: ``(n,)``, and the output of the features extractor, shape ``(n, features_dim)``, or ``None`` if it is not at hand.
-Actor = Callable[[Any, Any], tuple[np.ndarray, th.Tensor, th.Tensor | None]]
+#: Maps observations, as arrays and as tensors, and ``action_masks`` if there are any, to actions, shape
+#: ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the output of the features extractor, shape
+#: ``(n, features_dim)``, or ``None`` if it is not at hand.
+Actor = Callable[..., tuple[np.ndarray, th.Tensor, th.Tensor | None]]
 
 #: Keys are exact classes: a subclass may mean something else.
 FAMILIES: dict[type[Distribution], int] = {
@@ -123,15 +125,15 @@ def _warm_up(functions: Compiled) -> None:
     column = one.reshape(1, 1)
     network = Network(np.ones(2, np.int64), TANH, BERNOULLI, np.ones(0, np.int64))
     optimizer = Optimizer(two, two, two, two, np.array([0, 1, 2]), np.full((2, 4), 0.5))
-    batch = Batch(column, column, one, one, one, none, none.reshape(-1))
+    batch = Batch(column, column, one, one, one, none, none.reshape(-1), none)
     settings = Settings(0.2, 0.2, 0.0, 0.0, 0.5, np.inf)
     metrics, values = np.zeros(len(Metrics._fields)), np.ones(2, np.float32)
-    functions.act(network, two, one, one, np.ones((1, 1)), column, column.copy(), column.copy(), one.copy())
+    functions.act(network, two, one, one, np.ones((1, 1)), column, none, column.copy(), column.copy(), one.copy())
     functions.update(network, two.copy(), optimizer, batch, np.zeros(1, np.int64), 1, settings, metrics)
     functions.evaluate_all(network, two, batch, settings, two.copy(), metrics)
-    functions.linearize(network, two, column, values)
+    functions.linearize(network, two, column, none, values)
     functions.fisher_product(network, two, values, 1, two, two.copy())
-    functions.divergence(network, two, two, column)
+    functions.divergence(network, two, two, column, none)
 
 
 # --- which policies ---------------------------------------------------------------------------------------------------
@@ -188,9 +190,9 @@ def actor(policy: ActorPolicy) -> Actor:
     gives_features = is_unaltered(policy, ACTING) and not has_hooks(policy)
 
     @th.no_grad()
-    def act(_: Any, obs_tensor: Any) -> tuple[np.ndarray, th.Tensor, th.Tensor | None]:
+    def act(_: Any, obs_tensor: Any, **masking: Any) -> tuple[np.ndarray, th.Tensor, th.Tensor | None]:
         features = policy.extract_features(obs_tensor) if gives_features else None
-        actions, log_prob = policy(obs_tensor) if features is None else policy.forward_features(features)
+        actions, log_prob = policy(obs_tensor, **masking) if features is None else policy.forward_features(features, **masking)
         return actions.cpu().numpy(), log_prob, features
 
     return act
@@ -408,7 +410,7 @@ class CompiledPolicy:
         dtype: type[np.generic] = np.int64 if is_categorical else np.float32
         shape = (-1, *policy.action_space.shape)  # type: ignore[misc]
 
-        def choose(obs: Any, obs_tensor: Any) -> tuple[np.ndarray, th.Tensor, None]:
+        def choose(obs: Any, obs_tensor: Any, action_masks: Any = None) -> tuple[np.ndarray, th.Tensor, None]:
             if not is_vector:  # numbers of categories, which the policy encodes
                 obs = policy.extract_features(obs_tensor)
             inputs = np.ascontiguousarray(obs, dtype=np.float64).reshape(len(obs), -1)
@@ -416,10 +418,19 @@ class CompiledPolicy:
             # The function returns nothing, because numba runs Python code to return arrays, in which Ctrl-C would be lost.
             features, actions = np.empty(inputs.shape, np.float32), np.empty((n, n_components), np.float32)
             log_prob = np.empty(n, np.float32)
-            act(network, parameters, shift, scale, inputs, draw(n), features, actions, log_prob)
+            forced = self._forced(action_masks, policy.action_space, n)
+            act(network, parameters, shift, scale, inputs, draw(n), forced, features, actions, log_prob)
             return actions.astype(dtype, copy=False).reshape(shape), th.from_numpy(log_prob), None
 
         return choose
+
+    def _forced(self, action_masks: Any, action_space: spaces.Space, n: int) -> np.ndarray:
+        """
+        :return: The logits that ``n`` masks put in the place of outputs, shape ``(n, k)``; no rows without masks
+        """
+        if action_masks is None:
+            return np.empty((0, int(self._parts.network.sizes[-1])), np.float32)
+        return np.ascontiguousarray(forced_logits(action_masks, action_space, n), dtype=np.float32)
 
     def _noise(self) -> Callable[[int], np.ndarray]:
         """
@@ -453,10 +464,12 @@ class CompiledPolicy:
             return np.ascontiguousarray(tensor.numpy(), dtype=np.float32)
 
         n = len(samples.advantages)
+        forced = self._forced(samples.action_masks, policy.action_space, n)
         outputs = np.zeros((0, int(self._parts.network.sizes[-1])), np.float32)
         log_std = np.zeros(0, np.float32)
         if reference is not None:
             outputs = array(reference.action_net(reference._latent(samples.observations)))
+            outputs = np.where(forced == 0, outputs, forced) if len(forced) > 0 else outputs
             log_std = array(reference.log_std) if self._parts.network.family == GAUSSIAN else log_std
         return Batch(
             array(policy.extract_features(samples.observations)),
@@ -466,6 +479,7 @@ class CompiledPolicy:
             np.ones(n, np.float32) if samples.weights is None else array(samples.weights),
             outputs,
             log_std,
+            forced,
         )
 
     def epoch(self, batch: Batch, permutation: np.ndarray, batch_size: int, settings: Settings) -> tuple[Metrics, float]:
@@ -510,14 +524,17 @@ class CompiledPolicy:
         self._functions.evaluate_all(self._parts.network, self._parameters, batch, settings, wanted, metrics)
         return Metrics(*metrics.tolist())
 
-    def fisher(self, features: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    def fisher(self, batch: Batch, stride: int) -> Callable[[np.ndarray], np.ndarray]:
         """
-        :param features: Standardised observations, shape ``(n, n_inputs)``
+        :param batch: Transitions of the update
+        :param stride: Distance of those that the matrix is a mean over
         :return: A function that multiplies a vector by the Fisher matrix of the policy as it is now
         """
-        network, parameters, n = self._parts.network, self._parameters.copy(), len(features)
+        network, parameters = self._parts.network, self._parameters.copy()
+        features, forced = (np.ascontiguousarray(array[::stride]) for array in (batch.features, batch.forced))
+        n = len(features)
         values = np.empty(n * int(network.sizes.sum()), np.float32)
-        self._functions.linearize(network, parameters, features, values)
+        self._functions.linearize(network, parameters, features, forced, values)
 
         def multiply(vector: np.ndarray) -> np.ndarray:
             product = np.empty_like(parameters)
@@ -526,10 +543,11 @@ class CompiledPolicy:
 
         return multiply
 
-    def divergence(self, before: np.ndarray, features: np.ndarray) -> float:
+    def divergence(self, before: np.ndarray, batch: Batch) -> float:
         """
         :param before: Other parameters
-        :param features: Standardised observations, shape ``(n, n_inputs)``
+        :param batch: Transitions of the update
         :return: Mean divergence from the policy with these parameters, summed over the components of an action
         """
-        return float(self._functions.divergence(self._parts.network, self._parameters, before, features))
+        arguments = self._parameters, before, batch.features, batch.forced
+        return float(self._functions.divergence(self._parts.network, *arguments))

@@ -124,6 +124,8 @@ class GRPO(PersistentAlgorithm):
         "CnnPolicy": CnnPolicy,
         "MultiInputPolicy": MultiInputPolicy,
     }
+    supported_action_spaces: ClassVar[Any] = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    _uses_masks = False  # whether the environments are asked for action masks, see `MaskableGRPO`
 
     def __init__(
         self,
@@ -191,7 +193,7 @@ class GRPO(PersistentAlgorithm):
             verbose=verbose,
             device=device,
             seed=seed,
-            supported_action_spaces=(spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary),
+            supported_action_spaces=self.supported_action_spaces,
             _init_setup_model=False,
         )
         del self.vf_coef
@@ -227,11 +229,11 @@ class GRPO(PersistentAlgorithm):
 
     # --- setup --------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+    @classmethod
+    def _wrap_env(cls, env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
         if isinstance(env, VectorEnv):
             env = wrap_vector_env(env)
-        check_environment(env)
+        check_environment(env, cls._uses_masks)
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
     def _setup_model(self) -> None:

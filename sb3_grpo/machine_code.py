@@ -85,6 +85,7 @@ class Batch(NamedTuple):
     :param weights: Weights in the loss, shape ``(n,)``
     :param reference: Outputs of the reference's network, shape ``(n, k)``; no rows without a penalty
     :param reference_log_std: The reference's log standard deviations, shape ``(d,)``; empty for other families
+    :param forced: See :func:`forward`
     """
 
     features: np.ndarray
@@ -94,6 +95,7 @@ class Batch(NamedTuple):
     weights: np.ndarray
     reference: np.ndarray
     reference_log_std: np.ndarray
+    forced: np.ndarray
 
 
 class Settings(NamedTuple):
@@ -323,7 +325,7 @@ def activate_backward(gradient: np.ndarray, values: np.ndarray, activation: int)
 
 
 @compilable
-def forward(network: Network, parameters: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
+def forward(network: Network, parameters: np.ndarray, values: np.ndarray, n: int, forced: np.ndarray) -> np.ndarray:
     """
     ``x_l = phi(x_(l-1)) W_l^T + b_l`` for each layer ``l``; ``phi`` is the identity for the inputs.
 
@@ -331,6 +333,8 @@ def forward(network: Network, parameters: np.ndarray, values: np.ndarray, n: int
     :param parameters: Weight and bias of each layer, as in :class:`torch.nn.Linear`, in one array
     :param values: The inputs, row by row, and space for the values of the layers behind them
     :param n: Number of rows
+    :param forced: Logits that action masks put in the place of outputs, and zero elsewhere, see
+        :func:`sb3_grpo.masks.forced_logits`, shape ``(n, k)``; no rows without masks
     :return: The outputs, a view of ``values``, shape ``(n, k)``
     """
     sizes = network.sizes
@@ -350,7 +354,12 @@ def forward(network: Network, parameters: np.ndarray, values: np.ndarray, n: int
         for i in range(n):
             for j in range(n_out):
                 outputs[i, j] += bias[j]
-    return values[start:stop].reshape(n, sizes[-1])
+    outputs = values[start:stop].reshape(n, sizes[-1])
+    for i in range(len(forced)):
+        for j in range(sizes[-1]):
+            if forced[i, j] != ZERO:
+                outputs[i, j] = forced[i, j]
+    return outputs
 
 
 @compilable
@@ -762,6 +771,7 @@ def act(
     scale: np.ndarray,
     observations: np.ndarray,
     noise: np.ndarray,
+    forced: np.ndarray,
     features: np.ndarray,
     actions: np.ndarray,
     log_prob: np.ndarray,
@@ -778,6 +788,7 @@ def act(
     :param scale: Scale of each input
     :param observations: Observations in double precision, shape ``(n, n_inputs)``
     :param noise: Normal, exponential or uniform random numbers, according to the family, shape ``(n, k)``
+    :param forced: See :func:`forward`
     :param features: Receives the standardised observations, shape ``(n, n_inputs)``
     :param actions: Receives the actions, shape ``(n, d)``
     :param log_prob: Receives their log-probabilities, shape ``(n,)``
@@ -793,7 +804,7 @@ def act(
             features[i, j] = x
     values = np.empty(n * n_values(network.sizes), np.float32)
     values[: n * n_inputs] = features.reshape(-1)
-    outputs = forward(network, parameters, values, n)
+    outputs = forward(network, parameters, values, n, forced)
     none = np.empty((0, 0), np.float32)
     found = np.empty((3, n), np.float32)
     n_components = actions.shape[1]
@@ -1016,7 +1027,7 @@ def minibatch(
     values[: n * n_inputs] = take_rows(batch.features, index).reshape(-1)
     actions, reference = take_rows(batch.actions, index), take_rows(batch.reference, index)
     found, grad_found = np.empty((3, n), np.float32), np.empty((3, n), np.float32)
-    outputs = forward(network, parameters, values, n)
+    outputs = forward(network, parameters, values, n, take_rows(batch.forced, index))
     evaluate(network, parameters, outputs, reference, batch.reference_log_std, actions, found)
     rows = batch.old_log_prob[index], batch.advantages[index], batch.weights[index]
     approx_kl = surrogate(found, rows[0], rows[1], rows[2], settings, grad_found, metrics)
@@ -1098,17 +1109,18 @@ def evaluate_all(
 
 
 @compilable
-def linearize(network: Network, parameters: np.ndarray, features: np.ndarray, values: np.ndarray) -> None:
+def linearize(network: Network, parameters: np.ndarray, features: np.ndarray, forced: np.ndarray, values: np.ndarray) -> None:
     """
     Compute the values of all layers, which :func:`fisher_product` needs.
 
     :param network: Network
     :param parameters: Its parameters, and ``log_std``
     :param features: Standardised observations, shape ``(n, n_inputs)``
+    :param forced: See :func:`forward`
     :param values: Receives the values of all layers as :func:`forward` leaves them
     """
     values[: features.size] = features.reshape(-1)
-    forward(network, parameters, values, len(features))
+    forward(network, parameters, values, len(features), forced)
 
 
 def fisher_product(
@@ -1138,7 +1150,9 @@ def fisher_product(
         of_log_std[j] = np.float32(2.0) * along[j]
 
 
-def divergence(network: Network, parameters: np.ndarray, before: np.ndarray, features: np.ndarray) -> float:
+def divergence(
+    network: Network, parameters: np.ndarray, before: np.ndarray, features: np.ndarray, forced: np.ndarray
+) -> float:
     """
     The mean divergence KL(pi || q) from the policy ``q`` with other parameters.
 
@@ -1146,13 +1160,14 @@ def divergence(network: Network, parameters: np.ndarray, before: np.ndarray, fea
     :param parameters: Parameters of ``pi``
     :param before: Parameters of ``q``
     :param features: Standardised observations, shape ``(n, n_inputs)``
+    :param forced: See :func:`forward`
     :return: The divergence, summed over the components of an action
     """
     n, k = len(features), network.sizes[-1]
     values = np.empty(n * n_values(network.sizes), np.float32)
-    linearize(network, before, features, values)
+    linearize(network, before, features, forced, values)
     reference = values[len(values) - n * k :].reshape(n, k).copy()
-    linearize(network, parameters, features, values)
+    linearize(network, parameters, features, forced, values)
     outputs = values[len(values) - n * k :].reshape(n, k)
     d = len(network.n_categories) if network.family == CATEGORICAL else k
     found = np.empty((3, n), np.float32)

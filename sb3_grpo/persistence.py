@@ -202,6 +202,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         path: str | pathlib.Path | io.BufferedIOBase,
         exclude: Iterable[str] | None = None,
         include: Iterable[str] | None = None,
+        run_state: bool = True,
     ) -> None:
         """
         Save the model in a zip file, with everything that continuing its run needs: weights, optimizer, kernel baseline, KL
@@ -212,13 +213,18 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         :param path: Path of the file (``.zip`` is added if it has no suffix), or a file-like object
         :param exclude: Names of attributes that are not saved
         :param include: Names of attributes that are saved although they are excluded by default
+        :param run_state: Whether to save what only continuing the run needs: kernel baseline, KL reference, ledger and random
+            generators. Without, the file is as small as one of PPO, and a model that is loaded from it begins a new run
         """
-        self._run_state = RunState(
-            full_name(type(self.rollout_buffer)),
-            self.rollout_buffer.get_state(),
-            self.kl_penalty.get_state(),
-            self._random_state or random_state(),
-        )
+        if run_state:
+            self._run_state = RunState(
+                full_name(type(self.rollout_buffer)),
+                self.rollout_buffer.get_state(),
+                self.kl_penalty.get_state(),
+                self._random_state or random_state(),
+            )
+        else:
+            exclude = {*(exclude or ()), "ledger", "_last_obs", "_last_original_obs", "_last_episode_starts"}
         try:
             content = io.BytesIO()
             super().save(content, exclude, include)

@@ -28,6 +28,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
+from sb3_grpo.masks import masked_logits
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 from sb3_grpo.observations import take_observations, with_axes
 from sb3_grpo.validation import require_between, require_bool, require_positive
@@ -183,6 +184,7 @@ class ActorPolicy(BasePolicy):
         if normalize_observations and normalized_parts(observation_space):
             self.normalizer = ObservationNormalizer(observation_space)
         self._first_log_std: th.Tensor | None = None
+        self._masking: dict[str, Any] = {}  # the masks of a call of `predict`, which SB3 does not hand on to `_predict`
         self._build(lr_schedule)
         if hasattr(self, "log_std"):  # also in a subclass with layers of its own
             self._first_log_std = self.log_std.detach().clone()
@@ -303,22 +305,23 @@ class ActorPolicy(BasePolicy):
 
     # --- acting -------------------------------------------------------------------------------------------------------
 
-    def forward(self, obs: PyTorchObs, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
+    def forward(self, obs: PyTorchObs, deterministic: bool = False, **masking: Any) -> tuple[th.Tensor, th.Tensor]:
         """
         Choose actions.
 
         :param obs: Observations, shape ``(n, *obs_shape)``
         :param deterministic: Whether to take the mode of the distribution instead of a sample
+        :param masking: ``action_masks``, as for :meth:`predict`
         :return: Actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
         """
-        return self._sample(self.get_distribution(obs), deterministic)
+        return self._sample(self.get_distribution(obs, **masking), deterministic)
 
-    def forward_features(self, features: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
+    def forward_features(self, features: th.Tensor, **masking: Any) -> tuple[th.Tensor, th.Tensor]:
         """
         Sample actions for the output of the features extractor, shape ``(n, features_dim)``; the result is that of
         :meth:`forward`.
         """
-        return self._sample(self._distribution(self.policy_net(features)))
+        return self._sample(self._distribution(self.policy_net(features), **masking))
 
     def _sample(self, distribution: Distribution, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
         actions = distribution.get_actions(deterministic=deterministic)
@@ -337,16 +340,17 @@ class ActorPolicy(BasePolicy):
 
     # --- evaluating ---------------------------------------------------------------------------------------------------
 
-    def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor | None]:
+    def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor, **masking: Any) -> tuple[th.Tensor, th.Tensor | None]:
         """
         Evaluate given actions under the current policy.
 
         :param obs: Observations, shape ``(n, *obs_shape)``
         :param actions: Actions, shape ``(n, *action_shape)``, or ``(n, action_dim)`` as in a rollout buffer
+        :param masking: ``action_masks``, as for :meth:`predict`
         :return: Log-probabilities of the actions, shape ``(n,)``, and entropies of the policy, shape ``(n,)``; ``None`` for
             the latter if they have no closed form (gSDE with ``squash_output``)
         """
-        return self.evaluate_distribution(self.get_distribution(obs), actions)
+        return self.evaluate_distribution(self.get_distribution(obs, **masking), actions)
 
     def evaluate_distribution(self, distribution: Distribution, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor | None]:
         """Evaluate actions under a distribution from :meth:`get_distribution`, as :meth:`evaluate_actions` does."""
@@ -375,23 +379,26 @@ class ActorPolicy(BasePolicy):
     def _latent(self, obs: PyTorchObs) -> th.Tensor:
         return self.policy_net(self.extract_features(obs, self.features_extractor))
 
-    def get_distribution(self, obs: PyTorchObs) -> Distribution:
+    def get_distribution(self, obs: PyTorchObs, **masking: Any) -> Distribution:
         """
         .. warning::
             A policy has a single distribution object, as in SB3, and every call overwrites it. Take what you need from it
             (``log_prob``, ``entropy``) before the next call. To compare two policies, use two policy objects.
 
         :param obs: Observations, shape ``(n, *obs_shape)``
+        :param masking: ``action_masks``, as for :meth:`predict`
         :return: Action distribution for a batch of ``n``
         """
-        return self._distribution(self._latent(obs))
+        return self._distribution(self._latent(obs), **masking)
 
-    def _distribution(self, latent: th.Tensor) -> Distribution:
+    def _distribution(self, latent: th.Tensor, action_masks: Any = None) -> Distribution:
         params = [self.action_net(latent)]
         if not th.isfinite(params[0]).all():  # torch checks this as well, but not once anything was compiled by it
             raise ValueError(
                 f"The output of the policy is not finite: {params[0].tolist()}. Check the weights and the features extractor."
             )
+        if action_masks is not None:
+            params = [masked_logits(params[0], action_masks, self.action_space)]
         if isinstance(self.action_dist, StateDependentNoiseDistribution):
             params += [self.log_std, latent]
         elif isinstance(self.action_dist, DiagGaussianDistribution):
@@ -400,8 +407,32 @@ class ActorPolicy(BasePolicy):
 
     # --- predicting ---------------------------------------------------------------------------------------------------
 
+    def predict(
+        self,
+        observation: np.ndarray | dict[str, np.ndarray],
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+        action_masks: Any = None,
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+        """
+        Choose actions for one observation or a batch of them, as :meth:`stable_baselines3.common.policies.BasePolicy.predict`.
+
+        :param observation: The observation or observations
+        :param state: Unused: the policy has no state
+        :param episode_start: Unused
+        :param deterministic: Whether to take the mode of the distribution instead of a sample
+        :param action_masks: The choices that are allowed, see :mod:`sb3_grpo.masks`; ``None`` for all
+        :return: Actions, and the state as it was passed
+        """
+        self._masking = {} if action_masks is None else {"action_masks": action_masks}
+        try:
+            return super().predict(observation, state, episode_start, deterministic)
+        finally:
+            self._masking = {}
+
     def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> th.Tensor:
-        return self.get_distribution(observation).get_actions(deterministic=deterministic)
+        return self.get_distribution(observation, **self._masking).get_actions(deterministic=deterministic)
 
     def obs_to_tensor(self, observation: np.ndarray | dict[str, np.ndarray]) -> tuple[PyTorchObs, bool]:
         """

@@ -7,6 +7,7 @@ import zipfile
 from typing import Protocol
 
 import torch as th
+from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.save_util import load_from_zip_file, open_path
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor
 from torch import nn
@@ -27,7 +28,7 @@ class HasPolicy(Protocol):
     def policy(self) -> nn.Module: ...
 
 
-def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> None:
+def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib.Path | io.BufferedIOBase) -> None:
     """
     Copy an actor (features extractor, hidden layers, action layer, ``log_std``) into a model, in place.
 
@@ -46,7 +47,8 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
     that the features extractor of a file whose statistics become part of the first layer is not one of your own.
 
     :param target: Model to write into
-    :param source: Model to read from, or the path of a saved one (``.zip``), or a file-like object
+    :param source: Model or policy to read from, or the path of a saved model (``.zip``), or a file-like object. For a file of
+        ``policy.save``, load the policy with its class and pass it
     :raises ValueError: If the actors differ in names or shapes; nothing is copied then
     """
     policy = _policy_of(target, "target")
@@ -90,7 +92,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | str | pathlib.Path | io.Bu
         policy.reset_noise()  # type: ignore[operator]
 
 
-def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> tuple[dict[str, th.Tensor], str]:
+def _source_state(source: HasPolicy | BasePolicy | str | pathlib.Path | io.BufferedIOBase) -> tuple[dict[str, th.Tensor], str]:
     """:return: The state dict of the policy of a model or file, and a text with the name of the policy's class"""
     if not isinstance(source, (str, pathlib.Path, io.BufferedIOBase)):
         policy = _policy_of(source, "source")
@@ -99,7 +101,10 @@ def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) ->
     # The weights alone, because the rest of the archive is pickled.
     _, params, _ = load_from_zip_file(source, load_data=False, device="cpu")
     if "policy" not in params:
-        raise ValueError(f"source={source!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C.")
+        raise ValueError(
+            f"source={source!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C. For a file "
+            "of `policy.save`, load the policy with its class and pass it."
+        )
     file = open_path(source, "r", suffix="zip")
     try:
         with zipfile.ZipFile(file) as archive:
@@ -110,17 +115,17 @@ def _source_state(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) ->
     return {plain_name(key): value for key, value in params["policy"].items()}, description  # type: ignore[attr-defined]
 
 
-def _policy_of(model: HasPolicy, argument: str) -> nn.Module:
+def _policy_of(model: HasPolicy | BasePolicy, argument: str) -> nn.Module:
     """:return: The policy of a model, which is the argument of this name in the ``ValueError`` if it has none"""
-    policy = getattr(model, "policy", None)
+    policy = model if isinstance(model, BasePolicy) else getattr(model, "policy", None)
     if not isinstance(policy, nn.Module):
         raise ValueError(f"{argument}={model!r} has no policy network: pass a GRPO, PPO or A2C model.")
     return getattr(policy, COMPILED, policy)
 
 
-def _passes_observations_on(source: HasPolicy | str | pathlib.Path | io.BufferedIOBase) -> bool:
+def _passes_observations_on(source: HasPolicy | BasePolicy | str | pathlib.Path | io.BufferedIOBase) -> bool:
     """:return: Whether the features are the observations, as far as that can be seen"""
-    extractor = getattr(getattr(source, "policy", None), "features_extractor", None)
+    extractor = getattr(getattr(source, "policy", source), "features_extractor", None)
     return extractor is None or type(extractor) in (FlattenExtractor, CombinedExtractor)
 
 

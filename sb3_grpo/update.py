@@ -21,7 +21,6 @@ from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.losses import MinibatchLoss
 from sb3_grpo.machine_code import Metrics, Settings
 from sb3_grpo.natural import NaturalStep, fisher_stride, natural_step
-from sb3_grpo.observations import take_observations
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
 
 
@@ -107,13 +106,14 @@ class Objective:
 
     def evaluate(self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples) -> MinibatchLoss:
         """:return: The loss of a minibatch of ``n`` transitions, and its parts"""
-        observations, actions = rollout_data.observations, rollout_data.actions
-        distribution = policy.get_distribution(observations) if self.kl_coef > 0 and self.kl_penalty.is_exact else None
+        observations, actions, masking = rollout_data.observations, rollout_data.actions, rollout_data.masking
+        is_exact = self.kl_coef > 0 and self.kl_penalty.is_exact
+        distribution = policy.get_distribution(observations, **masking) if is_exact else None
         if distribution is not None and is_unaltered(policy, ("evaluate_actions",)):
             # One pass of the policy serves the surrogate and the divergence.
             log_prob, entropy = policy.evaluate_distribution(distribution, actions)
         else:
-            log_prob, entropy = policy.evaluate_actions(observations, actions)
+            log_prob, entropy = policy.evaluate_actions(observations, actions, **masking)
         return losses.minibatch_loss(
             log_prob,
             rollout_data.old_log_prob,
@@ -190,11 +190,11 @@ class TorchUpdate:
         n = self._rollout_buffer.n_samples
         for batch in self._batches:
             (self._objective.evaluate(self._policy, batch).loss * (len(batch.advantages) / n)).backward()
-        some = take_observations(self._rollout_buffer.update.observations, slice(None, None, fisher_stride(n)))
+        some = self._rollout_buffer.update.take(slice(None, None, fisher_stride(n)))
         with th.no_grad():  # a policy has one distribution object, in which every call puts another distribution of torch
-            self._before = [copy.copy(self._policy.get_distribution(batch.observations)) for batch in self._batches]
-            before = copy.copy(self._policy.get_distribution(some))
-        divergence = losses.exact_kl(self._policy.get_distribution(some), before).mean()
+            self._before = [copy.copy(self._distribution(batch)) for batch in self._batches]
+            before = copy.copy(self._distribution(some))
+        divergence = losses.exact_kl(self._distribution(some), before).mean()
         self._slope = self._flat(th.autograd.grad(divergence, self._parameters, create_graph=True, allow_unused=True))
         return self._flat([parameter.grad for parameter in self._parameters]).clone()
 
@@ -227,12 +227,15 @@ class TorchUpdate:
     def divergence(self) -> float:
         total = 0.0
         for batch, before in zip(self._batches, self._before, strict=True):
-            total += losses.exact_kl(self._policy.get_distribution(batch.observations), before).sum().item()
+            total += losses.exact_kl(self._distribution(batch), before).sum().item()
         return total / self._rollout_buffer.n_samples
 
     def epoch(self) -> "Epoch":
         """:return: Metrics of the last :meth:`loss`"""
         return _epoch([self._evaluated], [], self._objective.clip_range)
+
+    def _distribution(self, batch: GroupRolloutBufferSamples) -> Distribution:
+        return self._policy.get_distribution(batch.observations, **batch.masking)
 
     def _flat(self, tensors: Sequence[th.Tensor | None]) -> th.Tensor:
         """:return: Gradients with respect to the parameters in one vector; ``None`` is zero"""
@@ -288,8 +291,7 @@ class CompiledUpdate:
         gradient = np.empty_like(self._compiled.parameters)
         self._evaluated = self._compiled.evaluate(self._batch, self._settings, gradient)
         self._before = self._compiled.parameters.copy()
-        features = self._batch.features
-        self._fisher = self._compiled.fisher(np.ascontiguousarray(features[:: fisher_stride(len(features))]))
+        self._fisher = self._compiled.fisher(self._batch, fisher_stride(len(self._batch.features)))
         return th.from_numpy(gradient)
 
     def fisher_product(self, vector: th.Tensor) -> th.Tensor:
@@ -309,7 +311,7 @@ class CompiledUpdate:
         return self._evaluated.loss
 
     def divergence(self) -> float:
-        return self._compiled.divergence(self._before, self._batch.features)
+        return self._compiled.divergence(self._before, self._batch)
 
     def epoch(self) -> "Epoch":
         """:return: Metrics of the last :meth:`loss`"""

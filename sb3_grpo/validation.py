@@ -126,11 +126,12 @@ def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
         raise ValueError(f"`{name}` must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {value!r}.")
 
 
-def check_environment(env: Any) -> None:
+def check_environment(env: Any, uses_masks: bool = False) -> None:
     """
-    Check an environment, and warn of action masks, which are ignored.
+    Check an environment, and warn of action masks that are ignored.
 
     :param env: Environment, as it is passed to a model
+    :param uses_masks: Whether the model uses action masks
     :raises ValueError: If it is no object of an environment, or if no policy can act in its spaces
     """
     if isinstance(env, type) or not hasattr(env, "action_space"):
@@ -143,10 +144,10 @@ def check_environment(env: Any) -> None:
     base = base_of(env)[1] if isinstance(env, VecEnv) else env
     for each in base.envs if isinstance(base, DummyVecEnv) else [base]:
         _require_seed_argument(each)
-    if _has_action_masks(env):
+    if not uses_masks and _has_action_masks(env):
         warnings.warn(
             "The environment has `action_masks`, which GRPO ignores: the policy may choose actions that are masked. Use "
-            "`MaskablePPO` of sb3-contrib if the environment cannot deal with them.",
+            "`MaskableGRPO` if the environment cannot deal with them.",
             UserWarning,
             stacklevel=2,
         )

@@ -350,7 +350,7 @@ def test_masks_that_are_ignored_are_warned_of(wrap: Any, env_class: Any):
         env.close()
     seen = [str(each.message) for each in caught if "action_masks" in str(each.message)]
     assert len(seen) == (env_class is Masked)
-    assert all("Use `MaskablePPO` of sb3-contrib" in message for message in seen)
+    assert all("Use `MaskableGRPO`" in message for message in seen)
 
 
 def test_an_environment_whose_reset_takes_no_seed_is_refused_with_what_to_change():

@@ -58,7 +58,7 @@ needs_numba = pytest.mark.skipif(isinstance(compile_functions(), str), reason=st
 class InTorch(ActorPolicy):
     """The same policy, without machine code."""
 
-    def evaluate_actions(self, *args: Any) -> Any:
+    def evaluate_actions(self, *args: Any) -> Any:  # type: ignore[override]
         return super().evaluate_actions(*args)
 
 
@@ -281,7 +281,7 @@ def test_the_gradient_of_a_network_is_that_of_autograd(activation: int, hidden: 
     network = mc.Network(np.array(sizes), activation, mc.BERNOULLI, np.zeros(0, np.int64))
     values, parameters = np.zeros(7 * sum(sizes), np.float32), flat(lambda tensor: tensor)
     values[:21] = x.flatten().numpy()
-    outputs = mc.forward(network, parameters, values, 7)
+    outputs = mc.forward(network, parameters, values, 7, np.zeros((0, network.sizes[-1]), np.float32))
     np.testing.assert_allclose(outputs, expected.detach(), rtol=1e-5, atol=1e-6)
     gradient = np.zeros_like(parameters)
     mc.backward(network, parameters, values, up.numpy(), gradient)
@@ -651,7 +651,7 @@ class OwnFeatures(ActorPolicy):
 
 
 class OwnDistribution(ActorPolicy):
-    def get_distribution(self, *args: Any) -> Any:
+    def get_distribution(self, *args: Any) -> Any:  # type: ignore[override]
         return super().get_distribution(*args)
 
 

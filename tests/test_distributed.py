@@ -384,7 +384,7 @@ def collected(worker: RolloutWorker, n_envs: int, n_steps: int, ledger: Ledger |
     recipe = cloudpickle.dumps(model._policy_recipe())
     assert len(recipe) < 20_000
     state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
-    return worker.collect((recipe, state), obs, ledger, True, n_steps, -1, 0, 0)
+    return worker.collect((recipe, state), obs, ledger, True, n_steps, -1, False, 0, 0)
 
 
 def built(n_envs: int, env_fn: Any = None, first_env: int = 0) -> RolloutWorker:

@@ -23,7 +23,7 @@ from sb3_grpo import check_shared_inputs
 from sb3_grpo.envs import TASKS
 from sb3_grpo.envs.bit_rate import STATES, BitRateEnv, _next_state
 from sb3_grpo.envs.energy_storage import LOG_PRICE_MEAN, EnergyStorageEnv
-from sb3_grpo.envs.load_balancing import LoadBalancingEnv
+from sb3_grpo.envs.load_balancing import FullServersEnv, LoadBalancingEnv
 from sb3_grpo.envs.lost_sales import LostSalesEnv
 from sb3_grpo.envs.queueing import QueueingEnv
 from sb3_grpo.envs.token_arithmetic import TokenArithmeticEnv
@@ -449,3 +449,49 @@ def test_the_first_heuristic_scores_what_the_table_says(env_id: str) -> None:
     with RESULTS.open(encoding="utf-8") as file:
         mean = next(float(row["mean"]) for row in csv.DictReader(file) if (row["env"], row["policy"]) == (env_id, name))
     assert returns(env_id, heuristic, range(10_000, 10_100)).mean() == pytest.approx(mean, abs=1e-3)
+
+
+# -- full servers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_server_loses_the_job_and_is_masked() -> None:
+    env = FullServersEnv(max_jobs=2, loss=7.0, n_jobs=6, service_rates=[0.1, 0.1])
+    inputs = dict(gaps=np.full(5, 1.0), sizes=np.full(6, 100.0))
+    env.reset(seed=0, options={"inputs": inputs})
+    free = LoadBalancingEnv(n_jobs=6, service_rates=[0.1, 0.1])
+    free.reset(seed=0, options={"inputs": inputs})
+    for _ in range(2):
+        assert env.action_masks().tolist() == [True, True]
+        assert env.step(0)[1] == free.step(0)[1]
+    assert env.action_masks().tolist() == [False, True]
+    before = list(env.n_queued)
+    # The two jobs that are there wait for one more gap, whose cost is that of the base class.
+    assert env.step(0)[1] == pytest.approx(-2 * 1.0 / (env.mean_gap * 2) - 7.0)
+    assert env.n_queued == before and env.n_lost == 1
+    env.step(1), env.step(1)
+    assert env.action_masks().tolist() == [True, True]  # no server has room
+    env.step(1)
+    assert env.n_lost == 2
+
+
+def test_the_checkers_have_nothing_to_say_about_full_servers(recwarn: pytest.WarningsRecorder) -> None:
+    env = gym.make("sb3_grpo/FullServers-v0").unwrapped
+    check_env(env, skip_render_check=True)
+    check_env_for_sb3(env)
+    assert [str(w.message) for w in recwarn] == []
+    assert check_shared_inputs(FullServersEnv()).verdict == "shared"
+
+
+def test_masks_keep_random_actions_from_losing_jobs() -> None:
+    n_lost = []
+    for masks in (True, False):
+        env, rng, lost = FullServersEnv(), np.random.default_rng(0), 0
+        for seed in range(5):
+            env.reset(seed=seed)
+            done = False
+            while not done:
+                action = rng.choice(np.flatnonzero(env.action_masks()) if masks else 10)
+                done = env.step(action)[2]
+            lost += env.n_lost
+        n_lost.append(lost)
+    assert n_lost[0] < 0.2 * n_lost[1]

@@ -61,6 +61,9 @@ def test_an_actor_goes_from_ppo_through_ours_to_another_ppo_whose_critic_stays(
     load_actor(ours, second)
     load_actor(ours, tmp_path / "first.zip")
     assert all(th.equal(value, copied[key]) for key, value in state_of(ours).items())
+    load_actor(ours, second)
+    load_actor(ours, first.policy)
+    assert all(th.equal(value, copied[key]) for key, value in state_of(ours).items())
     load_actor(second, ours)
     # Under `vf_features_extractor`, PPO lists an extractor that the critic shares with the actor a second time.
     shares = second.policy.share_features_extractor

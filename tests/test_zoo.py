@@ -20,10 +20,11 @@ from helpers import same
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
+from sb3_contrib.common.maskable.evaluation import evaluate_policy
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from sb3_grpo import GRPO
+from sb3_grpo import GRPO, MaskableGRPO
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.zoo import cli, register
 from sb3_grpo.zoo.experiment import HYPERPARAMS, GRPOExperimentManager
@@ -67,7 +68,7 @@ def test_registering_adds_grpo_and_leaves_the_others_alone():
     register()
     assert rl_zoo3.train.ExperimentManager is GRPOExperimentManager
     assert rl_zoo3.ALGOS["grpo"] is GRPO
-    assert {name: algorithm for name, algorithm in rl_zoo3.ALGOS.items() if name != "grpo"} == {
+    assert {name: algorithm for name, algorithm in rl_zoo3.ALGOS.items() if name not in ("grpo", "grpo_mask")} == {
         name: algorithm for name, algorithm in ALGOS.items() if name != "grpo"
     }
     assert HYPERPARAMS_SAMPLER["grpo"] is sample_grpo_params and HYPERPARAMS_CONVERTER["grpo"] is convert_grpo_params
@@ -409,3 +410,23 @@ def test_two_processes_share_one_study(storage: str):
     # Two of each process, and none tries what the other does
     assert [trial.state.name for trial in trials] == ["COMPLETE"] * 4
     assert len({trial.params["learning_rate"] for trial in trials}) == 4
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+@SHORT_ROLLOUTS
+def test_masks_are_used_in_training_and_in_evaluation(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    evaluated = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        evaluated.append(kwargs["use_masking"])
+        return evaluate_policy(*args, **kwargs)
+
+    monkeypatch.setattr("sb3_contrib.common.maskable.callbacks.evaluate_policy", watched)
+    env = "sb3_grpo/FullServers-v0"
+    options = ["-n", "512", "--eval-freq", "256", "--eval-episodes", "1", "--num-threads", "1"]
+    cli.main(["train", "--algo", "grpo_mask", "--env", env, *options])
+    (path,) = folder.glob("logs/grpo_mask/*/*FullServers-v0.zip")
+    model = MaskableGRPO.load(path, device="cpu")
+    assert model.num_timesteps >= 512 and evaluated and all(evaluated)

@@ -120,6 +120,11 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.groups, self.members, self.steps = (np.zeros(shape, dtype=np.int64) for _ in Position._fields)
         self.dones = np.zeros(shape, dtype=bool)
         self.components = np.zeros((*shape, len(self.reward_weights)), dtype=np.float32)
+        self.keep_action_masks(0)
+
+    def keep_action_masks(self, n_choices: int) -> None:
+        """Store masks of this length with the transitions from now on. Masks that are not given allow everything."""
+        self.action_masks = np.ones((self.n_envs, self.buffer_size, n_choices), dtype=bool)
 
     @property
     def n_samples(self) -> int:
@@ -212,6 +217,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         position: Position,
         infos: Sequence[dict[str, Any]],
         features: th.Tensor | None = None,
+        action_masks: np.ndarray | None = None,
     ) -> None:
         """
         Store one step of all environments.
@@ -225,6 +231,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         :param infos: Infos of the step, with ``terminal_observation`` and ``TimeLimit.truncated``
         :param features: Output of the policy's features extractor for ``obs``, shape ``(n_envs, features_dim)``, if it is
             known
+        :param action_masks: The choices that were allowed, shape ``(n_envs, n_choices)``; ``None`` for all
         """
 
         def store(storage: np.ndarray, batch: np.ndarray) -> None:
@@ -239,6 +246,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.log_probs[:, self.pos] = log_prob.tolist()
         self.groups[:, self.pos], self.members[:, self.pos], self.steps[:, self.pos] = position
         self.dones[:, self.pos] = done
+        self.action_masks[:, self.pos] = True if action_masks is None else action_masks
         if features is not None:
             self._keep_features(features)
         self._running_returns.add(reward, done, position.groups)
@@ -318,7 +326,12 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     @staticmethod
     def _log_probs(samples: GroupRolloutBufferSamples, policy: ActorPolicy) -> th.Tensor:
         """:return: Log-probabilities of the actions under a policy, shape ``(n,)``"""
-        return th.cat([policy.evaluate_actions(each.observations, each.actions)[0] for each in samples.split(ENCODING_BATCH)])
+        return th.cat(
+            [
+                policy.evaluate_actions(each.observations, each.actions, **each.masking)[0]
+                for each in samples.split(ENCODING_BATCH)
+            ]
+        )
 
     @abstractmethod
     def _form_update(
@@ -348,6 +361,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             dones=flat(self.dones),
             rollouts=np.full(self.n_envs * n_steps, self._rollout, dtype=np.int64),
             components=flat(self.components),
+            action_masks=flat(self.action_masks),
         )
 
     def _to_samples(self, transitions: Transitions, advantages: np.ndarray) -> GroupRolloutBufferSamples:
@@ -365,6 +379,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             to_device(transitions.log_probs),
             to_device(advantages),
             to_device(transitions.trajectories),
+            action_masks=to_device(transitions.action_masks) if transitions.action_masks.shape[-1] > 0 else None,
         )
 
     def _loss_weights(self, trajectories: th.Tensor, aggregation: losses.LossAggregation) -> th.Tensor | None:

@@ -27,6 +27,8 @@ class GroupRolloutBufferSamples(NamedTuple):
     :param advantages: Advantages, shape ``(n,)``
     :param trajectories: Label of each transition's trajectory, shape ``(n,)``
     :param weights: Weights in the loss, shape ``(n,)``; ``None`` for ones
+    :param action_masks: The choices that were allowed, see :mod:`sb3_grpo.masks`, shape ``(n, n_choices)``; ``None`` without
+        masks
     """
 
     observations: PyTorchObs
@@ -35,6 +37,12 @@ class GroupRolloutBufferSamples(NamedTuple):
     advantages: th.Tensor
     trajectories: th.Tensor
     weights: th.Tensor | None = None
+    action_masks: th.Tensor | None = None
+
+    @property
+    def masking(self) -> dict[str, th.Tensor]:
+        """The masks as a keyword argument of the policy's methods. Without masks, there is none."""
+        return {} if self.action_masks is None else {"action_masks": self.action_masks}
 
     def map(self, function: Callable[..., th.Tensor], *others: "GroupRolloutBufferSamples") -> "GroupRolloutBufferSamples":
         """:return: Results of a function, which gets one tensor of these samples and the same tensor of each of the others"""
@@ -69,6 +77,7 @@ class Transitions:
     :param rollouts: Number of the rollout in which the transition was sampled, shape ``(n,)``
     :param components: Reward components, shape ``(n, n_components)``; ``rewards`` is their weighted sum. There are no columns
         if the environment's own reward is used
+    :param action_masks: The choices that were allowed, shape ``(n, n_choices)``. There are no columns without masks
     """
 
     observations: Observations
@@ -81,6 +90,7 @@ class Transitions:
     dones: np.ndarray
     rollouts: np.ndarray
     components: np.ndarray
+    action_masks: np.ndarray
 
     def __len__(self) -> int:
         return len(self.rewards)

@@ -361,6 +361,7 @@ class RayVecEnv(VecEnv):
         share_starts: bool,
         n_steps: int,
         sde_sample_freq: int,
+        uses_masks: bool,
         num_timesteps: int,
     ) -> Collected:
         """
@@ -382,7 +383,7 @@ class RayVecEnv(VecEnv):
         arguments = []
         for w, (own, part) in enumerate(zip(self._slices, ledger.split(), strict=True)):
             own_seed = int(np.random.SeedSequence((seed, w)).generate_state(1)[0])
-            settings = share_starts, n_steps, sde_sample_freq, num_timesteps, own_seed
+            settings = share_starts, n_steps, sde_sample_freq, uses_masks, num_timesteps, own_seed
             arguments.append((sent, take_observations(obs, own), part, *settings))
         parts = self._ask_all("collect", arguments)
         self._n_lost = [0] * self.n_workers

@@ -127,6 +127,7 @@ class RolloutWorker:
         share_starts: bool,
         n_steps: int,
         sde_sample_freq: int,
+        uses_masks: bool,
         num_timesteps: int,
         seed: int,
     ) -> Collected:
@@ -147,7 +148,7 @@ class RolloutWorker:
         steps = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for step in take_steps(self.policy, starts, obs, n_steps, sde_sample_freq, num_timesteps):
+            for step in take_steps(self.policy, starts, obs, n_steps, sde_sample_freq, uses_masks, num_timesteps):
                 # The policy acts on observations before the model has seen them.
                 check_finite("observation", step.new_obs, num_timesteps, step.position.steps, self.first_env)
                 steps.append(step)
@@ -160,6 +161,9 @@ class RolloutWorker:
             steps=np.stack([step.position.steps for step in steps]),
             rewards=np.stack([step.rewards for step in steps]),
             dones=np.stack([step.dones for step in steps]),
+            action_masks=np.stack(
+                [np.empty((len(step.dones), 0)) if step.action_masks is None else step.action_masks for step in steps]
+            ),
             infos=[step.infos for step in steps],
             ledgers=[ledger],
             mismatches=starts.mismatches,

@@ -22,6 +22,8 @@ TASKS = {
     "sb3_grpo/Queueing-v0": ("queueing:QueueingEnv", None),
     "sb3_grpo/TokenArithmetic-v0": ("token_arithmetic:TokenArithmeticEnv", None),
 }
+#: The same of environments with action masks
+MASKED_TASKS = {"sb3_grpo/FullServers-v0": ("load_balancing:FullServersEnv", None)}
 
 
 def make(task: str, **kwargs: Any) -> Any:
@@ -39,5 +41,5 @@ def make(task: str, **kwargs: Any) -> Any:
     return getattr(import_module(f"sb3_grpo.envs.{module}"), name)(**kwargs)
 
 
-for env_id, (task, max_episode_steps) in TASKS.items():
+for env_id, (task, max_episode_steps) in {**TASKS, **MASKED_TASKS}.items():
     register(env_id, entry_point="sb3_grpo.envs:make", max_episode_steps=max_episode_steps, kwargs={"task": task})

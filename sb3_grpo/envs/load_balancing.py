@@ -86,12 +86,19 @@ class LoadBalancingEnv(InputDrivenEnv):
         return [max(idle - now, 0.0) + size / rate for idle, rate in zip(self.idle_from, self.service_rates, strict=True)]
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        server, now = int(action), self._now
-        finished = max(self.idle_from[server], now) + self.size / self.service_rates[server]
+        self._accept(int(action))
+        return self._pass_time()
+
+    def _accept(self, server: int) -> None:
+        """Put the arriving job into the queue of a server."""
+        finished = max(self.idle_from[server], self._now) + self.size / self.service_rates[server]
         self.idle_from[server] = finished
         self.n_queued[server] += 1
         heapq.heappush(self._unfinished, (finished, server))
 
+    def _pass_time(self, further_cost: float = 0.0) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Go on to the next arrival, and return what ``step`` returns."""
+        now = self._now
         until = now + self._gaps[self.n_steps_taken]
         cost = 0.0
         while self._unfinished and self._unfinished[0][0] <= until:
@@ -102,7 +109,7 @@ class LoadBalancingEnv(InputDrivenEnv):
             cost += len(self._unfinished) * (until - now)
         self._now = until
         self.n_steps_taken += 1
-        return self._observe(), -cost / self._cost_unit, self.n_steps_taken == self.n_jobs, False, {}
+        return self._observe(), -cost / self._cost_unit - further_cost, self.n_steps_taken == self.n_jobs, False, {}
 
     def _observe(self) -> np.ndarray:
         now, mean_size = self._now, self._mean_size
@@ -113,3 +120,42 @@ class LoadBalancingEnv(InputDrivenEnv):
         jobs = [math.log1p(n) for n in self.n_queued]
         to_come = 1 - self.n_steps_taken / self.n_jobs
         return np.array([*work, *jobs, math.log(self.size / self.size_scale), to_come], dtype=np.float32)
+
+
+class FullServersEnv(LoadBalancingEnv):
+    """
+    :class:`LoadBalancingEnv` whose servers have room for few jobs. A job that is sent to a full server is lost.
+
+    It says which servers have room, for :class:`~sb3_grpo.MaskableGRPO`. If none has, every action is allowed, because the job
+    is lost anyway. The number of jobs at each server, and with it which are full, is observed as in the base class.
+
+    **Reward**: that of the base class, minus the cost of a job that is lost.
+
+    :param max_jobs: Largest number of jobs at a server, the one that it works on included
+    :param loss: Cost of a lost job, in the unit of the reward: with 10 servers, that of a job that stays for ``10 loss`` mean
+        gaps
+    :param kwargs: Arguments of the base class
+    """
+
+    def __init__(self, max_jobs: int = 4, loss: float = 10.0, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.max_jobs = max_jobs
+        self.loss = loss
+        #: Number of jobs that were lost
+        self.n_lost = 0
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.n_lost = 0
+
+    def action_masks(self) -> np.ndarray:
+        """:return: Which servers have room, shape ``(n_servers,)``; all of them if none has"""
+        has_room = np.array(self.n_queued) < self.max_jobs
+        return has_room if has_room.any() else np.ones_like(has_room)
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if self.n_queued[int(action)] < self.max_jobs:
+            self._accept(int(action))
+            return self._pass_time(0.0)
+        self.n_lost += 1
+        return self._pass_time(self.loss)

@@ -15,6 +15,7 @@ import numpy as np
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
+from sb3_grpo.masks import checked_masks, choices_of
 from sb3_grpo.observations import map_observations, observation_parts, same_values
 from sb3_grpo.starts.adapters import VecEnvAdapter, adapter_of
 from sb3_grpo.starts.ledger import Ledger
@@ -109,6 +110,26 @@ class SeededVecEnv:
             observations, rewards, dones, infos = self.env.step(actions)
         # A copy, because a wrapper may write its next step into the same arrays.
         return map_observations(np.array, observations), rewards, dones, infos
+
+    def require_action_masks(self) -> None:
+        """Raise a ``ValueError`` if an environment does not say which actions it allows."""
+        if not self.env.has_attr("action_masks"):
+            raise ValueError(
+                f"The environment {self._env_name(0)!r} has no method `action_masks`: define it, wrap the environment in "
+                "`ActionMasker` of sb3-contrib, or pass use_masking=False to `learn`."
+            )
+
+    def action_masks(self) -> np.ndarray:
+        """
+        :return: The choices that each environment allows now, see :mod:`sb3_grpo.masks`, shape ``(n_envs, n_choices)``
+        :raises ValueError: If a mask has another number of entries, or allows nothing
+        """
+        masks = checked_masks(self.env.env_method("action_masks"), choices_of(self.env.action_space))
+        if isinstance(masks, tuple):
+            env_idx, what = masks
+            where = f"Environment {getattr(self.adapter, 'first_env', 0) + env_idx} ({self._env_name(env_idx)!r})"
+            raise ValueError(f"{where} returned {what}. The rollout was discarded, so the model can be saved.")
+        return masks
 
     def release(self) -> None:
         """

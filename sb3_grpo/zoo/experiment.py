@@ -9,11 +9,15 @@ from typing import Any, ClassVar
 import rl_zoo3.exp_manager
 from rl_zoo3.exp_manager import ExperimentManager
 from rl_zoo3.utils import SimpleLinearSchedule
+from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
 from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from sb3_grpo.validation import require_at_least
 
+#: Names of the algorithms of this package in rl-zoo3
+ALGO, MASKED_ALGO = "grpo", "grpo_mask"
 HYPERPARAMS = Path(__file__).with_name("hyperparams") / "grpo.yml"
 #: Entries that may be Python in a string.
 EVALUATED = ("policy_kwargs", "rollout_buffer_kwargs", "normalize", "monitor_kwargs")
@@ -23,9 +27,10 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 class GRPOExperimentManager(ExperimentManager):
     """
-    :class:`rl_zoo3.exp_manager.ExperimentManager` with additions for ``grpo``. It uses the hyperparameter file of this package
-    unless another one is given. It understands numbers as people write them, ``rollout_buffer_kwargs`` in a string and
-    schedules of ``clip_range_high``. It refuses wrong values with the file and the entry.
+    :class:`rl_zoo3.exp_manager.ExperimentManager` with additions for ``grpo`` and ``grpo_mask``. It uses the hyperparameter
+    file of this package unless another one is given. It understands numbers as people write them, ``rollout_buffer_kwargs``
+    in a string and schedules of ``clip_range_high``. It refuses wrong values with the file and the entry. With ``grpo_mask``,
+    evaluation uses masks.
 
     :param args: See the base class
     :param kwargs: See the base class
@@ -38,19 +43,32 @@ class GRPOExperimentManager(ExperimentManager):
         super().__init__(*args, **kwargs)
         if self.ray is not None:
             self.save_path = os.path.abspath(self.save_path)  # workers have folders of their own
-        if self.algo == "grpo" and not kwargs.get("config"):
+        if self.is_ours and not kwargs.get("config"):
             self.config = str(HYPERPARAMS)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the algorithm is one of this package."""
+        return self.algo in (ALGO, MASKED_ALGO)
+
+    def create_callbacks(self) -> None:
+        super().create_callbacks()
+        for callback in self.callbacks:
+            if self.algo == MASKED_ALGO and type(callback) is EvalCallback:
+                # The same callback, evaluating with masks, of which rl-zoo3 does not know
+                callback.__class__ = MaskableEvalCallback
+                callback.use_masking = True  # type: ignore[attr-defined]
 
     def read_hyperparameters(self) -> tuple[dict[str, Any], dict[str, Any]]:
         hyperparams, saved = super().read_hyperparameters()
-        if self.algo == "grpo":
+        if self.is_ours:
             saved.update((name, plain_value(value)) for name, value in saved.items())  # `enjoy` reads them
             with self._errors_name_the_file():
                 hyperparams = processed(hyperparams)
         return hyperparams, saved
 
     def setup_experiment(self) -> tuple[BaseAlgorithm, dict[str, Any]] | None:
-        if self.algo != "grpo":
+        if not self.is_ours:
             return super().setup_experiment()
         with self._errors_name_the_file():
             return super().setup_experiment()

@@ -1,4 +1,4 @@
-"""Registration of ``grpo`` with rl-zoo3."""
+"""Registration of ``grpo`` and ``grpo_mask`` with rl-zoo3."""
 
 from typing import Any
 
@@ -7,16 +7,15 @@ import rl_zoo3.utils
 from rl_zoo3.exp_manager import ExperimentManager
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 
-from sb3_grpo import GRPO
-from sb3_grpo.zoo.experiment import GRPOExperimentManager
+from sb3_grpo import GRPO, MaskableGRPO
+from sb3_grpo.zoo.experiment import ALGO, MASKED_ALGO, GRPOExperimentManager
 from sb3_grpo.zoo.search import convert_grpo_params, sample_grpo_params
-
-ALGO = "grpo"
 
 
 def register(ray: dict[str, Any] | None = None) -> None:
     """
-    Add ``grpo`` to the algorithms of rl-zoo3 and to its hyperparameter search. Other algorithms do not change.
+    Add ``grpo``, and ``grpo_mask`` for :class:`~sb3_grpo.MaskableGRPO`, to the algorithms of rl-zoo3 and to its hyperparameter
+    search. Other algorithms do not change.
 
     Call it before a function of rl-zoo3 parses its arguments::
 
@@ -30,9 +29,10 @@ def register(ray: dict[str, Any] | None = None) -> None:
         ``dict(n_workers=2)``; ``None`` to train as ``--vec-env`` says
     """
     # All modules of rl-zoo3 share these dicts.
-    rl_zoo3.utils.ALGOS[ALGO] = GRPO
-    HYPERPARAMS_SAMPLER[ALGO] = sample_grpo_params
-    HYPERPARAMS_CONVERTER[ALGO] = convert_grpo_params
+    for name, algorithm in ((ALGO, GRPO), (MASKED_ALGO, MaskableGRPO)):
+        rl_zoo3.utils.ALGOS[name] = algorithm
+        HYPERPARAMS_SAMPLER[name] = sample_grpo_params
+        HYPERPARAMS_CONVERTER[name] = convert_grpo_params
     GRPOExperimentManager.ray = ray
     if rl_zoo3.train.ExperimentManager is ExperimentManager:  # and not a manager of the user's own
         rl_zoo3.train.ExperimentManager = GRPOExperimentManager  # type: ignore[misc]

@@ -1,0 +1,303 @@
+"""
+The experiments of the pages about real systems.
+
+    python -m benchmarks.systems masks               # servers that can be full, with and without action masks
+    python -m benchmarks.systems environments        # steps per second and memory with up to 1,024 environments
+    python -m benchmarks.systems hidden-velocities   # CartPole without velocities, with stacked frames and with memory
+
+Each makes the runs that ``benchmarks/results/systems_NAME.csv`` does not have yet, and prints the
+table of the page. ``--table`` makes no runs. Seeds are development seeds, below 100.
+"""
+
+import argparse
+import csv
+import multiprocessing
+import pathlib
+import resource
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from rl_zoo3.wrappers import MaskVelocityWrapper
+from sb3_contrib import RecurrentPPO
+from sb3_contrib.common.maskable.evaluation import evaluate_policy as evaluate_masked
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
+
+from benchmarks.tables import markdown_table
+from sb3_grpo import GRPO, MaskableGRPO, __version__
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+class Experiment(NamedTuple):
+    """
+    :param run: Makes the run of an arm with a seed, and returns the measured numbers by name
+    :param arms: Arguments of each arm besides the seed, by its name in the table
+    :param n_seeds: Number of seeds
+    :param digits: Number of decimals in the table
+    """
+
+    run: Callable[..., dict[str, float]]
+    arms: dict[str, tuple[Any, ...]]
+    n_seeds: int
+    digits: int
+
+
+# --- action masks -----------------------------------------------------------------------------------------------------
+
+
+def train_on_full_servers(seed: int, use_masking: bool) -> dict[str, float]:
+    """:return: Mean returns of the last 100 episodes of training, and of the last policy over 20 scenarios"""
+    room = dict(max_jobs=2)
+    env = make_vec_env("sb3_grpo/FullServers-v0", n_envs=8, env_kwargs=room)
+    model: Any = MaskableGRPO("MlpPolicy", env, seed=seed, device="cpu").learn(30_000, use_masking=use_masking)
+    scores = {"training": float(np.mean([episode["r"] for episode in model.ep_info_buffer or ()]))}
+    for name, deterministic in (("sampled actions", False), ("most probable actions", True)):
+        scenarios = make_vec_env("sb3_grpo/FullServers-v0", seed=10_000, env_kwargs=room)
+        scores[name] = float(np.mean(evaluate_masked(model, scenarios, 20, deterministic, use_masking=use_masking)[0]))
+    return scores
+
+
+MASKS = Experiment(train_on_full_servers, {"with masks": (True,), "`use_masking=False`": (False,)}, n_seeds=5, digits=0)
+
+
+# --- many environments ------------------------------------------------------------------------------------------------
+
+
+class NumpyCartPole(VecEnv):
+    """
+    CartPole as in Gymnasium's ``CartPole-v1``, all copies in one array.
+
+    :param num_envs: Number of copies
+    """
+
+    def __init__(self, num_envs: int):
+        high = np.array([4.8, np.inf, 0.42, np.inf], np.float32)
+        super().__init__(num_envs, spaces.Box(-high, high), spaces.Discrete(2))
+        self._rng = np.random.default_rng(0)
+
+    def reset(self) -> np.ndarray:
+        for env_idx, seed in enumerate(self._seeds):
+            if seed is not None:
+                self._rng = np.random.default_rng(seed + env_idx)
+        self._reset_seeds()
+        self._reset_options()
+        self._state = self._rng.uniform(-0.05, 0.05, (self.num_envs, 4))
+        self._steps = np.zeros(self.num_envs, int)
+        return self._state.astype(np.float32)
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self._actions = actions
+
+    def step_wait(self) -> VecEnvStepReturn:
+        _, x_dot, theta, theta_dot = self._state.T
+        cos, sin, force = np.cos(theta), np.sin(theta), np.where(self._actions == 1, 10.0, -10.0)
+        temp = (force + 0.05 * theta_dot**2 * sin) / 1.1
+        theta_acc = (9.8 * sin - cos * temp) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
+        x_acc = temp - 0.05 * theta_acc * cos / 1.1
+        self._state += 0.02 * np.stack([x_dot, x_acc, theta_dot, theta_acc], axis=1)
+        self._steps += 1
+        terminated = (np.abs(self._state[:, 0]) > 2.4) | (np.abs(self._state[:, 2]) > 0.2095)
+        done = terminated | (self._steps >= 500)
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        for env_idx in np.flatnonzero(done).tolist():
+            infos[env_idx]["terminal_observation"] = self._state[env_idx].astype(np.float32)
+            infos[env_idx]["TimeLimit.truncated"] = not terminated[env_idx]
+        self._state[done] = self._rng.uniform(-0.05, 0.05, (int(done.sum()), 4))
+        self._steps[done] = 0
+        return self._state.astype(np.float32), np.ones(self.num_envs, np.float32), done, infos
+
+    def close(self) -> None:
+        pass
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        if attr_name == "render_mode":
+            return [None] * self.num_envs
+        raise AttributeError(attr_name)
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        raise AttributeError(attr_name)
+
+    def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
+        raise AttributeError(method_name)
+
+    def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
+        return [False] * self.num_envs
+
+
+class SeededNumpyCartPole(NumpyCartPole):
+    """:class:`NumpyCartPole` whose copies can be reset with seeds, so that groups share their starts."""
+
+    autoreset = True
+
+    def reset_envs(self, env_indices: list[int], seeds: list[int | None]) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
+        for env_idx, seed in zip(env_indices, seeds, strict=True):
+            rng = self._rng if seed is None else np.random.default_rng(seed)
+            self._state[env_idx] = rng.uniform(-0.05, 0.05, 4)
+            self._steps[env_idx] = 0
+        return list(self._state[env_indices].astype(np.float32)), [{} for _ in env_indices]
+
+
+def measure_rate(seed: int, make: Callable[..., Any], make_env: Callable[[int], VecEnv], n_envs: int) -> dict[str, float]:
+    """:return: Transitions per second of the second to fifth rollout of 8 steps per environment, and the largest memory"""
+    env = make_env(n_envs)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = make("MlpPolicy", env, n_steps=max(8, 2048 // n_envs), batch_size=256, seed=seed, device="cpu")
+    rollout = model.n_steps * n_envs
+    model.learn(rollout)
+    began = time.perf_counter()
+    model.learn(8 * rollout, reset_num_timesteps=False)
+    seconds = time.perf_counter() - began
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return {"steps per second": 8 * rollout / seconds, "MiB": memory}
+
+
+ENVIRONMENTS = Experiment(
+    measure_rate,
+    {
+        f"{algorithm.__name__}, {n_envs:,} {name}": (algorithm, make_env, n_envs)
+        for n_envs in (64, 256, 1024)
+        for name, make_env in (
+            ("in a DummyVecEnv", partial(make_vec_env, "CartPole-v1")),
+            ("in numpy", NumpyCartPole),
+            ("in numpy, with seeds", SeededNumpyCartPole),
+        )
+        for algorithm in (GRPO, PPO)
+        if (algorithm, make_env) != (PPO, SeededNumpyCartPole)  # which does not use the seeds
+    },
+    n_seeds=5,
+    digits=0,
+)
+
+
+# --- hidden velocities ------------------------------------------------------------------------------------------------
+
+#: Those of rl-zoo3 for RecurrentPPO on CartPoleNoVel-v1, without VecNormalize, a short way to write them
+RECURRENT: dict[str, Any] = dict(
+    n_steps=32,
+    batch_size=256,
+    gae_lambda=0.8,
+    gamma=0.98,
+    n_epochs=20,
+    learning_rate=lambda progress: 0.001 * progress,
+    clip_range=lambda progress: 0.2 * progress,
+    policy_kwargs=dict(
+        ortho_init=False,
+        activation_fn=th.nn.ReLU,
+        lstm_hidden_size=64,
+        enable_critic_lstm=True,
+        net_arch=dict(pi=[64], vf=[64]),
+    ),
+)
+
+
+def train_without_velocities(seed: int, make: Callable[..., Any], policy: str, n_frames: int) -> dict[str, float]:
+    """:return: Mean return of the last policy over 50 episodes, and seconds of training"""
+
+    def make_env(env_seed: int) -> VecEnv:
+        env = make_vec_env("CartPole-v1", n_envs=8, seed=env_seed, wrapper_class=MaskVelocityWrapper)
+        return env if n_frames == 1 else VecFrameStack(env, n_frames)
+
+    model = make(policy, make_env(seed), seed=seed, device="cpu")
+    began = time.perf_counter()
+    model.learn(100_000)
+    return {
+        "mean return": float(np.mean(evaluate_policy(model, make_env(10_000), 50)[0])),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+HIDDEN_VELOCITIES = Experiment(
+    train_without_velocities,
+    {
+        "GRPO": (GRPO, "MlpPolicy", 1),
+        "GRPO, 4 frames": (GRPO, "MlpPolicy", 4),
+        "PPO": (partial(PPO, n_steps=256), "MlpPolicy", 1),
+        "PPO, 4 frames": (partial(PPO, n_steps=256), "MlpPolicy", 4),
+        "RecurrentPPO": (partial(RecurrentPPO, **RECURRENT), "MlpLstmPolicy", 1),
+    },
+    n_seeds=5,
+    digits=0,
+)
+
+EXPERIMENTS = {"masks": MASKS, "environments": ENVIRONMENTS, "hidden-velocities": HIDDEN_VELOCITIES}
+
+# --- running and reporting --------------------------------------------------------------------------------------------
+
+
+def run(name: str, arm: str, seed: int) -> dict[str, float]:
+    """:return: The measured numbers of one run"""
+    th.set_num_threads(1)
+    experiment = EXPERIMENTS[name]
+    return experiment.run(seed, *experiment.arms[arm])
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    """:return: The finished runs in a file, none if there is no file"""
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def complete(name: str, path: pathlib.Path) -> None:
+    """Make the runs of an experiment that a file does not have, seed by seed, and add them to it."""
+    finished = {(row["arm"], int(row["seed"])) for row in read_rows(path)}
+    experiment = EXPERIMENTS[name]
+    spawn = multiprocessing.get_context("spawn")
+    # Each measurement of memory needs a process of its own.
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1 if name == "environments" else None) as pool:
+        for seed in range(experiment.n_seeds):
+            for arm in experiment.arms:
+                if (arm, seed) in finished:
+                    continue
+                measured = pool.submit(run, name, arm, seed).result()
+                row = {"arm": arm, "seed": seed, "version": __version__, **measured}
+                is_new = not path.exists()
+                with path.open("a", encoding="utf-8", newline="") as file:
+                    writer = csv.DictWriter(file, list(row), lineterminator="\n")
+                    if is_new:
+                        writer.writeheader()
+                    writer.writerow(row)
+                print(row, flush=True)
+
+
+def table(name: str, path: pathlib.Path) -> str:
+    """:return: The median of each arm and number over the seeds, and the number of each seed, as a Markdown table"""
+    rows, experiment = read_rows(path), EXPERIMENTS[name]
+    numbers = [column for column in (rows[0] if rows else {}) if column not in ("arm", "seed", "version")]
+    lines = []
+    for arm in experiment.arms:
+        values = {number: [float(row[number]) for row in rows if row["arm"] == arm] for number in numbers}
+        if any(values.values()):
+            medians = [f"{np.median(values[number]):,.{experiment.digits}f}" for number in numbers]
+            each = ", ".join(f"{value:,.{experiment.digits}f}" for value in values[numbers[0]])
+            lines.append([arm, *medians, each])
+    return markdown_table(
+        ["", *(f"{number}, median" for number in numbers), f"{numbers[0]}, by seed" if numbers else ""], lines
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=EXPERIMENTS)
+    parser.add_argument("--table", action="store_true", help="print the table of the runs that are there, make none")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder of the CSV files")
+    arguments = parser.parse_args()
+    path = arguments.results / f"systems_{arguments.name.replace('-', '_')}.csv"
+    if not arguments.table:
+        complete(arguments.name, path)
+    print(table(arguments.name, path))
+
+
+if __name__ == "__main__":
+    main()
