@@ -165,10 +165,10 @@ def claims(proof: Suite, names: Iterable[str]) -> str:
 
 def listed(sentences: Sequence[str]) -> str:
     """
-    :param sentences: Sentences, or :data:`NO_ROWS` in the place of each
+    :param sentences: Sentences, or :data:`NO_ROWS` in the place of each, or none
     :return: A list of them, or :data:`NO_ROWS` once
     """
-    return NO_ROWS if set(sentences) == {NO_ROWS} else "\n".join(f"- {each}" for each in sentences)
+    return NO_ROWS if set(sentences) <= {NO_ROWS} else "\n".join(f"- {each}" for each in sentences)
 
 
 def fill(page: str, contents: dict[str, Callable[[], str]]) -> str:

@@ -35,6 +35,7 @@ PRIVATE = {
     "_setup_learn": "resets the environment if the run is new, and stores the observation",
     "_maybe_recommend_cpu": "warns about networks on a GPU, and takes the name of the MLP policy",
     "_last_obs": "observations in which the next actions are chosen; None asks for a reset",
+    "_last_original_obs": "the same before VecNormalize, which is not saved without the state of the run",
     "_last_episode_starts": "whether the last step ended the episode",
     "_update_info_buffer": "stores the returns of finished episodes",
     "_current_progress_remaining": "falls from 1 to 0 over a run, and enters schedules",

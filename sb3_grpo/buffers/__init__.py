@@ -11,7 +11,7 @@ complete, and hands out minibatches. A buffer overrides one of two hooks:
 from collections.abc import Mapping
 from typing import Any
 
-from sb3_grpo.buffers.base import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
+from sb3_grpo.buffers.base import DEFAULT_GROUP_SIZE, Defaults, GroupRolloutBuffer
 from sb3_grpo.buffers.groups import (
     CompleteGroupRolloutBuffer,
     OutcomeRolloutBuffer,
@@ -31,6 +31,7 @@ __all__ = [
     "BUFFERS",
     "DEFAULT_GROUP_SIZE",
     "CompleteGroupRolloutBuffer",
+    "Defaults",
     "GroupRolloutBuffer",
     "GroupRolloutBufferSamples",
     "KernelRolloutBuffer",
