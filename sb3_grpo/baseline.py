@@ -120,6 +120,27 @@ def lower_gram(features: th.Tensor) -> th.Tensor:
     return gram
 
 
+def cholesky(matrix: th.Tensor) -> th.Tensor:
+    """
+    The Cholesky factor of a matrix that is positive definite up to rounding. Its entries may come from products in single
+    precision, and with many dependent features their error exceeds a small penalty. Then the diagonal gets a share of its mean
+    that grows until there is a factor.
+
+    :param matrix: Shape ``(..., p, p)``, of which the lower triangle is read
+    :return: Its factor
+    :raises torch.linalg.LinAlgError: If there is none, for example because of NaN
+    """
+    factor, failed = th.linalg.cholesky_ex(matrix)
+    share = th.finfo(th.float32).eps
+    while failed.any() and share < 1.0:
+        padded = matrix.clone()
+        diagonal = padded.diagonal(dim1=-2, dim2=-1)
+        diagonal.add_(share * diagonal.mean(dim=-1, keepdim=True))
+        factor, failed = th.linalg.cholesky_ex(padded)
+        share *= 10.0
+    return th.linalg.cholesky(matrix) if failed.any() else factor
+
+
 def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: float) -> th.Tensor:
     """
     Weights of a ridge regression: ``w = (A + ridge N I)^-1 B`` with ``A = Phi' Phi`` and ``B = Phi' y``. A number of samples
@@ -133,7 +154,7 @@ def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: f
     """
     penalised = gram.clone()
     penalised.diagonal(dim1=-2, dim2=-1).add_(ridge * count.clamp(min=1.0)[..., None])
-    return th.cholesky_solve(moment[..., None], th.linalg.cholesky(penalised))[..., 0]
+    return th.cholesky_solve(moment[..., None], cholesky(penalised))[..., 0]
 
 
 def metric_factor(metric: th.Tensor, count: th.Tensor, ridge: float) -> th.Tensor:
@@ -147,7 +168,7 @@ def metric_factor(metric: th.Tensor, count: th.Tensor, ridge: float) -> th.Tenso
     """
     penalised = metric / count.clamp(min=1.0)
     penalised.diagonal().add_(ridge)
-    return th.linalg.cholesky(penalised)
+    return cholesky(penalised)
 
 
 def lstd_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, factor: th.Tensor, ridge: float) -> th.Tensor:
@@ -199,7 +220,7 @@ def lstd_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, factor: t
         correction = th.cholesky_solve(residual(weights).float(), root)
         if correction.norm() <= MAX_CORRECTION * weights.norm():
             return (weights + correction)[:, 0]
-    return th.cholesky_solve(right, th.linalg.cholesky(normal_matrix(th.float64)))[:, 0]
+    return th.cholesky_solve(right, cholesky(normal_matrix(th.float64)))[:, 0]
 
 
 def calibration_slope(predictions: np.ndarray, targets: np.ndarray) -> float:

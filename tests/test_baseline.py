@@ -16,6 +16,7 @@ from sb3_grpo.baseline import (
     FitStatistics,
     KernelBaseline,
     calibration_slope,
+    cholesky,
     eligibility_traces,
     fourier_features,
     hashed_inputs,
@@ -447,3 +448,25 @@ def test_an_interrupt_of_the_first_observation_leaves_a_baseline_that_can_begin(
     baseline.observe(inputs)
     baseline.fit(baseline.features(inputs, times), tensor(targets), th.arange(50) % 5)
     np.testing.assert_array_equal(predict(baseline, inputs, times), predict(fitted(inputs, times, targets), inputs, times))
+
+
+def test_dependent_features_in_single_precision_have_a_fit_that_predicts():
+    # A few directions in a space of 300 inputs: the error of the products, about 1e-7 times the largest of them, exceeds the
+    # penalty, and the matrix has negative eigenvalues.
+    rng = np.random.default_rng(0)
+    features = th.as_tensor(5.0 * np.sign(rng.standard_normal((1024, 3)) @ rng.standard_normal((3, 300))), dtype=th.float32)
+    gram = (features.T @ features).double()
+    rounded = gram - 4e-6 * gram.diagonal().mean() * th.eye(300, dtype=th.float64)
+    count = th.tensor(1024.0, dtype=th.float64)
+    with pytest.raises(th.linalg.LinAlgError):
+        th.linalg.cholesky(rounded / count + 1e-5 * th.eye(300, dtype=th.float64))
+    targets = features[:, 0].double()
+    factor = metric_factor(rounded, count, 1e-5)
+    assert th.isfinite(factor).all()
+    weights = ridge_weights(rounded, features.T.double() @ targets, count, 1e-5)
+    assert (features.double() @ weights - targets).pow(2).mean() < 0.05 * targets.pow(2).mean()
+
+
+def test_a_matrix_with_nan_has_no_factor():
+    with pytest.raises(th.linalg.LinAlgError):
+        cholesky(th.full((2, 2), th.nan))
