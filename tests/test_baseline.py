@@ -451,10 +451,10 @@ def test_an_interrupt_of_the_first_observation_leaves_a_baseline_that_can_begin(
 
 
 def test_dependent_features_in_single_precision_have_a_fit_that_predicts():
-    # A few directions in a space of 300 inputs: the error of the products, about 1e-7 times the largest of them, exceeds the
+    # Copies of three inputs: the error of the products, about 1e-7 times the largest of them, exceeds the
     # penalty, and the matrix has negative eigenvalues.
     rng = np.random.default_rng(0)
-    features = th.as_tensor(5.0 * np.sign(rng.standard_normal((1024, 3)) @ rng.standard_normal((3, 300))), dtype=th.float32)
+    features = th.as_tensor(5.0 * np.sign(rng.standard_normal((1024, 3)))[:, rng.integers(3, size=300)], dtype=th.float32)
     gram = (features.T @ features).double()
     rounded = gram - 4e-6 * gram.diagonal().mean() * th.eye(300, dtype=th.float64)
     count = th.tensor(1024.0, dtype=th.float64)
