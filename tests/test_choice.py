@@ -351,6 +351,7 @@ def monitored_lock(*args: Any) -> Monitor:
     return Monitor(Mortal(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_workers_of_ray_repeat_starts_and_one_that_dies_changes_nothing(tmp_path: pathlib.Path):
     from sb3_grpo.distributed import RayVecEnv

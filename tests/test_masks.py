@@ -313,6 +313,7 @@ def test_masks_come_from_environments_in_other_processes(start_method: str):
     assert same(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_ends_with_the_module")
 def test_workers_on_ray_act_with_masks():
