@@ -326,7 +326,7 @@ def test_an_update_in_plain_python_is_that_of_torch(space: spaces.Space, max_gra
 
 
 @needs_numba
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.sampled_from(list(ACTION_SPACES)),
     st.sampled_from([nn.Tanh, nn.ReLU]),
@@ -380,7 +380,7 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
 
 
 @needs_numba
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     st.sampled_from(list(ACTION_SPACES)),
     st.sampled_from([nn.Tanh, nn.ReLU]),

@@ -345,6 +345,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_changes_nothing(tmp_path: pathlib.Path):
     script = tmp_path / "cluster.py"
     script.write_text(CLUSTER)

@@ -302,7 +302,7 @@ def test_an_action_masker_around_an_environment_is_enough():
     assert len(seen) == 32 and all(seen)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_masks_come_from_environments_in_other_processes(start_method: str):
     results = []
     for make in (DummyVecEnv, partial(SubprocVecEnv, start_method=start_method)):
