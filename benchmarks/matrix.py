@@ -131,7 +131,9 @@ def resolved(entry: dict[str, Any], is_continuous: bool) -> dict[str, Any]:
     buffer_class = resolve_buffer_class(settings["rollout_buffer_class"])
     policy_kwargs = evaluated(settings["policy_kwargs"])
     about = {**settings, "rollout_buffer_class": buffer_class, "policy_kwargs": policy_kwargs, "num_timesteps": 0}
-    settings["update_rule"] = settings["update_rule"] or chosen_update_rule(about, is_continuous)
+    settings["update_rule"] = settings["update_rule"] or chosen_update_rule(
+        about, inspect.signature(GRPO).parameters, is_continuous
+    )
     chosen = buffer_class.defaults(settings["update_rule"])
     if settings["gae_lambda"] is None:
         settings["gae_lambda"] = chosen.gae_lambda

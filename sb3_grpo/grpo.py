@@ -242,7 +242,8 @@ class GRPO(PersistentAlgorithm):
         self.policy_kwargs = self.policy_kwargs or {}
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
         is_continuous = isinstance(self.action_space, spaces.Box)
-        self.update_rule = self.update_rule or chosen_update_rule(vars(self), is_continuous)
+        parameters = inspect.signature(GRPO.__init__).parameters
+        self.update_rule = self.update_rule or chosen_update_rule(vars(self), parameters, is_continuous)
         check_settings(vars(self), self._chooses_n_steps)
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda

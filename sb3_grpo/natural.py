@@ -33,14 +33,14 @@ class LocalModel(Protocol):
     def n_components(self) -> int:
         """Number of components of an action, over which divergences are averaged."""
 
-    def gradient(self) -> th.Tensor:
-        """:return: Gradient of the loss at the present weights, shape ``(m,)``"""
+    def loss_and_gradient(self) -> tuple[float, th.Tensor]:
+        """:return: Loss at the present weights, and its gradient, shape ``(m,)``"""
 
     def fisher_product(self, vector: th.Tensor) -> th.Tensor:
         """
         :param vector: Vector, shape ``(m,)``
-        :return: Its product with the Fisher matrix at the weights of the last :meth:`gradient`, which is the second derivative
-            of :meth:`divergence`, shape ``(m,)``
+        :return: Its product with the Fisher matrix at the weights of the last :meth:`loss_and_gradient`, which is the
+            second derivative of :meth:`divergence`, shape ``(m,)``
         """
 
     def step_factors(self) -> th.Tensor:
@@ -58,7 +58,10 @@ class LocalModel(Protocol):
         """:return: Loss at the present weights"""
 
     def divergence(self) -> float:
-        """:return: Mean KL divergence from the policy of the last :meth:`gradient`, summed over the components of an action"""
+        """
+        :return: Mean KL divergence from the policy of the last :meth:`loss_and_gradient`, summed over the components of an
+            action
+        """
 
 
 class NaturalStep(NamedTuple):
@@ -126,8 +129,7 @@ def natural_step(local: LocalModel, limit: float) -> NaturalStep:
     :param limit: Limit of the divergence
     :return: The step
     """
-    gradient = local.gradient()
-    loss_before = local.loss()
+    loss_before, gradient = local.loss_and_gradient()
     grad_norm = gradient.norm().item()
     if not grad_norm > 0 or not math.isfinite(grad_norm):
         return NaturalStep(grad_norm, 0.0, 0, False)

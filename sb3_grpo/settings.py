@@ -1,5 +1,6 @@
 """GRPO's arguments: checks, and the choice of those that were left open."""
 
+import inspect
 import math
 import re
 import warnings
@@ -221,28 +222,31 @@ def describe_settings(
     )
 
 
-#: Arguments that only clipped updates use, and their defaults
-OF_CLIPPED_UPDATES: dict[str, Any] = dict(
-    learning_rate=3e-4,
-    batch_size=64,
-    n_epochs=10,
-    clip_range=0.2,
-    clip_range_high=None,
-    importance_sampling_level="step",
-    max_grad_norm=0.5,
+#: Arguments that only clipped updates use
+OF_CLIPPED_UPDATES = (
+    "learning_rate",
+    "batch_size",
+    "n_epochs",
+    "clip_range",
+    "clip_range_high",
+    "importance_sampling_level",
+    "max_grad_norm",
 )
 #: Policy arguments that only clipped updates use
 OF_THE_OPTIMIZER = ("optimizer_class", "optimizer_kwargs", "lr_follows_std")
 
 
-def chosen_update_rule(settings: Mapping[str, Any], is_continuous: bool) -> losses.UpdateRule:
+def chosen_update_rule(
+    settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], is_continuous: bool
+) -> losses.UpdateRule:
     """
     :param settings: Arguments of GRPO by name, with the class of the buffer, and ``num_timesteps``
+    :param parameters: Parameters of its constructor by name, with their defaults
     :param is_continuous: Whether actions are continuous
     :return: The update rule that suits the buffer and the actions, but ``"clipped"`` if an argument has been set that would
         have no effect otherwise, with gSDE, or if the model was trained before there was a choice
     """
-    is_default = all(settings[name] == default for name, default in OF_CLIPPED_UPDATES.items())
+    is_default = all(settings[name] == parameters[name].default for name in OF_CLIPPED_UPDATES)
     if not is_default or any(name in settings["policy_kwargs"] for name in OF_THE_OPTIMIZER):
         return "clipped"
     if settings["use_sde"] or settings["num_timesteps"] > 0:

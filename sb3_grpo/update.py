@@ -185,18 +185,20 @@ class TorchUpdate:
     def n_components(self) -> int:
         return get_action_dim(self._policy.action_space)
 
-    def gradient(self) -> th.Tensor:
+    def loss_and_gradient(self) -> tuple[float, th.Tensor]:
         self._policy.optimizer.zero_grad()
-        n = self._rollout_buffer.n_samples
+        n, total = self._rollout_buffer.n_samples, 0.0
         for batch in self._batches:
-            (self._objective.evaluate(self._policy, batch).loss * (len(batch.advantages) / n)).backward()
+            loss = self._objective.evaluate(self._policy, batch).loss * (len(batch.advantages) / n)
+            loss.backward()
+            total += loss.item()
         some = self._rollout_buffer.update.take(slice(None, None, fisher_stride(n)))
         with th.no_grad():  # a policy has one distribution object, in which every call puts another distribution of torch
             self._before = [copy.copy(self._distribution(batch)) for batch in self._batches]
             before = copy.copy(self._distribution(some))
         divergence = losses.exact_kl(self._distribution(some), before).mean()
         self._slope = self._flat(th.autograd.grad(divergence, self._parameters, create_graph=True, allow_unused=True))
-        return self._flat([parameter.grad for parameter in self._parameters]).clone()
+        return total, self._flat([parameter.grad for parameter in self._parameters]).clone()
 
     def fisher_product(self, vector: th.Tensor) -> th.Tensor:
         along = self._slope.dot(vector)
@@ -208,10 +210,11 @@ class TorchUpdate:
     def weights(self) -> th.Tensor:
         return parameters_to_vector(self._parameters).detach().clone()
 
+    @th.no_grad()
     def move(self, weights: th.Tensor) -> None:
-        with th.no_grad():
-            for parameter, part in zip(self._parameters, self._parts(weights), strict=True):
-                parameter.copy_(part)
+        parts = weights.split([parameter.numel() for parameter in self._parameters])
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            parameter.copy_(part.view_as(parameter))
 
     @th.no_grad()
     def loss(self) -> float:
@@ -241,10 +244,6 @@ class TorchUpdate:
         """:return: Gradients with respect to the parameters in one vector; ``None`` is zero"""
         pairs = zip(tensors, self._parameters, strict=True)
         return th.cat([(th.zeros_like(like) if each is None else each).flatten() for each, like in pairs])
-
-    def _parts(self, vector: th.Tensor) -> list[th.Tensor]:
-        parts = vector.split([parameter.numel() for parameter in self._parameters])
-        return [part.view_as(parameter) for part, parameter in zip(parts, self._parameters, strict=True)]
 
 
 class CompiledUpdate:
@@ -287,12 +286,12 @@ class CompiledUpdate:
     def n_components(self) -> int:
         return get_action_dim(self._policy.action_space)
 
-    def gradient(self) -> th.Tensor:
+    def loss_and_gradient(self) -> tuple[float, th.Tensor]:
         gradient = np.empty_like(self._compiled.parameters)
         self._evaluated = self._compiled.evaluate(self._batch, self._settings, gradient)
         self._before = self._compiled.parameters.copy()
         self._fisher = self._compiled.fisher(self._batch, fisher_stride(len(self._batch.features)))
-        return th.from_numpy(gradient)
+        return self._evaluated.loss, th.from_numpy(gradient)
 
     def fisher_product(self, vector: th.Tensor) -> th.Tensor:
         return th.from_numpy(self._fisher(vector.numpy()))

@@ -324,17 +324,27 @@ def test_an_update_in_plain_python_is_that_of_torch(space: spaces.Space, max_gra
 
 # --- the same numbers ---
 
-
-@needs_numba
-@settings(max_examples=30)
-@given(
+#: Action spaces, activations and hidden layers
+NETWORKS = (
     st.sampled_from(list(ACTION_SPACES)),
     st.sampled_from([nn.Tanh, nn.ReLU]),
     st.lists(st.integers(1, 20), max_size=3),
+)
+PENALTIES = dict(ent_coef=st.sampled_from([0.0, 0.05]), kl_coef=st.sampled_from([0.0, 0.3]))
+
+
+def assert_each_its_way(objective: Objective, policies: tuple[ActorPolicy, ActorPolicy], update: Any) -> None:
+    assert isinstance(objective.compiled_policy(policies[0], Samples(update)), CompiledPolicy)
+    assert isinstance(objective.compiled_policy(policies[1], Samples(update)), str)
+
+
+@needs_numba
+@settings(max_examples=60)
+@given(
+    *NETWORKS,
     st.fixed_dictionaries(
         dict(
-            ent_coef=st.sampled_from([0.0, 0.05]),
-            kl_coef=st.sampled_from([0.0, 0.3]),
+            **PENALTIES,
             clip=st.sampled_from([(0.2, 0.2), (0.1, 0.4)]),
             max_grad_norm=st.sampled_from([0.1, 1e6]),
             target_kl=st.sampled_from([None, 0.002, 1.0]),
@@ -371,8 +381,7 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
             steps = objective.take_clipped_steps(policy, Samples(update), 2, options["batch_size"], options["target_kl"])
             np.random.set_state(state)
             results.append((describe_update(steps), steps.excessive_kl, len(steps.epochs)))
-    assert isinstance(objective.compiled_policy(policies[0], Samples(update)), CompiledPolicy)
-    assert isinstance(objective.compiled_policy(policies[1], Samples(update)), str)
+    assert_each_its_way(objective, policies, update)
     far = {name: each for name, each in differences(numbers(policies[0]), numbers(policies[1])).items() if each > 1e-5}
     assert not far
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5, abs=1e-6)
@@ -380,15 +389,12 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
 
 
 @needs_numba
-@settings(max_examples=15)
+@settings(max_examples=40)
 @given(
-    st.sampled_from(list(ACTION_SPACES)),
-    st.sampled_from([nn.Tanh, nn.ReLU]),
-    st.lists(st.integers(1, 20), max_size=3),
+    *NETWORKS,
     st.fixed_dictionaries(
         dict(
-            ent_coef=st.sampled_from([0.0, 0.05]),
-            kl_coef=st.sampled_from([0.0, 0.3]),
+            **PENALTIES,
             weighted=st.booleans(),
             limit=st.sampled_from([0.001, 0.02]),
             n=st.sampled_from([1, 40, 1500]),
@@ -407,8 +413,7 @@ def test_a_natural_gradient_step_gives_the_parameters_and_metrics_of_torch(
         objective = Objective(ClipRange(0.2, 0.2), "step", options["ent_coef"], options["kl_coef"], penalty, 0.5)
         before = copy.deepcopy(policies[1])
         results = [objective.take_natural_steps(policy, Samples(update), 2, options["limit"]) for policy in policies]
-    assert isinstance(objective.compiled_policy(policies[0], Samples(update)), CompiledPolicy)
-    assert isinstance(objective.compiled_policy(policies[1], Samples(update)), str)
+    assert_each_its_way(objective, policies, update)
     tried = [[(step.n_tried, step.is_accepted) for step in result.natural] for result in results]
     if tried[0] == tried[1]:  # rounding may decide whether a step that is about as long as allowed is taken
         found, expected = (dict(policy.named_parameters()) for policy in policies)

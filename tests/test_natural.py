@@ -15,6 +15,7 @@ from test_compiled import ACTION_SPACES, InTorch, Samples, distant_reference, ma
 from sb3_grpo import GRPO, ActorPolicy
 from sb3_grpo.losses import exact_kl
 from sb3_grpo.natural import DAMPING, LIMIT, N_SIZES, SHRINKING, conjugate_gradient, fisher_stride, natural_step
+from sb3_grpo.update import NO_CLIPPING, Objective
 
 
 def test_conjugate_gradients_solve_a_system_of_two_unknowns_in_two_steps():
@@ -45,8 +46,8 @@ class Quadratic:
         self.factors = th.ones(2)
         self.x = th.zeros(2)
 
-    def gradient(self) -> th.Tensor:
-        return self._slope.clone()
+    def loss_and_gradient(self) -> tuple[float, th.Tensor]:
+        return self.loss(), self._slope.clone()
 
     def fisher_product(self, vector: th.Tensor) -> th.Tensor:
         return self._fisher * vector
@@ -150,13 +151,11 @@ def all_actions(space: Any) -> list[th.Tensor]:
 @pytest.mark.parametrize("cls", [ActorPolicy, InTorch], ids=["machine code", "torch"])
 @pytest.mark.parametrize("name", ["Discrete", "MultiDiscrete", "MultiBinary"])
 def test_products_are_those_of_the_covariance_of_the_scores(name: str, cls: type[ActorPolicy]):
-    from sb3_grpo.update import NO_CLIPPING, Objective
-
     policy = make_policy(ACTION_SPACES[name], cls, net_arch=[4])
     data = random_update(policy, 5)
     objective = Objective(NO_CLIPPING, "step", 0.0, 0.0, distant_reference(policy), 0.5)
     update = objective._update(policy, Samples(data))
-    update.gradient()
+    update.loss_and_gradient()
     assert type(update).__name__ == ("CompiledUpdate" if cls is ActorPolicy else "TorchUpdate")
     matrix = score_covariance(policy, data.observations, all_actions(ACTION_SPACES[name]))  # type: ignore[arg-type]
     for vector in th.randn(3, len(matrix)):

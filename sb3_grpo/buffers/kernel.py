@@ -159,7 +159,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     def defaults(cls, update_rule: UpdateRule) -> Defaults:
         # Trajectories need not be complete, so updates can follow each other quickly. A single step needs more transitions.
         if update_rule == "clipped":
-            return Defaults(rollout_size=1024, gae_lambda=0.98)
+            return Defaults(rollout_size=1024)
         return Defaults(rollout_size=2048, gae_lambda=0.95, arguments=dict(n_features=512, forgetting=0.9))
 
     @classmethod
