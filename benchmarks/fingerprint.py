@@ -49,7 +49,6 @@ CASES: dict[str, tuple[Any, int, int, dict[str, Any]]] = {
     "doorkey8": ("MiniGrid-DoorKey-5x5-v0", 8, 6144, {}),
     **{each: ("CartPole-v1", 8, 8192, dict(rollout_buffer_class=each, group_size=4)) for each in WHOLE},
     "trajectory": ("Pendulum-v1", 4, 4096, dict(SHORT, loss_aggregation="trajectory")),
-    "regression": ("Pendulum-v1", 4, 4096, dict(SHORT, rollout_buffer_kwargs=dict(fit="regression", ridge=1e-3))),
     "kl": ("Pendulum-v1", 4, 4096, dict(SHORT, **KL)),
     "klk3": ("CartPole-v1", 4, 4096, dict(SHORT, kl_coef=0.1, kl_reference="initial", kl_estimator="k3")),
     "gspo": ("CartPole-v1", 8, 4096, dict(GSPO, n_steps=128, rollout_buffer_class="outcome")),
@@ -59,7 +58,6 @@ CASES: dict[str, tuple[Any, int, int, dict[str, Any]]] = {
     "vecnorm": ("Pendulum-v1", 4, 4096, dict(SHORT, rollout_buffer_class="return_to_go")),
     "image": (Images, 4, 512, dict(policy="CnnPolicy", n_steps=64, batch_size=64, n_epochs=2)),
     "sde": ("Pendulum-v1", 4, 2048, dict(SHORT, use_sde=True)),
-    "hidden": ("CartPole-v1", 4, 2048, dict(SHORT, rollout_buffer_kwargs=dict(actor_features=True))),
 }
 
 

@@ -38,9 +38,6 @@ NEUTRAL: dict[str, Any] = dict(
     tied_groups="keep",
     reward_weights=None,
     component_aggregation="sum_then_normalize",
-    actor_features=False,
-    target_lambda=None,
-    fit="regression",
     relative=False,
     normalize_observations=False,
     lr_follows_std=False,
@@ -153,6 +150,8 @@ def buffer_defaults(buffer: str | None) -> dict[str, Any]:
     if issubclass(buffer_class, CompleteGroupRolloutBuffer):  # this is what `scale=None` means
         merged["default_scale"] = buffer_class.default_scale
         merged["gae_lambda"] = 1.0  # the default of these buffers, which do not use it, when the rows were made
+    elif issubclass(buffer_class, KernelRolloutBuffer):
+        merged["fit"] = "lstd"  # an option when the rows were made, of which this is what remains
     return merged
 
 

@@ -4,8 +4,8 @@ The kernel baseline: a value function without a network and without gradient ste
 An estimate ``b(s, t)`` of the expected return, linear in random Fourier features (Rahimi & Recht 2007, "Random Features for
 Large-Scale Kernel Machines"), is fitted by least squares after each rollout. LSTD(lambda) (Bradtke & Barto 1996, Boyan 2002)
 finds weights that are consistent with the lambda-returns bootstrapped from their own predictions; :func:`lstd_weights` solves
-it in a form that has exactly one solution for every discount factor. The alternative, a regression of returns on features of
-state *and time*, follows the linear baseline of Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
+it in a form that has exactly one solution for every discount factor. That features depend on state *and time* follows the
+linear baseline of Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
 
 All tensors are on the CPU. Features and their products over a rollout have single precision, which is several times as fast.
 Statistics are summed, and solutions of systems corrected, in double precision. Torch's linear algebra respects the number of
@@ -14,7 +14,6 @@ threads that the user has set, which numpy's does not.
 
 import copy
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -141,22 +140,6 @@ def cholesky(matrix: th.Tensor) -> th.Tensor:
     return th.linalg.cholesky(matrix) if failed.any() else factor
 
 
-def ridge_weights(gram: th.Tensor, moment: th.Tensor, count: th.Tensor, ridge: float) -> th.Tensor:
-    """
-    Weights of a ridge regression: ``w = (A + ridge N I)^-1 B`` with ``A = Phi' Phi`` and ``B = Phi' y``. A number of samples
-    below one counts as one, so the weights are zero without samples.
-
-    :param gram: ``A``, shape ``(..., p, p)``
-    :param moment: ``B``, shape ``(..., p)``
-    :param count: ``N``, the (weighted) number of samples, shape ``(...)``
-    :param ridge: Penalty on the squared weights, per sample
-    :return: ``w``, shape ``(..., p)``
-    """
-    penalised = gram.clone()
-    penalised.diagonal(dim1=-2, dim2=-1).add_(ridge * count.clamp(min=1.0)[..., None])
-    return th.cholesky_solve(moment[..., None], cholesky(penalised))[..., 0]
-
-
 def metric_factor(metric: th.Tensor, count: th.Tensor, ridge: float) -> th.Tensor:
     """
     The Cholesky factor ``L`` of the metric ``C / N + ridge I`` of :func:`lstd_weights`.
@@ -253,25 +236,24 @@ def predict_by_fold(features: th.Tensor, weights: th.Tensor, folds: th.Tensor) -
 
 class FitStatistics:
     """
-    Sufficient statistics of a linear fit. Each update multiplies the weight of all earlier samples by ``forgetting``.
+    Sufficient statistics of :func:`lstd_weights`. Each update multiplies the weight of all earlier samples by ``forgetting``.
 
     :param n_features: Number of features ``p``
-    :param lstd: Whether the fit is LSTD, see :func:`lstd_weights`, or a ridge regression, see :func:`ridge_weights`
     """
 
-    def __init__(self, n_features: int, lstd: bool = False):
-        self.lstd = lstd
+    def __init__(self, n_features: int):
+        #: ``Z' (Phi - gamma Phi')``
         self.gram = th.zeros(n_features, n_features, dtype=th.float64)
+        #: ``Z' r``
         self.moment = th.zeros(n_features, dtype=th.float64)
         self.count = th.zeros((), dtype=th.float64)
-        #: ``Phi' Phi`` for LSTD, whose ``gram`` is another matrix. It contains no rewards, so all folds can share it.
-        self.metric = th.zeros_like(self.gram) if lstd else None
+        #: ``Phi' Phi``. It contains no rewards, so all folds can share it.
+        self.metric = th.zeros_like(self.gram)
 
     def decay(self, forgetting: float) -> None:
         """Multiply the weight of all samples so far by ``forgetting``."""
         for statistic in (self.gram, self.moment, self.count, self.metric):
-            if statistic is not None:
-                statistic *= forgetting
+            statistic *= forgetting
 
     def expand(self, known: th.Tensor) -> "FitStatistics":
         """
@@ -280,64 +262,54 @@ class FitStatistics:
         :param known: Whether each feature of the larger fit exists in this one, shape ``(p',)``
         :return: Statistics of the larger fit on the same samples
         """
-        larger = FitStatistics(len(known), self.lstd)
+        larger = FitStatistics(len(known))
         both = th.outer(known, known)
         larger.gram[both] = self.gram.flatten()
+        larger.metric[both] = self.metric.flatten()
         larger.moment[known] = self.moment
         larger.count = self.count.clone()
-        if larger.metric is not None and self.metric is not None:
-            larger.metric[both] = self.metric.flatten()
         return larger
 
     def weights(self, ridge: float) -> th.Tensor:
         """:return: Weights of the fit to all samples, shape ``(p,)``"""
-        return self._solve(ridge, [(self.gram, self.moment, self.count)])[0]
+        return lstd_weights(self.gram, self.moment, self.count, metric_factor(self.metric, self.count, ridge), ridge)
 
     def leave_fold_out(
         self,
         features: th.Tensor,
-        targets: th.Tensor,
+        rewards: th.Tensor,
         folds: th.Tensor,
         ridge: float,
-        traces: th.Tensor | None = None,
-        differences: th.Tensor | None = None,
+        traces: th.Tensor,
+        differences: th.Tensor,
     ) -> th.Tensor:
         """
         Add samples, and compute for each fold the weights of the fit to all other samples. The statistics of the fold are
         subtracted, so no second pass over the data is needed.
 
         :param features: ``Phi``, shape ``(n, p)``
-        :param targets: Targets of the regression, or rewards for LSTD, shape ``(n,)``
+        :param rewards: ``r``, shape ``(n,)``
         :param folds: Fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
         :param ridge: Penalty on the squared weights
-        :param traces: Eligibility traces ``Z`` for LSTD, shape ``(n, p)``
-        :param differences: ``Phi - gamma Phi'`` for LSTD, shape ``(n, p)``
+        :param traces: Eligibility traces ``Z``, shape ``(n, p)``
+        :param differences: ``Phi - gamma Phi'``, shape ``(n, p)``
         :return: Weights, shape ``(n_folds, p)``
         """
-        left = features if traces is None else traces
-        right = features if differences is None else differences
-        targets = targets.to(left)
+        rewards = rewards.to(traces)
         # One fold after the other: with hundreds of features, matrices of all folds at once take more memory than the rollout.
         own = []
         for fold in range(int(folds.max()) + 1):
             member = folds == fold
-            z = left[member]
-            own.append(((z.T @ right[member]).double(), (z.T @ targets[member]).double(), member.sum().double()))
+            z = traces[member]
+            own.append(((z.T @ differences[member]).double(), (z.T @ rewards[member]).double(), member.sum().double()))
         grams, moments, counts = zip(*own, strict=True)
         self.gram += sum(grams)
         self.moment += sum(moments)
         self.count += sum(counts)
-        if self.metric is not None:
-            self.metric += lower_gram(features)
-        others = ((self.gram - gram, self.moment - moment, self.count - count) for gram, moment, count in own)
-        return th.stack(self._solve(ridge, others))
-
-    def _solve(self, ridge: float, problems: Iterable[tuple[th.Tensor, th.Tensor, th.Tensor]]) -> list[th.Tensor]:
-        """:return: Weights of each problem, which is given by its ``gram``, ``moment`` and ``count``, shape ``(p,)``"""
-        if self.metric is None:
-            return [ridge_weights(*problem, ridge) for problem in problems]
+        self.metric += lower_gram(features)
         factor = metric_factor(self.metric, self.count, ridge)
-        return [lstd_weights(*problem, factor, ridge) for problem in problems]
+        others = ((self.gram - gram, self.moment - moment, self.count - count) for gram, moment, count in own)
+        return th.stack([lstd_weights(*problem, factor, ridge) for problem in others])
 
 
 class KernelBaseline:
@@ -356,7 +328,6 @@ class KernelBaseline:
     :param time_feature: Whether the baseline depends on the step within the episode
     :param clip: Limit of the standardised inputs. Without it, a single outlier can make the fit diverge
     :param seed: Seed of the random frequencies
-    :param lstd: Whether the fit is LSTD or a ridge regression
     """
 
     def __init__(
@@ -368,7 +339,6 @@ class KernelBaseline:
         time_feature: bool = True,
         clip: float = 5.0,
         seed: int = 0,
-        lstd: bool = False,
     ):
         self.n_features = n_features
         self.bandwidth = bandwidth
@@ -377,13 +347,12 @@ class KernelBaseline:
         self.time_feature = time_feature
         self.clip = clip
         self.seed = seed
-        self.lstd = lstd
         self._input_statistics: RunningMeanStd | None = None
         self._first_input = np.empty(0)
         self._varies = np.empty(0, dtype=bool)
         self._frequencies = th.empty(0, 0, dtype=th.float64)
         self._phases = th.empty(0, dtype=th.float64)
-        self._statistics = FitStatistics(0, lstd)
+        self._statistics = FitStatistics(0)
 
     def observe(self, inputs: np.ndarray, standardised: np.ndarray | bool = False) -> None:
         """
@@ -397,7 +366,7 @@ class KernelBaseline:
             self._draw_features(inputs.shape[1], int((inputs != inputs[0]).any(axis=0).sum()))
             self._first_input = inputs[0].copy()
             self._varies = np.zeros(inputs.shape[1], dtype=bool)
-            self._statistics = FitStatistics(len(self._feature_columns(self._varies)), self.lstd)
+            self._statistics = FitStatistics(len(self._feature_columns(self._varies)))
             updated = RunningMeanStd(epsilon=0.0, shape=(inputs.shape[1],))
         else:
             updated = self._input_statistics.copy()
@@ -449,25 +418,16 @@ class KernelBaseline:
         return self._statistics.weights(self.ridge)
 
     def fit(
-        self,
-        features: th.Tensor,
-        targets: th.Tensor,
-        folds: th.Tensor,
-        traces: th.Tensor | None = None,
-        differences: th.Tensor | None = None,
+        self, features: th.Tensor, rewards: th.Tensor, folds: th.Tensor, traces: th.Tensor, differences: th.Tensor
     ) -> th.Tensor:
         """
         Forget a part of the earlier rollouts, add a rollout, and compute for each fold the weights of the fit without it. With
         a single fold, these are the weights of the earlier rollouts. Arguments and result are those of
         :meth:`FitStatistics.leave_fold_out`.
-
-        :raises ValueError: If ``traces`` and ``differences`` do not fit to ``lstd``
         """
-        if (traces is not None, differences is not None) != (self.lstd, self.lstd):
-            raise ValueError(f"This baseline has lstd={self.lstd}: pass `traces` and `differences` if and only if it is True.")
         updated = copy.deepcopy(self._statistics)
         updated.decay(self.forgetting)
-        weights = updated.leave_fold_out(features, targets, folds, self.ridge, traces, differences)
+        weights = updated.leave_fold_out(features, rewards, folds, self.ridge, traces, differences)
         self._statistics = updated
         return weights
 

@@ -357,12 +357,11 @@ class ActorPolicy(BasePolicy):
         # SB3's categorical distribution would broadcast (n, 1) against (n,) to (n, n) without an error.
         return distribution.log_prob(actions.reshape((-1, *self._flat_action_shape))), distribution.entropy()
 
-    def encode(self, observations: np.ndarray | dict[str, np.ndarray], hidden: bool = False) -> np.ndarray:
+    def encode(self, observations: np.ndarray | dict[str, np.ndarray]) -> np.ndarray:
         """
         Encode a batch of observations.
 
         :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
-        :param hidden: Whether to return the output of the last hidden layer instead of that of the features extractor
         :return: Features in double precision, shape ``(n, dim)``
         """
         n_observations = len(next(iter(observations.values())) if isinstance(observations, dict) else observations)
@@ -370,8 +369,7 @@ class ActorPolicy(BasePolicy):
         for first in range(0, max(n_observations, 1), ENCODING_BATCH):
             batch = take_observations(observations, slice(first, first + ENCODING_BATCH))
             with th.no_grad():
-                obs = obs_as_tensor(batch, self.device)
-                features = self._latent(obs) if hidden else self.extract_features(obs, self.features_extractor)
+                features = self.extract_features(obs_as_tensor(batch, self.device), self.features_extractor)
             # Double precision comes after the transfer, because not every device has it.
             parts.append(features.cpu().double().numpy())
         return np.concatenate(parts)

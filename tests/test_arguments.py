@@ -50,7 +50,7 @@ FROM_0_TO_1 = "must be a finite number from 0 to 1, not"
 
 FLAGS = ("normalize_advantage", "share_starts", "normalize_observations")
 POLICY_FLAGS = ("ortho_init", "full_std", "use_expln", "squash_output", "normalize_images", "lr_follows_std")
-KERNEL_FLAGS = ("time_feature", "actor_features", "relative")
+KERNEL_FLAGS = ("time_feature", "relative")
 
 #: Arguments, and a part of the message. Values are integers, numbers, flags, texts and containers where others are expected.
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -109,7 +109,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(seed=0.5), "`seed` must be an integer of at least 0, not 0.5"),
     # Buffers
     (dict(rollout_buffer_class=RolloutBuffer), "SB3's own rollout buffers need a critic"),
-    (kernel(rigde=0.1), "KernelRolloutBuffer does not take ['rigde'] in `rollout_buffer_kwargs`: it takes ['actor_features'"),
+    (kernel(rigde=0.1), "KernelRolloutBuffer does not take ['rigde'] in `rollout_buffer_kwargs`: it takes ['bandwidth'"),
     (kernel(tied_groups="skip"), "KernelRolloutBuffer does not take ['tied_groups']"),
     (kernel(gamma=0.9, n_envs=2), "does not take ['gamma', 'n_envs']"),
     (kernel(group_size=3), "Settings such as `gamma` and `group_size` are arguments of GRPO itself"),
@@ -128,7 +128,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for horizon in (0, -5, 2.5, True)
     ),
     (kernel(n_folds=0), "`n_folds` must be an integer of at least 1, not 0"),
-    (kernel(target_lambda=2), f"`target_lambda` {FROM_0_TO_1} 2"),
     (buffer("outcome", leave_one=True), "OutcomeRolloutBuffer does not take ['leave_one']"),
     (buffer("outcome", ridge=0.1), "OutcomeRolloutBuffer does not take ['ridge']"),
     (buffer("outcome", scale="std"), "`scale` must be 'group', 'batch' or 'none', not 'std'"),
@@ -390,7 +389,7 @@ ACCEPTED: list[dict[str, Any]] = [
     dict(rollout_buffer_class=KernelRolloutBuffer),
     kernel(forgetting=0, n_folds=1, n_features=1, horizon=None, reward_weights=None),
     kernel(horizon=np.int64(1)),
-    kernel(forgetting=1, target_lambda=0, time_feature=False, actor_features=True, ridge=1),
+    kernel(forgetting=1, time_feature=False, ridge=1),
     buffer("outcome", scale="none", max_waiting=1, leave_one_out=True, tied_groups="skip"),
 ]
 

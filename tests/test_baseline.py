@@ -24,7 +24,6 @@ from sb3_grpo.baseline import (
     lstd_weights,
     metric_factor,
     predict_by_fold,
-    ridge_weights,
 )
 from sb3_grpo.buffers.kernel import MIN_RIDGE
 
@@ -104,13 +103,6 @@ def test_hashing_keeps_distances(similar: bool):
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_ridge_weights_are_as_worked_out_by_hand():
-    # One feature, A = 2, B = 6, ridge = 1 and four samples: 6 / (2 + 1 * 4) = 1
-    assert ridge_weights(tensor([[2.0]]), tensor([6.0]), tensor(4.0), ridge=1.0).item() == pytest.approx(1.0)
-    # Less than one sample counts as one: 6 / (2 + 1 * 1) = 2
-    assert ridge_weights(tensor([[2.0]]), tensor([6.0]), tensor(0.25), ridge=1.0).item() == pytest.approx(2.0)
-
-
 def test_predictions_by_fold_are_as_worked_out_by_hand():
     # [1, 2] . [3, 4] = 11; [1, 2] . [5, 6] = 17; [7, 8] . [3, 4] = 53
     features, weights = tensor([[1.0, 2.0], [1.0, 2.0], [7.0, 8.0]]), tensor([[3.0, 4.0], [5.0, 6.0]])
@@ -173,7 +165,7 @@ def test_lstd_finds_the_value_of_a_chain(lambda_: float):
     features = th.eye(3, dtype=th.float64)
     following = tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
     traces = eligibility_traces(features[None], tensor([[1.0, 1.0, 0.0]]), 0.5 * lambda_)[0]
-    statistics = FitStatistics(3, lstd=True)
+    statistics = FitStatistics(3)
     rewards, fold = tensor([1.0, 2.0, 3.0]), th.zeros(3, dtype=th.int64)
     statistics.leave_fold_out(features, rewards, fold, 1e-3, traces, features - 0.5 * following)
     th.testing.assert_close(statistics.weights(1e-12), tensor([2.75, 3.5, 3.0]))
@@ -203,16 +195,14 @@ def test_lstd_has_small_weights_however_singular_its_system_is(system: np.ndarra
 # --- leave-fold-out and forgetting ------------------------------------------------------------------------------------
 
 
-def fit_from_scratch(samples: list[np.ndarray], kept: np.ndarray, lstd: bool) -> np.ndarray:
-    """:return: The minimum of ``(b - A w)' (C + ridge I)^-1 (b - A w) + ridge |w|^2``, or a ridge regression"""
+def fit_from_scratch(samples: list[np.ndarray], kept: np.ndarray) -> np.ndarray:
+    """:return: The minimum of ``(b - A w)' (C + ridge I)^-1 (b - A w) + ridge |w|^2``"""
     _, weights, features, traces, differences, targets = samples
     penalty = math.sqrt(RIDGE) * np.eye(4)
     left, right, count = np.zeros((4, 4)), np.zeros(4), max(weights[kept].sum(), 1.0)
     for i in np.flatnonzero(kept):
         left += weights[i] * np.outer(traces[i], differences[i]) / count
         right += weights[i] * traces[i] * targets[i] / count
-    if not lstd:
-        return np.linalg.solve(left + RIDGE * np.eye(4), right)
     metric = sum(w * np.outer(phi, phi) for w, phi in zip(weights, features, strict=True)) / max(weights.sum(), 1.0)
     root = np.linalg.inv(np.linalg.cholesky(metric + RIDGE * np.eye(4)))
     penalty[0, 0] = math.sqrt(LEVEL_RIDGE)
@@ -220,7 +210,6 @@ def fit_from_scratch(samples: list[np.ndarray], kept: np.ndarray, lstd: bool) ->
 
 
 @pytest.mark.parametrize("forgetting", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("lstd", [False, True], ids=["regression", "lstd"])
 @pytest.mark.parametrize(
     "folds",
     [
@@ -230,35 +219,25 @@ def fit_from_scratch(samples: list[np.ndarray], kept: np.ndarray, lstd: bool) ->
         pytest.param([0, 3] * 6, id="folds without samples"),
     ],
 )
-def test_leaving_a_fold_out_equals_a_weighted_fit_from_scratch_without_it(folds: list[int], lstd: bool, forgetting: float):
+def test_leaving_a_fold_out_equals_a_weighted_fit_from_scratch_without_it(folds: list[int], forgetting: float):
     rng = np.random.default_rng(0)
-    statistics, samples = FitStatistics(4, lstd), [np.zeros(0), np.zeros(0), *np.zeros((3, 0, 4)), np.zeros(0)]
+    statistics, samples = FitStatistics(4), [np.zeros(0), np.zeros(0), *np.zeros((3, 0, 4)), np.zeros(0)]
     for labels in (np.arange(20) % 3, np.arange(7) % 2, np.array(folds)):
         n = len(labels)
         features, targets = rng.normal(size=(n, 4)), rng.normal(size=n)
-        traces, differences = features + lstd * rng.normal(size=(2, n, 4))
-        of_lstd = (tensor(traces), tensor(differences)) if lstd else ()
+        traces, differences = features + rng.normal(size=(2, n, 4))
         statistics.decay(forgetting)
-        weights = statistics.leave_fold_out(tensor(features), tensor(targets), th.as_tensor(labels), RIDGE, *of_lstd)
+        given = (tensor(each) for each in (traces, differences))
+        weights = statistics.leave_fold_out(tensor(features), tensor(targets), th.as_tensor(labels), RIDGE, *given)
         samples[0][:], samples[1] = -1, forgetting * samples[1]
         samples = [
             np.concatenate(p) for p in zip(samples, [labels, np.ones(n), features, traces, differences, targets], strict=True)
         ]
     for fold in range(max(folds) + 1):
-        expected = fit_from_scratch(samples, samples[0] != fold, lstd)
+        expected = fit_from_scratch(samples, samples[0] != fold)
         np.testing.assert_allclose(weights[fold].numpy(), expected, rtol=1e-7, atol=1e-9, err_msg=f"fold {fold}")
-    expected = fit_from_scratch(samples, samples[0] != 9, lstd)
+    expected = fit_from_scratch(samples, samples[0] != 9)
     np.testing.assert_allclose(statistics.weights(RIDGE).numpy(), expected, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize(("lstd", "given"), [(True, (1, 0)), (True, (0, 1)), (True, (0, 0)), (False, (1, 1)), (False, (1, 0))])
-def test_traces_and_differences_are_refused_by_a_regression_and_needed_by_lstd(lstd: bool, given: tuple[int, int]):
-    baseline = KernelBaseline(lstd=lstd)
-    baseline.observe(np.random.default_rng(0).normal(size=(5, 2)))
-    features = baseline.features(np.zeros((5, 2)), np.zeros(5))
-    traces, differences = (features if present else None for present in given)
-    with pytest.raises(ValueError, match=f"lstd={lstd}: pass `traces` and `differences` if and only if it is True"):
-        baseline.fit(features, th.zeros(5, dtype=th.float64), th.zeros(5, dtype=th.int64), traces, differences)
 
 
 # --- shrinkage --------------------------------------------------------------------------------------------------------
@@ -282,10 +261,15 @@ def test_the_calibration_slope_is_as_worked_out_by_hand(predictions: list[float]
 # --- the baseline as a whole ------------------------------------------------------------------------------------------
 
 
+def regress(baseline: KernelBaseline, features: th.Tensor, targets: th.Tensor, folds: th.Tensor) -> th.Tensor:
+    """With a discount factor of zero nothing follows a step, and the fit is a regression on the rewards."""
+    return baseline.fit(features, targets, folds, features, features)
+
+
 def fitted(inputs: np.ndarray, times: np.ndarray, targets: np.ndarray, **kwargs: object) -> KernelBaseline:
     baseline = KernelBaseline(**kwargs)  # type: ignore[arg-type]
     baseline.observe(inputs)
-    baseline.fit(baseline.features(inputs, times), tensor(targets), th.arange(len(targets)) % 5)
+    regress(baseline, baseline.features(inputs, times), tensor(targets), th.arange(len(targets)) % 5)
     return baseline
 
 
@@ -360,7 +344,7 @@ def test_inputs_that_tell_nothing_leave_the_mean_as_a_finite_prediction(inputs: 
     for _ in range(5):
         baseline.observe(inputs)
         features = baseline.features(inputs, times)
-        weights = baseline.fit(features, tensor(targets), th.arange(40) % 4)
+        weights = regress(baseline, features, tensor(targets), th.arange(40) % 4)
         assert features.isfinite().all() and weights.isfinite().all()
     np.testing.assert_allclose(predict(baseline, inputs, times).mean(), targets.mean(), rtol=0.02)
     assert np.abs(predict(baseline, inputs, times)).max() < 10.0
@@ -385,15 +369,13 @@ def test_inputs_that_never_vary_do_not_change_the_fit(time_feature: bool):
     th.testing.assert_close(*features, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("lstd", [False, True])
-def test_an_input_that_begins_to_vary_joins_a_fit_that_keeps_what_it_knew(lstd: bool):
+def test_an_input_that_begins_to_vary_joins_a_fit_that_keeps_what_it_knew():
     inputs = np.random.default_rng(0).normal(size=(40, 2))
     inputs[:20, 1] = 1.0
-    baseline = KernelBaseline(n_features=4, ridge=1e-2, lstd=lstd)
+    baseline = KernelBaseline(n_features=4, ridge=1e-2)
     baseline.observe(inputs[:20])
     features = baseline.features(inputs[:20], np.zeros(20))
-    of_lstd = (features + 0.1, 0.5 * features) if lstd else ()
-    baseline.fit(features, th.randn(20, dtype=th.float64), th.zeros(20, dtype=th.int64), *of_lstd)
+    baseline.fit(features, th.randn(20, dtype=th.float64), th.zeros(20, dtype=th.int64), features + 0.1, 0.5 * features)
     narrow = baseline.weights
     baseline.observe(inputs[20:])
     wide = baseline.weights
@@ -406,11 +388,11 @@ def test_an_input_that_begins_to_vary_joins_a_fit_that_keeps_what_it_knew(lstd: 
 def test_dependent_features_of_the_largest_fit_have_a_solution_with_the_smallest_penalty(rank: int):
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(1024, rank)) @ rng.normal(size=(rank, MAX_INPUTS))
-    baseline = KernelBaseline(ridge=MIN_RIDGE, lstd=True)
+    baseline = KernelBaseline(ridge=MIN_RIDGE)
     baseline.observe(inputs)
     features = baseline.features(inputs, np.zeros(1024))
     targets, folds = th.from_numpy(inputs[:, 0]), th.arange(1024) % 2
-    assert baseline.fit(features, targets, folds, features, features).isfinite().all()
+    assert regress(baseline, features, targets, folds).isfinite().all()
     predictions = predict(baseline, inputs, np.zeros(1024))
     assert explained_variance(predictions, inputs[:, 0]) > 0.99
 
@@ -430,7 +412,7 @@ def test_a_state_that_went_through_pickle_predicts_and_goes_on_identically():
     inputs[:100, 2] = 2.0
     for one in (baseline, restored):
         one.observe(inputs)
-        one.fit(one.features(inputs, times), tensor(targets), th.arange(200) % 3)
+        regress(one, one.features(inputs, times), tensor(targets), th.arange(200) % 3)
     np.testing.assert_array_equal(predict(restored, inputs, times), predict(baseline, inputs, times))
 
 
@@ -446,7 +428,7 @@ def test_an_interrupt_of_the_first_observation_leaves_a_baseline_that_can_begin(
         with pytest.raises(KeyboardInterrupt):
             baseline.observe(inputs)
     baseline.observe(inputs)
-    baseline.fit(baseline.features(inputs, times), tensor(targets), th.arange(50) % 5)
+    regress(baseline, baseline.features(inputs, times), tensor(targets), th.arange(50) % 5)
     np.testing.assert_array_equal(predict(baseline, inputs, times), predict(fitted(inputs, times, targets), inputs, times))
 
 
@@ -463,7 +445,7 @@ def test_dependent_features_in_single_precision_have_a_fit_that_predicts():
     targets = features[:, 0].double()
     factor = metric_factor(rounded, count, 1e-5)
     assert th.isfinite(factor).all()
-    weights = ridge_weights(rounded, features.T.double() @ targets, count, 1e-5)
+    weights = lstd_weights(rounded, features.T.double() @ targets, count, factor, 1e-5)
     assert (features.double() @ weights - targets).pow(2).mean() < 0.05 * targets.pow(2).mean()
 
 

@@ -40,7 +40,7 @@ from sb3_grpo.buffers import (
     StepwiseRolloutBuffer,
     resolve_buffer_class,
 )
-from sb3_grpo.policies import MlpPolicy
+from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MlpPolicy
 from sb3_grpo.starts import Ledger
 
 GAMMA = 0.9
@@ -606,16 +606,20 @@ class TwoStates(gym.Env):
         return (space.high if self.state else space.low).copy()  # type: ignore[attr-defined]
 
 
-class RecordingPolicy(MlpPolicy):
-    """An actor that notes which observations it has encoded, and how."""
+class Recording:
+    """An actor that notes which observations the buffer has encoded."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.encoded: list[tuple[np.ndarray, bool]] = []
+    def encode(self, observations: Any) -> np.ndarray:
+        self.__dict__.setdefault("encoded", []).extend(obs.tobytes() for obs in observations)
+        return super().encode(observations)  # type: ignore[misc]
 
-    def encode(self, observations: Any, hidden: bool = False) -> np.ndarray:
-        self.encoded.append((np.copy(observations), hidden))
-        return super().encode(observations, hidden)
+
+class RecordingMlp(Recording, MlpPolicy):
+    pass
+
+
+class RecordingCnn(Recording, ActorCnnPolicy):
+    pass
 
 
 MANY_NUMBERS = spaces.Box(-1.0, 1.0, (5001,), np.float32)
@@ -625,16 +629,14 @@ COMBINED: dict[str, Any] = dict(features_extractor_kwargs=dict(cnn_output_dim=8)
 
 
 @pytest.mark.parametrize(
-    ("space", "policy", "policy_kwargs", "buffer_kwargs"),
+    ("space", "policy", "policy_kwargs"),
     [
-        pytest.param(VECTOR, "MlpPolicy", {}, {}, id="Box"),
-        pytest.param(DISCRETE, "MlpPolicy", {}, {}, id="Discrete"),
-        pytest.param(spaces.Dict(b=VECTOR, a=DISCRETE), "MultiInputPolicy", {}, {}, id="Dict"),
-        pytest.param(IMAGE, "CnnPolicy", CNN, {}, id="image"),
-        pytest.param(spaces.Dict(camera=IMAGE, speed=VECTOR), "MultiInputPolicy", COMBINED, {}, id="Dict with an image"),
-        pytest.param(VECTOR, "MlpPolicy", {}, dict(actor_features=True), id="actor_features"),
-        pytest.param(IMAGE, "CnnPolicy", CNN, dict(actor_features=True), id="image, actor_features"),
-        pytest.param(MANY_NUMBERS, "MlpPolicy", {}, {}, id="more than 5,000 numbers"),
+        pytest.param(VECTOR, "MlpPolicy", {}, id="Box"),
+        pytest.param(DISCRETE, "MlpPolicy", {}, id="Discrete"),
+        pytest.param(spaces.Dict(b=VECTOR, a=DISCRETE), "MultiInputPolicy", {}, id="Dict"),
+        pytest.param(IMAGE, "CnnPolicy", CNN, id="image"),
+        pytest.param(spaces.Dict(camera=IMAGE, speed=VECTOR), "MultiInputPolicy", COMBINED, id="Dict with an image"),
+        pytest.param(MANY_NUMBERS, "MlpPolicy", {}, id="more than 5,000 numbers"),
     ],
 )
 @pytest.mark.parametrize(("ending", "expected"), [("terminated", 0.0), ("truncated", GAMMA), ("unfinished", GAMMA)])
@@ -642,7 +644,6 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
     space: spaces.Space,
     policy: str,
     policy_kwargs: dict[str, Any],
-    buffer_kwargs: dict[str, Any],
     ending: Literal["terminated", "truncated", "unfinished"],
     expected: float,
 ):
@@ -652,7 +653,7 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
     envs = DummyVecEnv([lambda: TwoStates(space, ending)] * n_envs)
     model = make_model(
         envs, "kernel", policy, 1, learning_rate=0.0, batch_size=n_envs, normalize_advantage=False, share_starts=False,
-        policy_kwargs=policy_kwargs, rollout_buffer_kwargs=dict(horizon=64, bandwidth=0.5, **buffer_kwargs),
+        policy_kwargs=policy_kwargs, rollout_buffer_kwargs=dict(horizon=64, bandwidth=0.5),
     ).learn(4 * n_envs)  # fmt: skip
     update = whole_update(model)
     assert len(update.advantages) == n_envs
@@ -661,28 +662,25 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
 
 
 @pytest.mark.parametrize(
-    ("space", "policy_kwargs", "buffer_kwargs", "expected"),
+    ("space", "policy", "policy_kwargs", "expected"),
     [
-        pytest.param(VECTOR, {}, dict(actor_features=True), [(26, True)], id="actor_features"),
-        pytest.param(MANY_NUMBERS, {}, {}, [], id="more than 5,000 numbers"),
-        pytest.param(VECTOR, {}, {}, [], id="observations"),
+        pytest.param(IMAGE, RecordingCnn, CNN, 6, id="image"),
+        pytest.param(MANY_NUMBERS, RecordingMlp, {}, 0, id="more than 5,000 numbers"),
+        pytest.param(VECTOR, RecordingMlp, {}, 0, id="observations"),
     ],
 )
-def test_the_actor_encodes_the_rollout_and_the_observations_after_cuts_if_the_buffer_needs_its_features(
-    space: spaces.Space, policy_kwargs: dict[str, Any], buffer_kwargs: dict[str, Any], expected: list[tuple[int, bool]]
+def test_only_images_that_the_policy_did_not_act_on_are_encoded_for_the_baseline(
+    space: spaces.Space, policy: type[ActorPolicy], policy_kwargs: dict[str, Any], expected: int
 ):
     # Two environments of 10 steps with episodes of 4 steps: four time limits within the rollout and two ends of it
     envs = DummyVecEnv([lambda: SpaceEnv(space, length=4, ending="truncated")] * 2)
-    model = make_model(envs, "kernel", RecordingPolicy, 10, share_starts=False, rollout_buffer_kwargs=buffer_kwargs)
-    policy = model.learn(20).policy
-    assert isinstance(policy, RecordingPolicy)
-    assert {hidden for _, hidden in policy.encoded} == {hidden for _, hidden in expected}
-    encoded = [obs.tobytes() for batch, _ in policy.encoded for obs in batch]
-    assert len(set(encoded)) == len(encoded) == sum(n for n, _ in expected)
+    model = make_model(envs, "kernel", policy, 10, share_starts=False, policy_kwargs=policy_kwargs)
+    encoded = getattr(model.learn(20).policy, "encoded", [])
+    assert len(set(encoded)) == len(encoded) == expected
     if expected:
         assert isinstance(model.rollout_buffer.observations, np.ndarray)
-        rollout = {obs.tobytes() for of_env in model.rollout_buffer.observations for obs in of_env}
-        assert rollout <= set(encoded) and {obs.tobytes() for obs in observations_of(model)} <= set(encoded)
+        acted_on = {obs.tobytes() for of_env in model.rollout_buffer.observations for obs in of_env}
+        assert not acted_on & set(encoded) and {obs.tobytes() for obs in observations_of(model)} <= set(encoded)
 
 
 @pytest.mark.parametrize("space", [IMAGE, spaces.Box(0.0, 1.0, (3, 36, 36), np.float32)], ids=["bytes", "floats"])
@@ -695,12 +693,10 @@ def test_of_images_the_baseline_sees_the_output_of_the_features_extractor(space:
     assert features.isfinite().all()
 
 
-@pytest.mark.parametrize("actor_features", [False, True])
-def test_images_of_episodes_that_all_terminate_with_the_rollout_are_learned_from(actor_features: bool):
+def test_images_of_episodes_that_all_terminate_with_the_rollout_are_learned_from():
     # Nothing is cut, so that there is nothing to encode beyond the rollout
     envs = DummyVecEnv([lambda: SpaceEnv(IMAGE, length=4)] * 2)
-    kwargs = dict(policy_kwargs=CNN, rollout_buffer_kwargs=dict(actor_features=actor_features))
-    model = make_model(envs, "kernel", "CnnPolicy", 8, **kwargs).learn(32)
+    model = make_model(envs, "kernel", "CnnPolicy", 8, policy_kwargs=CNN).learn(32)
     assert whole_update(model).advantages.isfinite().all() and model.rollout_buffer.n_samples == 16
     assert all(parameter.isfinite().all() for parameter in model.policy.parameters())
 
@@ -1531,7 +1527,6 @@ def test_every_transition_is_used_once_whatever_spaces_episodes_and_options(buff
             use_sde=bool(rng.integers(2)) and isinstance(action_space, spaces.Box),
             importance_sampling_level=str(rng.choice(["step", "trajectory"])),
             loss_aggregation=str(rng.choice(["step", "trajectory", "constant"])),
-            rollout_buffer_kwargs=dict(actor_features=bool(rng.integers(2))) if buffer == "kernel" else {},
             policy_kwargs=policy_kwargs,
         )
         print("case", case, space, action_space, length, ending, n_envs, kwargs)  # shown if the test fails

@@ -59,7 +59,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adaptive penalty": dict(kl_coef=0.1, adaptive_kl_target=0.5),
     "gSDE": dict(env="Pendulum-v1", use_sde=True),
     "log_std_lr_factor": dict(env="Pendulum-v1", policy_kwargs=dict(net_arch=[8], log_std_lr_factor=8.0)),
-    "LSTD": dict(env="Pendulum-v1", rollout_buffer_kwargs=dict(fit="lstd")),
 }
 
 
@@ -327,9 +326,7 @@ def interrupt_after(seconds: float) -> Iterator[None]:
 @pytest.mark.parametrize("buffer", ["kernel", "outcome"])
 def test_an_interrupt_at_any_moment_leaves_a_model_that_saves_and_goes_on(buffer: str, ctrl_c, tmp_path: Path):
     # A low rate keeps episodes short: a solved CartPole completes no group of different returns, however long it trains.
-    model = make_model(
-        make_vec_env("CartPole-v1", 4), rollout_buffer_class=buffer, n_steps=32, n_epochs=5, learning_rate=1e-6
-    )
+    model = make_model(make_vec_env("CartPole-v1", 4), rollout_buffer_class=buffer, n_steps=32, n_epochs=5, learning_rate=1e-6)
     model.learn(128)
     began = time.monotonic()
     model.learn(128 * 5, reset_num_timesteps=False)

@@ -1,7 +1,7 @@
 """The buffer of the kernel baseline."""
 
 import warnings
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
@@ -16,7 +16,7 @@ from sb3_grpo.losses import UpdateRule
 from sb3_grpo.observations import Observations, map_observations, space_parts, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
-from sb3_grpo.validation import require_at_least, require_between, require_bool, require_one_of, require_positive
+from sb3_grpo.validation import require_at_least, require_between, require_bool, require_positive
 
 #: Group size if members of a group have more than ``LARGE_GROUP_ABOVE`` of the variance of their advantages in common. Larger
 #: groups estimate what their inputs did more accurately, and leave fewer different starts in a rollout.
@@ -27,7 +27,7 @@ MIN_RIDGE = 1e-5
 
 
 #: Layout of the saved state. It increases when a fit can no longer read earlier ones.
-STATE_LAYOUT = 2
+STATE_LAYOUT = 3
 
 
 class Segments(NamedTuple):
@@ -99,11 +99,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param forgetting: Factor for the weight of earlier rollouts in each fit. GRPO passes 0.9 with natural-gradient steps
     :param n_folds: Number of folds
     :param time_feature: Whether the baseline depends on the step within the episode
-    :param actor_features: Whether the inputs are the outputs of the actor's last hidden layer instead of the observations
-    :param target_lambda: Lambda of the returns that the baseline is fitted to; ``None`` for ``gae_lambda``
-    :param fit: ``"lstd"``: the returns are bootstrapped from the new baseline itself. ``"regression"``: they are bootstrapped
-        from the baseline of the previous rollout, which lags behind if ``target_lambda`` is below 1; it needs a larger
-        ``ridge``, such as 1e-3
     :param relative: Whether to subtract a part of the mean advantage of the group's other members at the same step, see
         :mod:`sb3_grpo.relative`
     :param kwargs: See :class:`GroupRolloutBuffer`
@@ -119,9 +114,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         forgetting: float = 0.8,
         n_folds: int = 4,
         time_feature: bool = True,
-        actor_features: bool = False,
-        target_lambda: float | None = None,
-        fit: Literal["regression", "lstd"] = "lstd",
         relative: bool = True,
         **kwargs: Any,
     ):
@@ -132,17 +124,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_between("ridge", ridge, MIN_RIDGE)
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
-        if target_lambda is not None:
-            require_between("target_lambda", target_lambda, 0.0, 1.0)
-        require_one_of("fit", fit, ("regression", "lstd"))
-        for name, flag in (("time_feature", time_feature), ("actor_features", actor_features), ("relative", relative)):
-            require_bool(name, flag)
-        self.target_lambda = self.gae_lambda if target_lambda is None else target_lambda
+        require_bool("time_feature", time_feature)
+        require_bool("relative", relative)
         self.n_folds = n_folds
-        self.actor_features = actor_features
         # SB3 has seeded numpy's global generator with the model's seed at this point.
         seed = np.random.randint(np.iinfo(np.int32).max)
-        self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed, lstd=fit == "lstd")
+        self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed)
         self.relative_term = RelativeTerm() if relative else None
         self._longest = 1
         # The fit keeps its unit of time, also in environments with another time limit.
@@ -189,7 +176,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             self.relative_term.forget_trajectories()
 
     def _keep_features(self, features: th.Tensor) -> None:
-        if not self.has_images or self.actor_features:
+        if not self.has_images:
             return
         inputs = hashed_inputs(features)
         shape = (self.n_envs, self.buffer_size, inputs.shape[1])
@@ -220,8 +207,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         ends[self.buffer_size - 1 :: self.buffer_size] = True
         segments = Segments(rollout.rewards.astype(np.float64), 1.0 - ends, cuts, self.gamma)
         folds = segments.folds(self.n_folds)
-        fit = self._fit_lstd if self.baseline.lstd else self._fit_regression
-        weights = fit(features, cut_features, segments, folds)
+        weights = self._fit(features, cut_features, segments, folds)
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
         baseline, cut_baseline = self._shrink(baseline, cut_baseline, segments)
@@ -248,16 +234,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns(baseline, cut_baseline))
         return baseline, cut_baseline
 
-    def _fit_regression(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
-        """
-        Fit by regression on lambda-returns, which are bootstrapped from the fit to earlier rollouts, see :meth:`_fit_lstd`.
-        """
-        earlier = self.baseline.weights
-        prior, cut_prior = ((each.double() @ earlier).numpy() for each in (features, cut_features))
-        targets = prior + segments.advantages(prior, cut_prior, self.target_lambda)
-        return self.baseline.fit(features, th.as_tensor(targets), folds)
-
-    def _fit_lstd(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
+    def _fit(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
         """
         Fit by LSTD(lambda): the weights make ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w)`` small, where ``e`` are the
         eligibility traces.
@@ -272,7 +249,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         following = features.roll(-1, dims=0).mul_(goes_on[:, None])
         following[segments.cuts] = cut_features
         by_env = features.view(self.n_envs, self.buffer_size, -1)
-        traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), self.gamma * self.target_lambda)
+        traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), self.gamma * self.gae_lambda)
         differences = following.mul_(-self.gamma).add_(features)
         return self.baseline.fit(features, th.as_tensor(segments.rewards), folds, traces.flatten(end_dim=1), differences)
 
@@ -295,10 +272,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def _encode(self, observations: Observations, policy: ActorPolicy) -> np.ndarray:
         """
-        :return: Inputs of the baseline, shape ``(n, d)``. For images and for ``actor_features`` they are the policy's features
+        :return: Inputs of the baseline, shape ``(n, d)``. For images they are the policy's features
         """
-        if self.actor_features or self.has_images:
-            encoded = th.from_numpy(policy.encode(observations, hidden=self.actor_features))
+        if self.has_images:
+            encoded = th.from_numpy(policy.encode(observations))
         else:
             tensors = obs_as_tensor(observations, policy.device)
             if policy.normalizer is not None:
@@ -311,7 +288,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def _standardised_by(self, policy: ActorPolicy) -> np.ndarray | bool:
         """:return: Which inputs the policy's normaliser has standardised, shape ``(d,)``; ``False`` for none"""
-        if policy.normalizer is None or self.actor_features or self.has_images:
+        if policy.normalizer is None or self.has_images:
             return False
         names, parts = zip(*space_parts(self.observation_space).items(), strict=True)
         covered = np.repeat([name in policy.normalizer.slices for name in names], [get_flattened_obs_dim(p) for p in parts])
@@ -327,8 +304,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         }
 
     def _options_of_features(self) -> dict[str, Any]:
-        options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature", "lstd")}
-        return {**options, "actor_features": self.actor_features, "layout": STATE_LAYOUT}
+        options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
+        return {**options, "layout": STATE_LAYOUT}
 
     def set_state(self, state: dict[str, Any]) -> None:
         if self.relative_term is not None and state["relative"] is not None:

@@ -25,8 +25,6 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
     buffer = trial.suggest_categorical("rollout_buffer_class", ["kernel", "return_to_go", "stepwise", "outcome", "process"])
     if buffer == "kernel":
         trial.suggest_float("one_minus_gae_lambda", 0.001, 0.2, log=True)
-        trial.suggest_float("target_lambda", 0.9, 1.0)
-        trial.suggest_categorical("fit", ["regression", "lstd"])
         trial.suggest_categorical("n_features", [64, 128, 256, 512])
         trial.suggest_float("bandwidth", 0.1, 2.0, log=True)
         trial.suggest_float("ridge", 1e-5, 0.1, log=True)
