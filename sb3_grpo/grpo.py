@@ -146,7 +146,7 @@ class GRPO(PersistentAlgorithm):
         max_grad_norm: float = 0.5,
         group_size: int | None = None,
         share_starts: bool = True,
-        repeat_starts: float = 0.0,
+        repeat_starts: float = 0.5,
         kl_coef: float = 0.0,
         adaptive_kl_target: float | None = None,
         kl_reference: KLReference = "initial",

@@ -14,9 +14,11 @@ import numpy as np
 
 #: Number of fresh groups over which the share of ties is taken.
 RECENT_GROUPS = 40
-#: Number of returns with which those of a group are compared.
+#: Number of returns whose mean tells success from failure.
 RECENT_RETURNS = 200
-#: A group is tied if the variance of its returns is at most this share of the variance of recent returns.
+#: Number of fresh groups with which a group is compared.
+RECENT_VARIANCES = 100
+#: A group is tied if the variance of its returns is at most this share of the mean variance within recent groups.
 TIED_BELOW = 0.02
 #: Weight of the last group in the score of a start.
 SMOOTHING = 0.5
@@ -57,10 +59,10 @@ class StartChoice:
     """
     Keeps a pool of starts at which the members of a group ended differently, and chooses those that are repeated.
 
-    A new group repeats a start with the probability ``share`` times the share of ties among the last :data:`RECENT_GROUPS`
-    fresh groups. So nothing is repeated in tasks where the members of every group differ. Starts are taken from the pool in
-    proportion to their scores. A start leaves the pool when its group is tied above the mean of recent returns: all members
-    succeed. Where all fail, its score fades.
+    A new group repeats a start with the probability ``share`` times the square of the share of ties among the last
+    :data:`RECENT_GROUPS` fresh groups. So hardly anything is repeated in tasks where few groups are tied, as happens by chance
+    where rewards are dense. Starts are taken from the pool in proportion to their scores. A start leaves the pool when its
+    group is tied above the mean of recent returns: all members succeed. Where all fail, its score fades.
 
     The pool changes only between rollouts, and there is no random state. Workers that have a copy choose as one ledger would.
 
@@ -75,6 +77,7 @@ class StartChoice:
         self.metrics: dict[str, float] = {}
         self._rollout = 0
         self._ties: deque[bool] = deque(maxlen=RECENT_GROUPS)
+        self._variances: deque[float] = deque(maxlen=RECENT_VARIANCES)
         self._returns: deque[float] = deque(maxlen=RECENT_RETURNS)
         # The pool as it was after the last rollout: seeds, and sums of their weights
         self._seeds: list[int] = []
@@ -88,7 +91,7 @@ class StartChoice:
     @property
     def probability(self) -> float:
         """Probability with which a new group repeats a start."""
-        return self.share * self.tied_share if self._seeds else 0.0
+        return self.share * self.tied_share**2 if self._seeds else 0.0
 
     def draw(self, uniform: Sequence[float] | np.ndarray) -> int | None:
         """
@@ -120,7 +123,11 @@ class StartChoice:
     def _update_pool(self, groups: Sequence[EndedGroup]) -> None:
         for group in groups:
             self._returns.extend(group.returns)
-        mean, variance = (np.mean(self._returns), np.var(self._returns)) if self._returns else (0.0, 0.0)
+            if group.is_fresh:
+                self._variances.append(float(np.var(group.returns)))
+        mean = np.mean(self._returns) if self._returns else 0.0
+        # Returns of different starts may differ for reasons of their own, so a group is compared with other groups.
+        variance = np.mean(self._variances) if self._variances else 0.0
         for group in groups:
             is_tied = bool(np.var(group.returns) <= TIED_BELOW * variance)
             if group.is_fresh:
