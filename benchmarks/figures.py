@@ -1,4 +1,4 @@
-"""Figures of finished runs: learning curves and performance profiles."""
+"""Figures of finished runs: learning curves against steps and against time, and performance profiles."""
 
 import io
 import math
@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.curves import WINDOW
 from benchmarks.results import Arms, Suite
+from benchmarks.seconds import seconds_per_step
 from benchmarks.statistics import N_CURVE_RESAMPLES, Curve, interquartile_curve, interval_of_means, performance_profile
 
 #: Colours, fonts and sizes of all figures of the documentation
@@ -39,15 +40,23 @@ def save(figure: Figure, path: pathlib.Path) -> None:
     path.write_text(svg, encoding="utf-8")
 
 
-def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
+def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path, by_time: bool = False) -> None:
     """
     Draw a panel per environment: mean over seeds of the training return, with its interval.
 
     :param suite: Finished runs
     :param arms: For each name the arms that stand for it; dashed if the name contains "defaults"
     :param path: File of the figure
+    :param by_time: Whether to draw against minutes of one core instead of steps, where the speed of all arms was measured in
+        turns, see :func:`~benchmarks.seconds.seconds_per_step`
     """
     envs = [env for env in suite.timesteps if any(suite.arm_in(each, env) for each in arms.values())]
+    minutes: dict[str, dict[str, float]] = {}
+    if by_time:
+        for env in envs:
+            present = [arm for each in arms.values() if (arm := suite.arm_in(each, env))]
+            minutes[env] = {arm: each / 60 for arm, each in seconds_per_step(suite, present, env).items()}
+        envs = [env for env in envs if minutes[env]]
     columns = 3
     rows = max(1, math.ceil(len(envs) / columns))
     handles: dict[str, Any] = {}
@@ -61,17 +70,19 @@ def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path) -> None:
                 steps = np.linspace(max(curve.steps[0] for curve in curves), suite.timesteps[env], N_PANEL_POINTS)
                 returns = np.array([curve.smoothed(steps) for curve in curves])
                 style = "--" if "defaults" in name else "-"
-                (handles[name],) = axis.plot(steps, returns.mean(axis=0), style, color=f"C{i}")
+                x = steps * minutes[env][arm] if by_time else steps
+                (handles[name],) = axis.plot(x, returns.mean(axis=0), style, color=f"C{i}")
                 if len(returns) > 1:
                     ends = interval_of_means(returns, N_CURVE_RESAMPLES)
-                    axis.fill_between(steps, *ends, color=f"C{i}", alpha=0.2, lw=0)
+                    axis.fill_between(x, *ends, color=f"C{i}", alpha=0.2, lw=0)
             axis.set_title(short_name(env))
-            axis.xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}k" if steps else "0")
+            if not by_time:
+                axis.xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}k" if steps else "0")
             axis.xaxis.set_major_locator(MaxNLocator(3))
             axis.yaxis.set_major_locator(MaxNLocator(4))
         for axis in axes.flat[len(envs) :]:
             axis.remove()
-        figure.supxlabel("environment steps")
+        figure.supxlabel("minutes of one core" if by_time else "environment steps")
         figure.supylabel(f"training return, mean of {WINDOW} episodes")
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
         save(figure, path)

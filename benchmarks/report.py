@@ -47,7 +47,7 @@ PAGES = (
     *(DOCS / f"{name}.md" for name in TABLES_ON),
 )
 #: The default settings and what they are compared with, by the names that tables and figures have
-OURS = "default"
+OURS = "now"
 CRITICS = {
     "PPO, our settings": ["ppo, our settings"],
     "PPO, our settings, rewards normalised": ["ppo, our settings, rewards normalised"],
@@ -55,7 +55,10 @@ CRITICS = {
     "PPO, rl-zoo3": ["ppo", "ppo, not normalized", "ppo, entry of Ant-v4"],
     "TRPO, rl-zoo3": ["trpo"],
 }
-OTHER_GRPO = {"GRPO without groups": ["default, no groups"], "GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
+#: GRPO in the first comparison, which alone tells what groups do, because the arm without groups is the same otherwise
+FIRST = "default"
+NO_GROUPS = ["default, no groups"]
+OTHER_GRPO = {"GRPO in the first comparison": [FIRST], "GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
 RIVALS = {**CRITICS, **OTHER_GRPO}
 #: Environments that are also reported apart: those whose seed fixes inputs, and those on which no setting was chosen
 GROUPS = {
@@ -69,12 +72,12 @@ GROUPS = {
 }  # fmt: skip
 #: The sentences of the claim
 CLAIMS = {
-    "PPO, our settings": "Against PPO with the same settings, GRPO with the `kernel` buffer is",
-    "PPO, our settings, rewards normalised": "Against PPO with the same settings and normalised rewards, it is",
+    "PPO, our settings": "Against PPO with the settings of GRPO's clipped updates, GRPO is",
+    "PPO, our settings, rewards normalised": "Against the same PPO with normalised rewards, it is",
     "PPO, defaults": "Against PPO with its defaults, it is",
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, it is",
     "TRPO, rl-zoo3": "Against sb3-contrib's TRPO with rl-zoo3's settings, it is",
-    "GRPO without groups": "Against itself without groups, it is",
+    "GRPO in the first comparison": "Against itself in the first comparison, it is",
     "GRPO as DeepSeekMath has it": "Against GRPO as DeepSeekMath has it, it is",
 }
 #: Those that the README shows: the baseline alone exchanged, and both as they come
@@ -84,11 +87,12 @@ GROUPS_CLAIMS = {
     "others": "On the other environments, it is",
 }
 #: Arms where the seed fixes the inputs
-SHARED_INPUTS = {"GRPO": [OURS], "GRPO without groups": OTHER_GRPO["GRPO without groups"], **CRITICS}
+SHARED_INPUTS = {"GRPO": [FIRST], "GRPO without groups": NO_GROUPS, **CRITICS}
 #: Lines of the figure
-DRAWN = {"GRPO, kernel": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
-#: The default settings of today and of the comparison, for continuous actions
-CONTINUOUS = {"GRPO, natural-gradient steps": ["natural"], "GRPO, clipped updates": [OURS]}
+DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
+RACE = {"GRPO": [OURS], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
+#: The default settings of today and of the first comparison, for continuous actions
+CONTINUOUS = {"GRPO, natural-gradient steps": ["natural"], "GRPO, clipped updates": [FIRST]}
 #: Which starts are repeated
 REPEATED = "starts, repeated"
 CHOICES = {
@@ -99,7 +103,7 @@ CHOICES = {
 }
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
-UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
+UNITS = {"GRPO": [FIRST], "PPO": ["ppo, defaults"]}
 UNITS |= {f"{name}, {what}": [f"{arm}, {what}"] for name, (arm,) in UNITS.items() for what in CHANGES}
 
 
@@ -111,7 +115,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     proof, million = Suite("proof", results), Suite("proof_million", results)
     groups = {name: Suite("proof", results, envs=envs) for name, envs in GROUPS.items()}
     groups["others"] = Suite("proof", results, envs=set(proof.timesteps) - set(GROUPS["inputs"]))
-    ours = {"GRPO, kernel": [OURS]}
+    ours = {"GRPO": [OURS]}
     starts = Suite("starts", results)
     return {
         "claim": lambda: claims(proof, CLAIMS),
@@ -136,11 +140,11 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
         "zoo": lambda: zoo_table(Suite("zoo", results)),
         "groups_claim": lambda: listed(
-            [claim(groups[name], OURS, OTHER_GRPO["GRPO without groups"], opening) for name, opening in GROUPS_CLAIMS.items()]
+            [claim(groups[name], FIRST, NO_GROUPS, opening) for name, opening in GROUPS_CLAIMS.items()]
         ),
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
-        "variance_removed": lambda: variance_table(groups["inputs"], OURS),
+        "variance_removed": lambda: variance_table(groups["inputs"], FIRST),
         "starts_progress": lambda: progress(starts),
         "starts_claim": lambda: listed(
             [claim(starts, REPEATED, CHOICES[name], f"Against {name}, repeats are") for name in starts.with_runs(CHOICES)]
@@ -192,6 +196,7 @@ def draw_figures(results: pathlib.Path, folder: pathlib.Path) -> None:
     """
     proof, inputs = Suite("proof", results), Suite("proof", results, envs=GROUPS["inputs"])
     draw_curves(proof, DRAWN, folder / "benchmark_curves.svg")
+    draw_curves(Suite("proof_million", results), RACE, folder / "benchmark_minutes.svg", by_time=True)
     suites = {"all environments": proof, "input-driven environments": inputs}
     curves = {name: curves_by_arm(suite, DRAWN, N_POINTS) for name, suite in suites.items()}
     draw_scores(curves, folder / "benchmark_scores.svg")

@@ -27,6 +27,7 @@ from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import PersistentAlgorithm
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import (
+    assigned_of_clipped_updates,
     changed_settings,
     check_policy_class,
     check_policy_kwargs,
@@ -84,7 +85,8 @@ class GRPO(PersistentAlgorithm):
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
     :param repeat_starts: Largest share of groups that repeat a start at which the members of an earlier group ended
-        differently, from 0 (none) to 1. Groups repeat starts only while those with fresh starts are often tied
+        differently, from 0 (none) to 1. Groups repeat starts only while most of those with fresh starts are tied, as with rare
+        rewards
     :param kl_coef: Coefficient of the penalty KL(pi || reference). It changes during training if ``adaptive_kl_target`` is set
     :param adaptive_kl_target: Desired divergence from the reference after an update: ``kl_coef`` is doubled or halved after
         each update to reach it. ``None`` for a constant ``kl_coef``
@@ -244,6 +246,7 @@ class GRPO(PersistentAlgorithm):
         is_continuous = isinstance(self.action_space, spaces.Box)
         parameters = inspect.signature(GRPO.__init__).parameters
         self.update_rule = self.update_rule or chosen_update_rule(vars(self), parameters, is_continuous)
+        self._warn_of_idle_arguments()
         check_settings(vars(self), self._chooses_n_steps)
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
@@ -295,6 +298,7 @@ class GRPO(PersistentAlgorithm):
         if not changed:
             return
         check_settings(vars(self), self._chooses_n_steps)
+        self._warn_of_idle_arguments()
         if "learning_rate" in changed:
             self._setup_lr_schedule()
         self._make_schedules()
@@ -305,6 +309,15 @@ class GRPO(PersistentAlgorithm):
         if "repeat_starts" in changed and self.ledger is not None:
             self.ledger.choice.share = self.repeat_starts
         self._settings = self._current_settings()
+
+    def _warn_of_idle_arguments(self) -> None:
+        idle = assigned_of_clipped_updates(vars(self), inspect.signature(GRPO.__init__).parameters)
+        if self.update_rule == "natural" and idle:
+            warnings.warn(
+                f"Natural-gradient steps do not use {', '.join(idle)}. `target_kl` sets their size; for PPO's update, make a "
+                "model with update_rule='clipped'.",
+                stacklevel=4,
+            )
 
     def _policy_recipe(self) -> Callable[[], ActorPolicy]:
         """:return: A function that makes a policy like the one that is trained, and that can be sent to a worker"""

@@ -2,7 +2,8 @@
 The arithmetic of acting and of an update for small networks: functions of numpy arrays that numba compiles.
 
 They are plain Python as well, only slow. :mod:`sb3_grpo.compiled` compiles :func:`act`, :func:`update` and those of the last
-section, which call the others.
+section, which call the others. All are in one file, because numba's cache on disk notes a change in the file of a compiled
+function, and none in the files of those that it calls.
 
 Symbols: ``n`` transitions, ``k`` outputs of the network, ``d`` components of an action. ``pi`` is the policy that is trained,
 ``q`` the reference of the KL penalty. Arrays are in single precision and contiguous, a row for each transition.

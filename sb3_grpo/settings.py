@@ -246,12 +246,20 @@ def chosen_update_rule(
     :return: The update rule that suits the buffer and the actions, but ``"clipped"`` if an argument has been set that would
         have no effect otherwise, with gSDE, or if the model was trained before there was a choice
     """
-    is_default = all(settings[name] == parameters[name].default for name in OF_CLIPPED_UPDATES)
-    if not is_default or any(name in settings["policy_kwargs"] for name in OF_THE_OPTIMIZER):
+    if assigned_of_clipped_updates(settings, parameters) or any(name in settings["policy_kwargs"] for name in OF_THE_OPTIMIZER):
         return "clipped"
     if settings["use_sde"] or settings["num_timesteps"] > 0:
         return "clipped"
     return settings["rollout_buffer_class"].update_rule(is_continuous)
+
+
+def assigned_of_clipped_updates(settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """
+    :param settings: Arguments of GRPO by name
+    :param parameters: The parameters of its constructor
+    :return: Names of the arguments that only clipped updates use and that are not at their default
+    """
+    return [name for name in OF_CLIPPED_UPDATES if settings[name] != parameters[name].default]
 
 
 #: Smallest number of steps per environment and rollout that GRPO chooses.

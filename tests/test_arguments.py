@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -425,7 +426,7 @@ CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "an optimizer": (dict(policy_kwargs=dict(optimizer_class=th.optim.SGD)), CLIPPED),
     "a rate of its own for the deviation": (dict(policy_kwargs=dict(log_std_lr_factor=0.3)), NATURAL),
     "gSDE": (dict(use_sde=True), CLIPPED),
-    "asked for": (dict(learning_rate=1e-3, update_rule="natural"), NATURAL),
+    "asked for": (dict(update_rule="natural"), NATURAL),
     "asked for otherwise": (dict(env="CartPole-v1", update_rule="natural"), NATURAL),
     "own lambda and steps": (dict(gae_lambda=0.9, n_steps=64), ("natural", 0.9, 64, 512, 0.9)),
     "own features": (dict(rollout_buffer_kwargs=dict(n_features=64)), ("natural", 0.95, 2048, 64, 0.9)),
@@ -440,6 +441,18 @@ def test_the_update_rule_suits_the_actions_and_everything_that_was_asked_for(
     baseline = model.rollout_buffer.baseline  # type: ignore[attr-defined]
     found = model.update_rule, model.gae_lambda, model.n_steps, baseline.n_features, baseline.forgetting
     assert found == expected
+
+
+def test_an_argument_that_natural_gradient_steps_do_not_use_is_named(tmp_path: Path):
+    with pytest.warns(UserWarning, match=r"do not use learning_rate, n_epochs. `target_kl` sets their size"):
+        GRPO("MlpPolicy", "Pendulum-v1", update_rule="natural", learning_rate=1e-3, n_epochs=5)
+    model = GRPO("MlpPolicy", "Pendulum-v1", n_steps=32).learn(32)
+    model.save(tmp_path / "model")
+    model.clip_range = 0.1
+    with pytest.warns(UserWarning, match="do not use clip_range"):
+        model.learn(32)
+    with pytest.warns(UserWarning, match="do not use learning_rate"):
+        GRPO.load(tmp_path / "model", custom_objects=dict(learning_rate=1e-4))
 
 
 def test_complete_groups_have_clipped_updates():
