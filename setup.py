@@ -12,7 +12,16 @@ MUJOCO = ["gymnasium[mujoco]"]
 MINIGRID = ["minigrid>=3.0"]
 # rl_zoo3 imports requests and pandas, and needs moviepy and pygame for videos, without asking for them
 ZOO = ["rl_zoo3[plots]>=2.9,<3", "moviepy>=1.0.3", "pandas>=2.2", "requests>=2.31"]
-DOCS = ["furo", "matplotlib", "myst-parser", "pandas", "sphinx", "sphinx-gallery>=0.17", "sphinx-mathjax-offline"]
+DOCS = [
+    "furo",
+    "matplotlib",
+    "myst-parser",
+    "pandas",
+    "sphinx",
+    "sphinx-copybutton",
+    "sphinx-gallery>=0.17",
+    "sphinx-mathjax-offline",
+]
 RAY = ["ray>=2.40,<3"]
 EXPORT = ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.20"]
 CONTRIB = ["sb3-contrib>=2.9,<3"]  # ActionMasker, and evaluation with action masks

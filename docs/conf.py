@@ -20,6 +20,7 @@ extensions = [
     "sphinx-mathjax-offline",
     "sphinx.ext.viewcode",
     "myst_parser",
+    "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build", "tour"]

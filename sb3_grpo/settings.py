@@ -246,7 +246,8 @@ def chosen_update_rule(
     :return: The update rule that suits the buffer and the actions, but ``"clipped"`` if an argument has been set that would
         have no effect otherwise, with gSDE, or if the model was trained before there was a choice
     """
-    if assigned_of_clipped_updates(settings, parameters) or any(name in settings["policy_kwargs"] for name in OF_THE_OPTIMIZER):
+    optimizer = [name for name in OF_THE_OPTIMIZER if name in settings["policy_kwargs"]]
+    if assigned_of_clipped_updates(settings, parameters) or optimizer:
         return "clipped"
     if settings["use_sde"] or settings["num_timesteps"] > 0:
         return "clipped"
