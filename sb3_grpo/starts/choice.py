@@ -59,10 +59,10 @@ class StartChoice:
     """
     Keeps a pool of starts at which the members of a group ended differently, and chooses those that are repeated.
 
-    A new group repeats a start with the probability ``share`` times the square of the share of ties among the last
-    :data:`RECENT_GROUPS` fresh groups. So hardly anything is repeated in tasks where few groups are tied, as happens by chance
-    where rewards are dense. Starts are taken from the pool in proportion to their scores. A start leaves the pool when its
-    group is tied above the mean of recent returns: all members succeed. Where all fail, its score fades.
+    Starts are repeated while more than half of the last :data:`RECENT_GROUPS` fresh groups are tied: a new group repeats one
+    with the probability ``share`` times ``2 ties - 1``, where ``ties`` is their share. So nothing is repeated where rewards are
+    dense and groups are tied by chance. Starts are taken from the pool in proportion to their scores. A start leaves the pool
+    when its group is tied above the mean of recent returns: all members succeed. Where all fail, its score fades.
 
     The pool changes only between rollouts, and there is no random state. Workers that have a copy choose as one ledger would.
 
@@ -91,7 +91,7 @@ class StartChoice:
     @property
     def probability(self) -> float:
         """Probability with which a new group repeats a start."""
-        return self.share * self.tied_share**2 if self._seeds else 0.0
+        return self.share * max(2.0 * self.tied_share - 1.0, 0.0) if self._seeds else 0.0
 
     def draw(self, uniform: Sequence[float] | np.ndarray) -> int | None:
         """
