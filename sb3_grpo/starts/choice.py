@@ -60,9 +60,9 @@ class StartChoice:
     Keeps a pool of starts at which the members of a group ended differently, and chooses those that are repeated.
 
     Starts are repeated while more than half of the last :data:`RECENT_GROUPS` fresh groups are tied: a new group repeats one
-    with the probability ``share`` times ``2 ties - 1``, where ``ties`` is their share. So nothing is repeated where rewards are
-    dense and groups are tied by chance. Starts are taken from the pool in proportion to their scores. A start leaves the pool
-    when its group is tied above the mean of recent returns: all members succeed. Where all fail, its score fades.
+    with the probability ``share`` times ``2 ties - 1``, where ``ties`` is their share. So nothing is repeated where rewards
+    are dense and groups are tied by chance. Starts are taken from the pool in proportion to their scores. A start leaves the
+    pool when its group is tied above the mean of recent returns: all members succeed. Where all fail, its score fades.
 
     The pool changes only between rollouts, and there is no random state. Workers that have a copy choose as one ledger would.
 
