@@ -27,7 +27,6 @@ from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.persistence import PersistentAlgorithm
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import (
-    assigned_of_clipped_updates,
     changed_settings,
     check_policy_class,
     check_policy_kwargs,
@@ -38,6 +37,7 @@ from sb3_grpo.settings import (
     describe_settings,
     refuse_arguments,
     time_limit,
+    warn_of_idle_arguments,
     warn_without_vec_normalize,
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
@@ -246,7 +246,6 @@ class GRPO(PersistentAlgorithm):
         is_continuous = isinstance(self.action_space, spaces.Box)
         parameters = inspect.signature(GRPO.__init__).parameters
         self.update_rule = self.update_rule or chosen_update_rule(vars(self), parameters, is_continuous)
-        self._warn_of_idle_arguments()
         check_settings(vars(self), self._chooses_n_steps)
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
@@ -298,7 +297,7 @@ class GRPO(PersistentAlgorithm):
         if not changed:
             return
         check_settings(vars(self), self._chooses_n_steps)
-        self._warn_of_idle_arguments()
+        warn_of_idle_arguments(self.update_rule, changed)
         if "learning_rate" in changed:
             self._setup_lr_schedule()
         self._make_schedules()
@@ -309,15 +308,6 @@ class GRPO(PersistentAlgorithm):
         if "repeat_starts" in changed and self.ledger is not None:
             self.ledger.choice.share = self.repeat_starts
         self._settings = self._current_settings()
-
-    def _warn_of_idle_arguments(self) -> None:
-        idle = assigned_of_clipped_updates(vars(self), inspect.signature(GRPO.__init__).parameters)
-        if self.update_rule == "natural" and idle:
-            warnings.warn(
-                f"Natural-gradient steps do not use {', '.join(idle)}. `target_kl` sets their size; for PPO's update, make a "
-                "model with update_rule='clipped'.",
-                stacklevel=4,
-            )
 
     def _policy_recipe(self) -> Callable[[], ActorPolicy]:
         """:return: A function that makes a policy like the one that is trained, and that can be sent to a worker"""

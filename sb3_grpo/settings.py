@@ -246,21 +246,28 @@ def chosen_update_rule(
     :return: The update rule that suits the buffer and the actions, but ``"clipped"`` if an argument has been set that would
         have no effect otherwise, with gSDE, or if the model was trained before there was a choice
     """
-    optimizer = [name for name in OF_THE_OPTIMIZER if name in settings["policy_kwargs"]]
-    if assigned_of_clipped_updates(settings, parameters) or optimizer:
+    is_default = all(settings[name] == parameters[name].default for name in OF_CLIPPED_UPDATES)
+    if not is_default or any(name in settings["policy_kwargs"] for name in OF_THE_OPTIMIZER):
         return "clipped"
     if settings["use_sde"] or settings["num_timesteps"] > 0:
         return "clipped"
     return settings["rollout_buffer_class"].update_rule(is_continuous)
 
 
-def assigned_of_clipped_updates(settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+def warn_of_idle_arguments(update_rule: str | None, changed: Iterable[str]) -> None:
     """
-    :param settings: Arguments of GRPO by name
-    :param parameters: The parameters of its constructor
-    :return: Names of the arguments that only clipped updates use and that are not at their default
+    Warn of changes that have no effect.
+
+    :param update_rule: The update of the model
+    :param changed: Names of arguments that were changed after the model was made
     """
-    return [name for name in OF_CLIPPED_UPDATES if settings[name] != parameters[name].default]
+    idle = sorted(set(changed) & set(OF_CLIPPED_UPDATES))
+    if update_rule == "natural" and idle:
+        warnings.warn(
+            f"{', '.join(idle)} changed, and natural-gradient steps do not use {'it' if len(idle) == 1 else 'them'}. `target_kl` "
+            "sets the size of a step; for PPO's update, make a model with update_rule='clipped'.",
+            stacklevel=3,
+        )
 
 
 #: Smallest number of steps per environment and rollout that GRPO chooses.
