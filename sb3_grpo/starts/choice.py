@@ -20,6 +20,8 @@ RECENT_RETURNS = 200
 RECENT_VARIANCES = 100
 #: A group is tied if the variance of its returns is at most this share of the mean variance within recent groups.
 TIED_BELOW = 0.02
+#: Share of ties above which starts are repeated.
+REPEATS_ABOVE = 0.5
 #: Weight of the last group in the score of a start.
 SMOOTHING = 0.5
 #: Number of starts that the pool keeps, those with the highest scores.
@@ -59,10 +61,10 @@ class StartChoice:
     """
     Keeps a pool of starts at which the members of a group ended differently, and chooses those that are repeated.
 
-    Starts are repeated while more than half of the last :data:`RECENT_GROUPS` fresh groups are tied: a new group repeats one
-    with the probability ``share`` times ``2 ties - 1``, where ``ties`` is their share. So nothing is repeated where rewards
-    are dense and groups are tied by chance. Starts are taken from the pool in proportion to their scores. A start leaves the
-    pool when its group is tied above the mean of recent returns: all members succeed. Where all fail, its score fades.
+    Starts are repeated while more than half of the last :data:`RECENT_GROUPS` fresh groups are tied: a new group then
+    repeats one with the probability ``share`` times the share of ties. So nothing is repeated where rewards are dense and
+    groups are tied by chance. Starts are taken from the pool in proportion to their scores. A start leaves the pool when its
+    group is tied above the mean of recent returns: all members succeed. Where all fail, its score fades.
 
     The pool changes only between rollouts, and there is no random state. Workers that have a copy choose as one ledger would.
 
@@ -91,7 +93,7 @@ class StartChoice:
     @property
     def probability(self) -> float:
         """Probability with which a new group repeats a start."""
-        return self.share * max(2.0 * self.tied_share - 1.0, 0.0) if self._seeds else 0.0
+        return self.share * self.tied_share if self._seeds and self.tied_share > REPEATS_ABOVE else 0.0
 
     def draw(self, uniform: Sequence[float] | np.ndarray) -> int | None:
         """
