@@ -264,8 +264,8 @@ def warn_of_idle_arguments(update_rule: str | None, changed: Iterable[str]) -> N
     idle = sorted(set(changed) & set(OF_CLIPPED_UPDATES))
     if update_rule == "natural" and idle:
         warnings.warn(
-            f"{', '.join(idle)} changed, and natural-gradient steps do not use {'it' if len(idle) == 1 else 'them'}. `target_kl` "
-            "sets the size of a step; for PPO's update, make a model with update_rule='clipped'.",
+            f"{', '.join(idle)} changed, and natural-gradient steps do not use {'it' if len(idle) == 1 else 'them'}. "
+            "`target_kl` sets the size of a step; for PPO's update, make a model with update_rule='clipped'.",
             stacklevel=3,
         )
 
