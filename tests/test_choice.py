@@ -43,20 +43,38 @@ def choice_after(*rollouts: Iterable[EndedGroup], share: float = 1.0) -> StartCh
     return choice
 
 
-FAILURES = [fresh(0, 0, seed=-1)] * RECENT_GROUPS
+#: All fail, after a success
+FAILURES = [repeated(1, 1, seed=-2), *[fresh(0, 0, seed=-1)] * RECENT_GROUPS]
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_probability_of_a_repeat_is_the_largest_share_times_that_of_ties_if_most_of_the_last_fresh_groups_are_tied():
+def test_the_probability_of_a_repeat_is_the_largest_share_times_that_of_ties_among_the_last_fresh_groups():
     assert choice_after(FAILURES).probability == 0.0, "there is nothing to repeat"
     assert choice_after(FAILURES, [fresh(0, 1)] * 10).probability == 0.75
     assert choice_after(FAILURES, [fresh(0, 1)] * 10, share=0.5).probability == 0.375
-    assert choice_after(FAILURES, [fresh(0, 1)] * (RECENT_GROUPS // 2)).probability == 0.0
-    early = choice_after([fresh(0, 0)] * 24, [fresh(0, 1)])
-    assert early.probability == 0.6, "groups that are yet to come count as tied"
+    assert choice_after(FAILURES, [fresh(0, 1)] * RECENT_GROUPS).probability == 0.0
+    early = choice_after([fresh(0, 0)] * 9 + [fresh(0, 1)])
+    assert early.probability == 9 / RECENT_GROUPS, "groups that are yet to come count as tied"
     assert choice_after([fresh(0, 1)], [repeated(0, 0)] * RECENT_GROUPS).probability == 0.0, "repeats count"
+
+
+@pytest.mark.parametrize(
+    ("groups", "are_rare"),
+    [
+        pytest.param([fresh(0, 0)] * 4, True, id="a tenth fails"),
+        pytest.param([fresh(0, 0)] * 3, False, id="fewer fail"),
+        pytest.param([fresh(0, 1e-9)] * 10, False, id="members are alike and not the same, as with dense rewards"),
+        pytest.param([fresh(5, 5)] * 10, False, id="all succeed"),
+        pytest.param([repeated(0, 0, seed=9)] * 10, False, id="repeats fail"),
+    ],
+)
+def test_starts_are_repeated_while_groups_fail_alike(groups: list[EndedGroup], are_rare: bool):
+    mixed = [fresh(0, 1, seed=7)]
+    choice = choice_after(mixed + [fresh(1, 1 + 1e-9)] * (RECENT_GROUPS - len(groups)), groups)
+    assert list(choice.pool)[:1] == [7] and choice.tied_share > 0
+    assert (choice.probability > 0) == are_rare
 
 
 def test_where_every_group_differs_nothing_is_repeated():
@@ -64,13 +82,6 @@ def test_where_every_group_differs_nothing_is_repeated():
     choice = choice_after(*([fresh(*rng.normal(size=2), seed=seed + 5 * n) for seed in range(5)] for n in range(60)))
     assert len(choice.pool) > 200 and choice.tied_share < 0.2
     assert choice.draw((0.0, 0.5)) is None
-
-
-def test_members_are_compared_with_those_of_other_groups_and_not_with_other_starts():
-    # A hard start costs thousands and an easy one nothing, whatever a policy does: what it does earns about 1.
-    rng = np.random.default_rng(0)
-    groups = [fresh(*(rng.exponential(1000.0) + rng.normal(size=2)), seed=seed) for seed in range(100)]
-    assert choice_after(groups).tied_share < 0.3
 
 
 @pytest.mark.parametrize(("unit", "shift"), [(1.0, 0.0), (1e-6, 0.0), (1e6, 0.0), (3.0, -1000.0)])

@@ -14,14 +14,12 @@ import numpy as np
 
 #: Number of fresh groups over which the share of ties is taken.
 RECENT_GROUPS = 40
-#: Number of returns whose mean tells success from failure.
+#: Number of returns with which those of a group are compared.
 RECENT_RETURNS = 200
-#: Number of fresh groups with which a group is compared.
-RECENT_VARIANCES = 100
-#: A group is tied if the variance of its returns is at most this share of the mean variance within recent groups.
+#: A group is tied if the variance of its returns is at most this share of the variance of recent returns.
 TIED_BELOW = 0.02
-#: Share of ties above which starts are repeated.
-REPEATS_ABOVE = 0.5
+#: Starts are repeated if at least this share of fresh groups has failed.
+FAILED_ABOVE = 0.1
 #: Weight of the last group in the score of a start.
 SMOOTHING = 0.5
 #: Number of starts that the pool keeps, those with the highest scores.
@@ -61,10 +59,11 @@ class StartChoice:
     """
     Keeps a pool of starts at which the members of a group ended differently, and chooses those that are repeated.
 
-    Starts are repeated while more than half of the last :data:`RECENT_GROUPS` fresh groups are tied: a new group then
-    repeats one with the probability ``share`` times the share of ties. So nothing is repeated where rewards are dense and
-    groups are tied by chance. Starts are taken from the pool in proportion to their scores. A start leaves the pool when its
-    group is tied above the mean of recent returns: all members succeed. Where all fail, its score fades.
+    Starts are repeated while rewards are rare: while at least a tenth of the last :data:`RECENT_GROUPS` fresh groups have
+    failed, which means that all members have exactly the same return, below the mean of recent ones. With dense rewards that
+    does not happen, and nothing is repeated. A new group then repeats a start with the probability ``share`` times the share
+    of ties. Starts are taken from the pool in proportion to their scores. A start leaves the pool when its group is tied
+    above the mean of recent returns: all members succeed. Where all fail, its score fades.
 
     The pool changes only between rollouts, and there is no random state. Workers that have a copy choose as one ledger would.
 
@@ -79,7 +78,7 @@ class StartChoice:
         self.metrics: dict[str, float] = {}
         self._rollout = 0
         self._ties: deque[bool] = deque(maxlen=RECENT_GROUPS)
-        self._variances: deque[float] = deque(maxlen=RECENT_VARIANCES)
+        self._failures: deque[bool] = deque(maxlen=RECENT_GROUPS)
         self._returns: deque[float] = deque(maxlen=RECENT_RETURNS)
         # The pool as it was after the last rollout: seeds, and sums of their weights
         self._seeds: list[int] = []
@@ -93,7 +92,8 @@ class StartChoice:
     @property
     def probability(self) -> float:
         """Probability with which a new group repeats a start."""
-        return self.share * self.tied_share if self._seeds and self.tied_share > REPEATS_ABOVE else 0.0
+        are_rare = sum(self._failures) >= FAILED_ABOVE * RECENT_GROUPS
+        return self.share * self.tied_share if self._seeds and are_rare else 0.0
 
     def draw(self, uniform: Sequence[float] | np.ndarray) -> int | None:
         """
@@ -125,15 +125,12 @@ class StartChoice:
     def _update_pool(self, groups: Sequence[EndedGroup]) -> None:
         for group in groups:
             self._returns.extend(group.returns)
-            if group.is_fresh:
-                self._variances.append(float(np.var(group.returns)))
-        mean = np.mean(self._returns) if self._returns else 0.0
-        # Returns of different starts may differ for reasons of their own, so a group is compared with other groups.
-        variance = np.mean(self._variances) if self._variances else 0.0
+        mean, variance = (np.mean(self._returns), np.var(self._returns)) if self._returns else (0.0, 0.0)
         for group in groups:
             is_tied = bool(np.var(group.returns) <= TIED_BELOW * variance)
             if group.is_fresh:
                 self._ties.append(is_tied)
+                self._failures.append(bool(len(set(group.returns)) == 1 and group.returns[0] < mean))
             self._judge(group, is_tied, bool(is_tied and np.mean(group.returns) > mean))
         if len(self.pool) > MAX_POOL:
             best = sorted(self.pool, key=lambda seed: self.pool[seed].score, reverse=True)[:MAX_POOL]
