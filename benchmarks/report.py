@@ -46,8 +46,10 @@ PAGES = (
     ROOT / "README.md",
     *(DOCS / f"{name}.md" for name in TABLES_ON),
 )
-#: The default settings and what they are compared with, by the names that tables and figures have
-OURS = "now"
+#: The default settings of the first comparison and what they are compared with, by the names that tables and figures have
+OURS = "default"
+#: GRPO as it comes
+NOW = "now"
 CRITICS = {
     "PPO, our settings": ["ppo, our settings"],
     "PPO, our settings, rewards normalised": ["ppo, our settings, rewards normalised"],
@@ -55,10 +57,7 @@ CRITICS = {
     "PPO, rl-zoo3": ["ppo", "ppo, not normalized", "ppo, entry of Ant-v4"],
     "TRPO, rl-zoo3": ["trpo"],
 }
-#: GRPO in the first comparison, which alone tells what groups do, because the arm without groups is the same otherwise
-FIRST = "default"
-NO_GROUPS = ["default, no groups"]
-OTHER_GRPO = {"GRPO in the first comparison": [FIRST], "GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
+OTHER_GRPO = {"GRPO without groups": ["default, no groups"], "GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
 RIVALS = {**CRITICS, **OTHER_GRPO}
 #: Environments that are also reported apart: those whose seed fixes inputs, and those on which no setting was chosen
 GROUPS = {
@@ -72,12 +71,12 @@ GROUPS = {
 }  # fmt: skip
 #: The sentences of the claim
 CLAIMS = {
-    "PPO, our settings": "Against PPO with the settings of GRPO's clipped updates, GRPO is",
-    "PPO, our settings, rewards normalised": "Against the same PPO with normalised rewards, it is",
+    "PPO, our settings": "Against PPO with the same settings, GRPO with the `kernel` buffer is",
+    "PPO, our settings, rewards normalised": "Against PPO with the same settings and normalised rewards, it is",
     "PPO, defaults": "Against PPO with its defaults, it is",
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, it is",
     "TRPO, rl-zoo3": "Against sb3-contrib's TRPO with rl-zoo3's settings, it is",
-    "GRPO in the first comparison": "Against itself in the first comparison, it is",
+    "GRPO without groups": "Against itself without groups, it is",
     "GRPO as DeepSeekMath has it": "Against GRPO as DeepSeekMath has it, it is",
 }
 #: Those that the README shows: the baseline alone exchanged, and both as they come
@@ -87,12 +86,15 @@ GROUPS_CLAIMS = {
     "others": "On the other environments, it is",
 }
 #: Arms where the seed fixes the inputs
-SHARED_INPUTS = {"GRPO": [FIRST], "GRPO without groups": NO_GROUPS, **CRITICS}
+SHARED_INPUTS = {"GRPO": [OURS], "GRPO without groups": OTHER_GRPO["GRPO without groups"], **CRITICS}
 #: Lines of the figure
-DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
-RACE = {"GRPO": [OURS], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
-#: The default settings of today and of the first comparison, for continuous actions
-CONTINUOUS = {"GRPO, natural-gradient steps": ["natural"], "GRPO, clipped updates": [FIRST]}
+DRAWN = {"GRPO, kernel": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
+#: Lines of the figure that has time as its axis
+RACE = {"GRPO": [NOW], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
+#: What the second comparison compares with GRPO as it comes
+MILLION_RIVALS = {"GRPO, first comparison": [OURS], **{name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}}
+#: Both updates on the seeds with which natural-gradient steps were chosen
+CONTINUOUS = {"GRPO, natural-gradient steps": ["natural"], "GRPO, clipped updates": [OURS]}
 #: Which starts are repeated
 REPEATED = "starts, repeated"
 CHOICES = {
@@ -103,7 +105,7 @@ CHOICES = {
 }
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
-UNITS = {"GRPO": [FIRST], "PPO": ["ppo, defaults"]}
+UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
 UNITS |= {f"{name}, {what}": [f"{arm}, {what}"] for name, (arm,) in UNITS.items() for what in CHANGES}
 
 
@@ -115,7 +117,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     proof, million = Suite("proof", results), Suite("proof_million", results)
     groups = {name: Suite("proof", results, envs=envs) for name, envs in GROUPS.items()}
     groups["others"] = Suite("proof", results, envs=set(proof.timesteps) - set(GROUPS["inputs"]))
-    ours = {"GRPO": [OURS]}
+    ours = {"GRPO, kernel": [OURS]}
     starts = Suite("starts", results)
     return {
         "claim": lambda: claims(proof, CLAIMS),
@@ -132,19 +134,21 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "critics_evaluation": lambda: environments_table(proof, {**ours, **CRITICS}, "eval_mean"),
         "grpo_area": lambda: environments_table(proof, {**ours, **OTHER_GRPO}, "auc"),
         "grpo_evaluation": lambda: environments_table(proof, {**ours, **OTHER_GRPO}, "eval_mean"),
-        "at_a_million": lambda: environments_table(million, {**ours, **RIVALS}, "eval_mean"),
-        "million_outcomes": lambda: outcomes_table(million, OURS, RIVALS),
+        "at_a_million": lambda: environments_table(million, {"GRPO": [NOW], **MILLION_RIVALS}, "eval_mean"),
+        "million_area": lambda: environments_table(million, {"GRPO": [NOW], **MILLION_RIVALS}, "auc"),
+        "million_outcomes": lambda: outcomes_table(million, NOW, MILLION_RIVALS),
+        "million_seconds": lambda: seconds.environments_table(million, NOW, MILLION_RIVALS),
         "continuous": lambda: environments_table(Suite("continuous", results), CONTINUOUS, "eval_mean"),
         "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
         "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
         "zoo": lambda: zoo_table(Suite("zoo", results)),
         "groups_claim": lambda: listed(
-            [claim(groups[name], FIRST, NO_GROUPS, opening) for name, opening in GROUPS_CLAIMS.items()]
+            [claim(groups[name], OURS, OTHER_GRPO["GRPO without groups"], opening) for name, opening in GROUPS_CLAIMS.items()]
         ),
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
-        "variance_removed": lambda: variance_table(groups["inputs"], FIRST),
+        "variance_removed": lambda: variance_table(groups["inputs"], OURS),
         "starts_progress": lambda: progress(starts),
         "starts_claim": lambda: listed(
             [claim(starts, REPEATED, CHOICES[name], f"Against {name}, repeats are") for name in starts.with_runs(CHOICES)]
