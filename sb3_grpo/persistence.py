@@ -27,7 +27,7 @@ SelfAlgorithm = TypeVar("SelfAlgorithm", bound="PersistentAlgorithm")
 
 VERSION = pathlib.Path(__file__).with_name("version.txt").read_text(encoding="utf-8").strip()
 #: Version of the file format. It increases when files of earlier formats can no longer be loaded.
-FORMAT = 5
+FORMAT = 6
 #: Name of the archive member that holds the format.
 FORMAT_ENTRY = "_sb3_grpo_format"
 
