@@ -288,7 +288,7 @@ def test_a_file_of_another_format_is_refused_with_both_versions(
         other.setattr("sb3_grpo.persistence.FORMAT", file_format)
         other.setattr("sb3_grpo.persistence.VERSION", version)
         file = saved(make_model())
-    expected = rf"saved by sb3-grpo {version} in file format {file_format}; .* which loads format 5\. .*`load_actor\(model, "
+    expected = rf"saved by sb3-grpo {version} in file format {file_format}; .* which loads format 6\. .*`load_actor\(model, "
     with pytest.raises(ValueError, match=expected):
         GRPO.load(file)
 
