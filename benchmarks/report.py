@@ -155,6 +155,9 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         ),
         "starts_area": lambda: environments_table(starts, {"repeats": [REPEATED], **CHOICES}, "auc"),
         "starts_evaluation": lambda: environments_table(starts, {"repeats": [REPEATED], **CHOICES}, "eval_mean"),
+        "starts_harm": lambda: environments_table(
+            Suite("starts_harm", results), {"GRPO": [NOW], "fresh starts only": [OURS]}, "auc"
+        ),
         "tokens": lambda: variants_table(Suite("tokens", results)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
         "comparison": lambda: comparison_table(read_rows(results / "comparison.csv")),
