@@ -7,7 +7,8 @@ finds weights that are consistent with the lambda-returns bootstrapped from thei
 it in a form that has exactly one solution for every discount factor. That features depend on state *and time* follows the
 linear baseline of Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
 
-All tensors are on the CPU. Features and their products over a rollout have single precision, which is several times as fast.
+All tensors are on the CPU. Features and their products over a rollout have single precision, which is several times as fast,
+unless a caller wants them in double precision.
 Statistics are summed, and solutions of systems corrected, in double precision. Torch's linear algebra respects the number of
 threads that the user has set, which numpy's does not.
 """
@@ -392,11 +393,12 @@ class KernelBaseline:
         self._frequencies = th.from_numpy(bandwidth * rng.standard_normal((argument_dim, self.n_features)))
         self._phases = th.from_numpy(rng.uniform(0.0, 2.0 * np.pi, size=self.n_features))
 
-    def features(self, inputs: np.ndarray, times: np.ndarray) -> th.Tensor:
+    def features(self, inputs: np.ndarray, times: np.ndarray, dtype: th.dtype = th.float32) -> th.Tensor:
         """
         :param inputs: Inputs, shape ``(n, d)``
         :param times: Step within the episode in units of time, shape ``(n,)``
-        :return: Features in single precision, shape ``(n, p)``
+        :param dtype: Precision of the features, and so of their products
+        :return: Features, shape ``(n, p)``
         """
         assert self._input_statistics is not None, "observe() comes before features()"
         mean, var, frequencies = self._input_statistics.mean, self._input_statistics.var, self._frequencies
@@ -405,8 +407,8 @@ class KernelBaseline:
             frequencies = frequencies[np.flatnonzero(np.append(self._varies, [True] * self.time_feature))]
         standardised = np.clip((inputs - mean) / np.sqrt(var), -self.clip, self.clip)
         return fourier_features(
-            th.as_tensor(standardised, dtype=th.float32),
-            th.as_tensor(times, dtype=th.float32),
+            th.as_tensor(standardised, dtype=dtype),
+            th.as_tensor(times, dtype=dtype),
             frequencies,
             self._phases,
             self.time_feature,

@@ -527,6 +527,21 @@ def test_the_fit_does_not_lag_behind_a_value_that_jumps(lambda_: float):
     assert abs((features.double() @ buffer.baseline.weights).mean().item() - 100.0) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("spread", "dtype"), [(0.0, th.float64), (1.0, th.float32)], ids=["all rewards are equal", "they differ"]
+)
+def test_the_fit_has_double_precision_while_single_precision_would_leave_rounding_errors(spread: float, dtype: th.dtype):
+    rng = np.random.default_rng(0)
+    buffer = KernelRolloutBuffer(100, VECTOR, DISCRETE, "cpu", n_envs=4, relative=False)
+    for _ in range(4):
+        observations = rng.uniform(-1, 1, (101, 4, 3)).astype(np.float32)
+        advantages = collect(buffer, observations, -1.0 + spread * rng.normal(size=(100, 4)))
+        assert buffer.get_state()["dtype"] == dtype
+    if spread == 0.0:
+        # What remains is what the penalty keeps the fit from explaining. Single precision would leave errors of 1e-5.
+        assert advantages.std() < 1e-6
+
+
 # --- the state of the fit ---------------------------------------------------------------------------------------------
 
 

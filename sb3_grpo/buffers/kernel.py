@@ -24,7 +24,10 @@ LARGE_GROUP = 8
 LARGE_GROUP_ABOVE = 1 / 3
 #: With a smaller penalty, the equations of dependent features, whose products have single precision, can be singular.
 MIN_RIDGE = 1e-5
-
+#: Advantages whose standard deviation is below this share of the largest value estimate are partly rounding errors. That
+#: happens while all rewards are equal. The next fit has double precision, so that they are what the fit cannot explain:
+#: similar in neighbouring states, they lead the policy to new ones, and noise would not.
+RESOLUTION = 1e-4
 
 #: Layout of the saved state. It increases when a fit can no longer read earlier ones.
 STATE_LAYOUT = 3
@@ -132,6 +135,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed)
         self.relative_term = RelativeTerm() if relative else None
         self._longest = 1
+        self._dtype = th.float64
         # The fit keeps its unit of time, also in environments with another time limit.
         self._fixed_time_unit = self.horizon
         # Inputs from images, which are expensive to encode again; shape (n_envs, buffer_size, d).
@@ -198,10 +202,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         else:
             inputs = self._encode(rollout.observations, policy)
         self.baseline.observe(inputs, self._standardised_by(policy))
-        features = self.baseline.features(inputs, rollout.steps / time_unit)
+        features = self.baseline.features(inputs, rollout.steps / time_unit, self._dtype)
 
         cuts, cut_obs = self._cut_observations(last_obs)
-        cut_features = self.baseline.features(self._encode(cut_obs, policy), (rollout.steps[cuts] + 1) / time_unit)
+        cut_features = self.baseline.features(
+            self._encode(cut_obs, policy), (rollout.steps[cuts] + 1) / time_unit, self._dtype
+        )
 
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
@@ -212,6 +218,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
         baseline, cut_baseline = self._shrink(baseline, cut_baseline, segments)
         advantages = segments.advantages(baseline, cut_baseline, self.gae_lambda)
+        self._dtype = th.float64 if advantages.std() < RESOLUTION * np.abs(baseline).max() else th.float32
         # Without a baseline, the lambda-returns themselves would be the advantages.
         self.metrics["train/baseline_variance_reduction"] = A.explained_variance(baseline, baseline + advantages)
         if self.relative_term is not None:
@@ -298,6 +305,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return {
             "baseline": self.baseline.get_state(),
             "longest": self._longest,
+            "dtype": self._dtype,
             "time_unit": self._fixed_time_unit,
             "options": self._options_of_features(),
             "relative": None if self.relative_term is None else self.relative_term.get_state(),
@@ -319,4 +327,5 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             return
         self.baseline.set_state(state["baseline"])
         self._longest = state["longest"]
+        self._dtype = state["dtype"]
         self._fixed_time_unit = state["time_unit"]
