@@ -22,7 +22,7 @@ def fresh(number: int, *returns: float) -> EndedGroup:
 
 def test_any_start_is_repeated_however_its_groups_end() -> None:
     choice = AnyStart(1.0)
-    choice.record([fresh(0, 0, 0), fresh(1, 0, 1), fresh(2, 1, 1)])
+    choice.record([*[fresh(0, 0, 0)] * 4, fresh(1, 0, 1), fresh(2, 1, 1)])
     choice.record([EndedGroup(3, 102, False, (1, 1))])
     drawn = [choice.draw((0.0, u)) for u in (0.1, 0.5, 0.9)]
     assert drawn == [100, 101, 102]
