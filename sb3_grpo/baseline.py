@@ -4,7 +4,7 @@ The kernel baseline: a value function without a network and without gradient ste
 An estimate ``b(s, t)`` of the expected return, linear in random Fourier features (Rahimi & Recht 2007, "Random Features for
 Large-Scale Kernel Machines"), is fitted by least squares after each rollout. LSTD(lambda) (Bradtke & Barto 1996, Boyan 2002)
 finds weights that are consistent with the lambda-returns bootstrapped from their own predictions; :func:`lstd_weights` solves
-it in a form that has exactly one solution for every discount factor. That features depend on state *and time* follows the
+it in a form that has exactly one solution for every discount factor. Features of state *and time* are an idea of the
 linear baseline of Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
 
 All tensors are on the CPU. Features and their products over a rollout have single precision, which is several times as fast,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sb3_grpo import GRPO
+from sb3_grpo.buffers import BUFFERS, buffer_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "LOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,6 +46,14 @@ def test_functions_and_tests_that_a_page_names_exist(page: Path) -> None:
         pkgutil.resolve_name(target)  # raises an error if there is no such name
     for name, file in re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/\w+\.py)\)", text):
         assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_buffer_takes_each_option_that_a_page_advises(page: Path) -> None:
+    # Blocks of code are run, and some have a buffer of their own.
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    advised = set(re.findall(r"rollout_buffer_kwargs=dict\((\w+)=", text))
+    assert advised <= {option for buffer in BUFFERS.values() for option in buffer_options(buffer)}
 
 
 def healthy_ranges() -> dict[str, tuple[float, float]]:

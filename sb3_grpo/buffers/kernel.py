@@ -25,8 +25,8 @@ LARGE_GROUP_ABOVE = 1 / 3
 #: With a smaller penalty, the equations of dependent features, whose products have single precision, can be singular.
 MIN_RIDGE = 1e-5
 #: Advantages whose standard deviation is below this share of the largest value estimate are partly rounding errors. That
-#: happens while all rewards are equal. The next fit has double precision, so that they are what the fit cannot explain:
-#: similar in neighbouring states, they lead the policy to new ones, and noise would not.
+#: happens while all rewards are equal. The next fit then has double precision. What it cannot explain is similar in
+#: neighbouring states and leads the policy to new ones, which rounding errors do not.
 RESOLUTION = 1e-4
 
 #: Layout of the saved state. It increases when a fit can no longer read earlier ones.
@@ -135,7 +135,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed)
         self.relative_term = RelativeTerm() if relative else None
         self._longest = 1
-        self._dtype = th.float64
+        self._dtype = th.float64  # of the next fit, see RESOLUTION
         # The fit keeps its unit of time, also in environments with another time limit.
         self._fixed_time_unit = self.horizon
         # Inputs from images, which are expensive to encode again; shape (n_envs, buffer_size, d).

@@ -18,8 +18,8 @@ RECENT_GROUPS = 40
 RECENT_RETURNS = 200
 #: A group is tied if the variance of its returns is at most this share of the variance of recent returns.
 TIED_BELOW = 0.02
-#: Starts are repeated if at least this share of fresh groups has failed.
-FAILED_ABOVE = 0.1
+#: Rewards are rare if at least this share of fresh groups has failed.
+RARE_FROM = 0.1
 #: Weight of the last group in the score of a start.
 SMOOTHING = 0.5
 #: Number of starts that the pool keeps, those with the highest scores.
@@ -92,7 +92,7 @@ class StartChoice:
     @property
     def probability(self) -> float:
         """Probability with which a new group repeats a start."""
-        are_rare = sum(self._failures) >= FAILED_ABOVE * RECENT_GROUPS
+        are_rare = sum(self._failures) >= RARE_FROM * RECENT_GROUPS
         return self.share * self.tied_share if self._seeds and are_rare else 0.0
 
     def draw(self, uniform: Sequence[float] | np.ndarray) -> int | None:
