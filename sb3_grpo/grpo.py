@@ -297,7 +297,7 @@ class GRPO(PersistentAlgorithm):
         if not changed:
             return
         check_settings(vars(self), self._chooses_n_steps)
-        warn_of_idle_arguments(self.update_rule, changed)
+        warn_of_idle_arguments(vars(self), changed)
         if "learning_rate" in changed:
             self._setup_lr_schedule()
         self._make_schedules()

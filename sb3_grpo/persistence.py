@@ -161,7 +161,6 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     kl_penalty: KLPenalty
     group_size: int | None
     repeat_starts: float
-    update_rule: Any
     #: Which start each environment runs, and the starts to come.
     ledger: Ledger | None = None
     # State that a saved model carries from its file to the parts that are built later.
@@ -276,7 +275,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         if "stats_window_size" in kwargs:  # SB3 keeps it under another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
-        warn_of_idle_arguments(model.update_rule, kwargs)
+        warn_of_idle_arguments(vars(model), kwargs)
         if changed.get("seed") is not None:  # a new run
             model.ledger = model._new_ledger(model.seed)
             model._random_state = None

@@ -254,15 +254,15 @@ def chosen_update_rule(
     return settings["rollout_buffer_class"].update_rule(is_continuous)
 
 
-def warn_of_idle_arguments(update_rule: str | None, changed: Iterable[str]) -> None:
+def warn_of_idle_arguments(settings: Mapping[str, Any], changed: Iterable[str]) -> None:
     """
     Warn of changes that have no effect.
 
-    :param update_rule: The update of the model
+    :param settings: Arguments of GRPO by name
     :param changed: Names of arguments that were changed after the model was made
     """
     idle = sorted(set(changed) & set(OF_CLIPPED_UPDATES))
-    if update_rule == "natural" and idle:
+    if settings["update_rule"] == "natural" and idle:
         warnings.warn(
             f"{', '.join(idle)} changed, and natural-gradient steps do not use {'it' if len(idle) == 1 else 'them'}. "
             "`target_kl` sets the size of a step; for PPO's update, make a model with update_rule='clipped'.",
