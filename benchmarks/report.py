@@ -156,7 +156,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "starts_area": lambda: environments_table(starts, {"repeats": [REPEATED], **CHOICES}, "auc"),
         "starts_evaluation": lambda: environments_table(starts, {"repeats": [REPEATED], **CHOICES}, "eval_mean"),
         "starts_harm": lambda: environments_table(
-            Suite("starts_harm", results), {"GRPO": [NOW], "fresh starts only": [OURS]}, "auc"
+            Suite("starts_harm", results), {"repeats": ["default, repeats"], "fresh starts only": [OURS]}, "auc"
         ),
         "tokens": lambda: variants_table(Suite("tokens", results)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
