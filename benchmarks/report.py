@@ -46,10 +46,9 @@ PAGES = (
     ROOT / "README.md",
     *(DOCS / f"{name}.md" for name in TABLES_ON),
 )
-#: The default settings of the first comparison and what they are compared with, by the names that tables and figures have
-OURS = "default"
-#: GRPO as it comes
-NOW = "now"
+#: GRPO as it comes, GRPO in the first comparison, and what both are compared with, by their names in tables and figures
+OURS = "now"
+FIRST = "default"
 CRITICS = {
     "PPO, our settings": ["ppo, our settings"],
     "PPO, our settings, rewards normalised": ["ppo, our settings, rewards normalised"],
@@ -58,7 +57,8 @@ CRITICS = {
     "TRPO, rl-zoo3": ["trpo"],
 }
 OTHER_GRPO = {"GRPO without groups": ["default, no groups"], "GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
-RIVALS = {**CRITICS, **OTHER_GRPO}
+EARLIER = {"GRPO, first comparison": [FIRST]}
+RIVALS = {**CRITICS, **EARLIER, "GRPO as DeepSeekMath has it": OTHER_GRPO["GRPO as DeepSeekMath has it"]}
 #: Environments that are also reported apart: those whose seed fixes inputs, and those on which no setting was chosen
 GROUPS = {
     "inputs": [f"sb3_grpo/{name}" for name in (
@@ -71,12 +71,12 @@ GROUPS = {
 }  # fmt: skip
 #: The sentences of the claim
 CLAIMS = {
-    "PPO, our settings": "Against PPO with the same settings, GRPO with the `kernel` buffer is",
-    "PPO, our settings, rewards normalised": "Against PPO with the same settings and normalised rewards, it is",
+    "PPO, our settings": "Against PPO with the settings of GRPO's clipped updates, GRPO is",
+    "PPO, our settings, rewards normalised": "Against PPO with these settings and normalised rewards, it is",
     "PPO, defaults": "Against PPO with its defaults, it is",
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, it is",
     "TRPO, rl-zoo3": "Against sb3-contrib's TRPO with rl-zoo3's settings, it is",
-    "GRPO without groups": "Against itself without groups, it is",
+    "GRPO, first comparison": "Against itself as it was in the first comparison, it is",
     "GRPO as DeepSeekMath has it": "Against GRPO as DeepSeekMath has it, it is",
 }
 #: Those that the README shows: the baseline alone exchanged, and both as they come
@@ -86,26 +86,26 @@ GROUPS_CLAIMS = {
     "others": "On the other environments, it is",
 }
 #: Arms where the seed fixes the inputs
-SHARED_INPUTS = {"GRPO": [OURS], "GRPO without groups": OTHER_GRPO["GRPO without groups"], **CRITICS}
+SHARED_INPUTS = {"GRPO": [FIRST], "GRPO without groups": OTHER_GRPO["GRPO without groups"], **CRITICS}
 #: Lines of the figure
-DRAWN = {"GRPO, kernel": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
+DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
 #: Lines of the figure that has time as its axis
-RACE = {"GRPO": [NOW], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
+RACE = {"GRPO": [OURS], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
 #: What the second comparison compares with GRPO as it comes
-MILLION_RIVALS = {"GRPO, first comparison": [OURS], **{name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}}
+MILLION_RIVALS = {**EARLIER, **{name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}}
 #: Both updates on the seeds with which natural-gradient steps were chosen
-CONTINUOUS = {"GRPO, natural-gradient steps": ["natural"], "GRPO, clipped updates": [OURS]}
+CONTINUOUS = {"GRPO, natural-gradient steps": ["natural"], "GRPO, clipped updates": [FIRST]}
 #: Which starts are repeated
-REPEATED = "starts, repeated"
+REPEATED, FRESH = "starts, repeated", "starts, fresh"
 CHOICES = {
-    "fresh starts only": ["starts, fresh"],
+    "fresh starts only": [FRESH],
     "repeats at random": ["starts, repeated at random"],
     "repeats by advantage": ["starts, repeated by advantage"],
     "PPO": ["starts, ppo"],
 }
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
-UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
+UNITS = {"GRPO": [FIRST], "PPO": ["ppo, defaults"]}
 UNITS |= {f"{name}, {what}": [f"{arm}, {what}"] for name, (arm,) in UNITS.items() for what in CHANGES}
 
 
@@ -117,7 +117,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     proof, million = Suite("proof", results), Suite("proof_million", results)
     groups = {name: Suite("proof", results, envs=envs) for name, envs in GROUPS.items()}
     groups["others"] = Suite("proof", results, envs=set(proof.timesteps) - set(GROUPS["inputs"]))
-    ours = {"GRPO, kernel": [OURS]}
+    ours = {"GRPO": [OURS]}
     starts = Suite("starts", results)
     return {
         "claim": lambda: claims(proof, CLAIMS),
@@ -126,37 +126,42 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "progress": lambda: progress(proof),
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
-        "inputs_summary": lambda: summary_table(groups["inputs"], OURS, RIVALS),
+        "inputs_summary": lambda: summary_table(groups["inputs"], FIRST, {**CRITICS, **OTHER_GRPO}),
         "outcomes": lambda: outcomes_table(proof, OURS, RIVALS),
         "untouched_outcomes": lambda: outcomes_table(groups["untouched"], OURS, RIVALS),
         "losses": lambda: losses_table(proof, OURS, RIVALS),
         "critics_area": lambda: environments_table(proof, {**ours, **CRITICS}, "auc"),
         "critics_evaluation": lambda: environments_table(proof, {**ours, **CRITICS}, "eval_mean"),
-        "grpo_area": lambda: environments_table(proof, {**ours, **OTHER_GRPO}, "auc"),
-        "grpo_evaluation": lambda: environments_table(proof, {**ours, **OTHER_GRPO}, "eval_mean"),
-        "at_a_million": lambda: environments_table(million, {"GRPO": [NOW], **MILLION_RIVALS}, "eval_mean"),
-        "million_area": lambda: environments_table(million, {"GRPO": [NOW], **MILLION_RIVALS}, "auc"),
-        "million_outcomes": lambda: outcomes_table(million, NOW, MILLION_RIVALS),
-        "million_seconds": lambda: seconds.environments_table(million, NOW, MILLION_RIVALS),
+        "grpo_area": lambda: environments_table(proof, {**ours, **EARLIER, **OTHER_GRPO}, "auc"),
+        "grpo_evaluation": lambda: environments_table(proof, {**ours, **EARLIER, **OTHER_GRPO}, "eval_mean"),
+        "at_a_million": lambda: environments_table(million, {"GRPO": [OURS], **MILLION_RIVALS}, "eval_mean"),
+        "million_area": lambda: environments_table(million, {"GRPO": [OURS], **MILLION_RIVALS}, "auc"),
+        "million_outcomes": lambda: outcomes_table(million, OURS, MILLION_RIVALS),
+        "million_seconds": lambda: seconds.environments_table(million, OURS, MILLION_RIVALS),
         "continuous": lambda: environments_table(Suite("continuous", results), CONTINUOUS, "eval_mean"),
         "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
         "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
         "zoo": lambda: zoo_table(Suite("zoo", results)),
         "groups_claim": lambda: listed(
-            [claim(groups[name], OURS, OTHER_GRPO["GRPO without groups"], opening) for name, opening in GROUPS_CLAIMS.items()]
+            [claim(groups[name], FIRST, OTHER_GRPO["GRPO without groups"], opening) for name, opening in GROUPS_CLAIMS.items()]
         ),
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
-        "variance_removed": lambda: variance_table(groups["inputs"], OURS),
-        "starts_progress": lambda: progress(starts),
+        "variance_removed": lambda: variance_table(groups["inputs"], FIRST),
         "starts_claim": lambda: listed(
-            [claim(starts, REPEATED, CHOICES[name], f"Against {name}, repeats are") for name in starts.with_runs(CHOICES)]
+            [
+                *(
+                    claim(starts, REPEATED, CHOICES[name], f"Against {name}, repeats are")
+                    for name in starts.with_runs(CHOICES)
+                ),
+                claim(starts, FRESH, CHOICES["PPO"], "Against PPO, GRPO with fresh starts only is"),
+            ]
         ),
         "starts_area": lambda: environments_table(starts, {"repeats": [REPEATED], **CHOICES}, "auc"),
         "starts_evaluation": lambda: environments_table(starts, {"repeats": [REPEATED], **CHOICES}, "eval_mean"),
         "starts_harm": lambda: environments_table(
-            Suite("starts_harm", results), {"repeats": ["default, repeats"], "fresh starts only": [OURS]}, "auc"
+            Suite("starts_harm", results), {"repeats": ["default, repeats"], "fresh starts only": [FIRST]}, "auc"
         ),
         "tokens": lambda: variants_table(Suite("tokens", results)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
@@ -170,7 +175,7 @@ def claims(proof: Suite, names: Iterable[str]) -> str:
     :param names: Names in :data:`CLAIMS`
     :return: Their sentences, and one about speed
     """
-    speed = speed_claim(proof, OURS, RIVALS["PPO, our settings"], "With the same settings, GRPO takes")
+    speed = speed_claim(proof, OURS, RIVALS["PPO, our settings"], "Against PPO with these settings, GRPO takes")
     return listed([*(claim(proof, OURS, RIVALS[name], CLAIMS[name]) for name in names), speed])
 
 

@@ -4,9 +4,11 @@ The experiments of the pages about real systems.
     python -m benchmarks.systems masks               # servers that can be full, with and without action masks
     python -m benchmarks.systems environments        # steps per second and memory with up to 1,024 environments
     python -m benchmarks.systems hidden-velocities   # CartPole without velocities, with stacked frames and with memory
+    python -m benchmarks.systems demonstrations      # LunarLander after five demonstrations
 
 Each makes the runs that ``benchmarks/results/systems_NAME.csv`` does not have yet, and prints the
-table of the page. ``--table`` makes no runs. Seeds are development seeds, below 100.
+table of the page; ``demonstrations`` draws its figure as well. ``--table`` makes no runs. Seeds are
+development seeds, below 100.
 """
 
 import argparse
@@ -15,14 +17,17 @@ import multiprocessing
 import pathlib
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
+import gymnasium as gym
+import matplotlib
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from gymnasium.envs.box2d.lunar_lander import heuristic
 from rl_zoo3.wrappers import MaskVelocityWrapper
 from sb3_contrib import RecurrentPPO
 from sb3_contrib.common.maskable.evaluation import evaluate_policy as evaluate_masked
@@ -31,11 +36,14 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.tables import markdown_table
 from sb3_grpo import GRPO, MaskableGRPO, __version__
+from sb3_grpo.policies import ActorPolicy
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 
 class Experiment(NamedTuple):
@@ -229,7 +237,85 @@ HIDDEN_VELOCITIES = Experiment(
     digits=0,
 )
 
-EXPERIMENTS = {"masks": MASKS, "environments": ENVIRONMENTS, "hidden-velocities": HIDDEN_VELOCITIES}
+
+# --- demonstrations ---------------------------------------------------------------------------------------------------
+
+
+def demonstrations(n_episodes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """:return: Observations and actions of Gymnasium's heuristic for LunarLander, shapes ``(n, 8)`` and ``(n,)``"""
+    env, observations, actions = gym.make("LunarLander-v3"), [], []
+    for episode in range(n_episodes):
+        observation, _ = env.reset(seed=seed + episode)
+        ended = False
+        while not ended:
+            observations.append(observation)
+            actions.append(heuristic(env.unwrapped, observation))
+            observation, _, terminated, truncated, _ = env.step(actions[-1])
+            ended = terminated or truncated
+    return np.array(observations, np.float32), np.array(actions)
+
+
+def clone(policy: ActorPolicy, observations: np.ndarray, actions: np.ndarray, n_epochs: int = 100) -> None:
+    """Behavioural cloning: raise the probability of the demonstrated actions."""
+    optimizer = th.optim.Adam(policy.parameters(), lr=1e-3)
+    data = TensorDataset(th.as_tensor(observations), th.as_tensor(actions))
+    for _ in range(n_epochs):
+        for batch in DataLoader(data, batch_size=64, shuffle=True):
+            log_prob, _ = policy.evaluate_actions(*batch)
+            optimizer.zero_grad()
+            (-log_prob.mean()).backward()
+            optimizer.step()
+
+
+def train_after_demonstrations(seed: int, n_episodes: int) -> dict[str, float]:
+    """:return: Mean return of the policy over 50 episodes, by the number of steps before"""
+    env, starts = (make_vec_env("LunarLander-v3", 8, seed=each) for each in (seed, 10_000))
+    model = GRPO("MlpPolicy", env, normalize_observations=n_episodes == 0, seed=seed, device="cpu")
+    if n_episodes > 0:
+        clone(model.policy, *demonstrations(n_episodes, 1000 * (seed + 1)))
+    scores = {}
+    for steps in (0, 20_000, 40_000, 60_000, 80_000, 100_000):
+        if steps > 0:
+            model.learn(20_000, reset_num_timesteps=False)
+        scores[f"{steps:,} steps"] = float(np.mean(evaluate_policy(model, starts, 50)[0]))
+    return scores
+
+
+DEMONSTRATIONS = Experiment(
+    train_after_demonstrations,
+    {"after five demonstrations": (5,), "from scratch": (0,)},
+    n_seeds=5,
+    digits=0,
+)
+
+
+def draw_demonstrations(rows: Sequence[dict[str, str]], path: pathlib.Path) -> None:
+    """Draw the mean return of each arm against the steps, and a thin line for each seed."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from benchmarks.figures import STYLE, save
+
+    columns = [name for name in rows[0] if name.endswith(" steps")]
+    at = [int(name.removesuffix(" steps").replace(",", "")) / 1000 for name in columns]
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots()
+        for colour, arm in enumerate(DEMONSTRATIONS.arms):
+            runs = np.array([[float(row[name]) for name in columns] for row in rows if row["arm"] == arm])
+            axes.plot(at, runs.T, color=f"C{colour}", lw=0.5)
+            axes.plot(at, runs.mean(axis=0), color=f"C{colour}", label=arm)
+        axes.set_xlabel("thousand environment steps")
+        axes.set_ylabel("return of the policy")
+        axes.legend()
+        save(figure, path)
+
+
+EXPERIMENTS = {
+    "masks": MASKS,
+    "environments": ENVIRONMENTS,
+    "hidden-velocities": HIDDEN_VELOCITIES,
+    "demonstrations": DEMONSTRATIONS,
+}
 
 # --- running and reporting --------------------------------------------------------------------------------------------
 
@@ -297,6 +383,8 @@ def main() -> None:
     if not arguments.table:
         complete(arguments.name, path)
     print(table(arguments.name, path))
+    if arguments.name == "demonstrations":
+        draw_demonstrations(read_rows(path), DOCS / "demonstrations.svg")
 
 
 if __name__ == "__main__":

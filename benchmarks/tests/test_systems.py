@@ -1,0 +1,56 @@
+"""The experiments of the pages about real systems."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch as th
+
+from benchmarks.systems import NumpyCartPole, SeededNumpyCartPole, clone, demonstrations
+from sb3_grpo import GRPO
+
+
+def test_cart_poles_in_numpy_move_as_gymnasiums() -> None:
+    copies = NumpyCartPole(3)
+    reference: Any = gym.make("CartPole-v1").unwrapped
+    copies.reset()
+    actions = np.random.default_rng(0).integers(2, size=(200, 3))
+    n_ended = 0
+    for taken in actions:
+        before = copies._state.copy()
+        step: Any = copies.step(taken)
+        observations, rewards, dones, infos = step
+        for env_idx, action in enumerate(taken):
+            reference.reset()
+            reference.state = tuple(before[env_idx])
+            expected, reward, terminated, _, _ = reference.step(action)
+            seen = infos[env_idx]["terminal_observation"] if dones[env_idx] else observations[env_idx]
+            np.testing.assert_allclose(seen, expected, rtol=1e-5)
+            assert (rewards[env_idx], dones[env_idx]) == (reward, terminated)
+        n_ended += int(dones.sum())
+    assert n_ended > 5
+
+
+def test_a_cart_pole_in_numpy_ends_in_time_and_begins_as_its_seed_says() -> None:
+    env = SeededNumpyCartPole(2)
+    env.reset()
+    (first, second), _ = env.reset_envs([0, 1], [5, 6])
+    (again, other), _ = env.reset_envs([0, 1], [5, 5])
+    assert np.array_equal(first, again) and np.array_equal(again, other) and not np.array_equal(first, second)
+    env._steps[:] = [499, 0]
+    _, _, dones, infos = env.step(np.zeros(2, int))
+    assert dones.tolist() == [True, False] and infos[0]["TimeLimit.truncated"] is True
+
+
+def test_a_clone_prefers_the_demonstrated_actions() -> None:
+    observations, actions = demonstrations(1, seed=0)
+    assert observations.shape == (len(actions), 8) and set(actions) <= {0, 1, 2, 3}
+    model = GRPO("MlpPolicy", "LunarLander-v3", normalize_observations=False, seed=0, device="cpu")
+
+    def agreement() -> float:
+        return float(np.mean(model.predict(observations, deterministic=True)[0] == actions))
+
+    th.manual_seed(0)
+    before = agreement()
+    clone(model.policy, observations, actions, n_epochs=40)
+    assert agreement() > max(0.8, before)
