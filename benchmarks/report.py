@@ -56,9 +56,10 @@ CRITICS = {
     "PPO, rl-zoo3": ["ppo", "ppo, not normalized", "ppo, entry of Ant-v4"],
     "TRPO, rl-zoo3": ["trpo"],
 }
-OTHER_GRPO = {"GRPO without groups": ["default, no groups"], "GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
+WITHOUT_GROUPS = {"GRPO without groups": ["default, no groups"]}
+DEEPSEEK = {"GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
 EARLIER = {"GRPO, first comparison": [FIRST]}
-RIVALS = {**CRITICS, **EARLIER, "GRPO as DeepSeekMath has it": OTHER_GRPO["GRPO as DeepSeekMath has it"]}
+RIVALS = {**CRITICS, **EARLIER, **DEEPSEEK}
 #: Environments that are also reported apart: those whose seed fixes inputs, and those on which no setting was chosen
 GROUPS = {
     "inputs": [f"sb3_grpo/{name}" for name in (
@@ -86,7 +87,7 @@ GROUPS_CLAIMS = {
     "others": "On the other environments, it is",
 }
 #: Arms where the seed fixes the inputs
-SHARED_INPUTS = {"GRPO": [FIRST], "GRPO without groups": OTHER_GRPO["GRPO without groups"], **CRITICS}
+SHARED_INPUTS = {"GRPO": [FIRST], **WITHOUT_GROUPS, **CRITICS}
 #: Lines of the figure
 DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
 #: Lines of the figure that has time as its axis
@@ -126,16 +127,16 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "progress": lambda: progress(proof),
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
-        "inputs_summary": lambda: summary_table(groups["inputs"], FIRST, {**CRITICS, **OTHER_GRPO}),
+        "inputs_summary": lambda: summary_table(groups["inputs"], FIRST, {**CRITICS, **WITHOUT_GROUPS, **DEEPSEEK}),
         "outcomes": lambda: outcomes_table(proof, OURS, RIVALS),
         "untouched_outcomes": lambda: outcomes_table(groups["untouched"], OURS, RIVALS),
         "losses": lambda: losses_table(proof, OURS, RIVALS),
         "critics_area": lambda: environments_table(proof, {**ours, **CRITICS}, "auc"),
         "critics_evaluation": lambda: environments_table(proof, {**ours, **CRITICS}, "eval_mean"),
-        "grpo_area": lambda: environments_table(proof, {**ours, **EARLIER, **OTHER_GRPO}, "auc"),
-        "grpo_evaluation": lambda: environments_table(proof, {**ours, **EARLIER, **OTHER_GRPO}, "eval_mean"),
-        "at_a_million": lambda: environments_table(million, {"GRPO": [OURS], **MILLION_RIVALS}, "eval_mean"),
-        "million_area": lambda: environments_table(million, {"GRPO": [OURS], **MILLION_RIVALS}, "auc"),
+        "grpo_area": lambda: environments_table(proof, {**ours, **EARLIER, **WITHOUT_GROUPS, **DEEPSEEK}, "auc"),
+        "grpo_evaluation": lambda: environments_table(proof, {**ours, **EARLIER, **WITHOUT_GROUPS, **DEEPSEEK}, "eval_mean"),
+        "at_a_million": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "eval_mean"),
+        "million_area": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "auc"),
         "million_outcomes": lambda: outcomes_table(million, OURS, MILLION_RIVALS),
         "million_seconds": lambda: seconds.environments_table(million, OURS, MILLION_RIVALS),
         "continuous": lambda: environments_table(Suite("continuous", results), CONTINUOUS, "eval_mean"),
@@ -144,7 +145,10 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
         "zoo": lambda: zoo_table(Suite("zoo", results)),
         "groups_claim": lambda: listed(
-            [claim(groups[name], FIRST, OTHER_GRPO["GRPO without groups"], opening) for name, opening in GROUPS_CLAIMS.items()]
+            [
+                claim(groups[name], FIRST, WITHOUT_GROUPS["GRPO without groups"], opening)
+                for name, opening in GROUPS_CLAIMS.items()
+            ]
         ),
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),

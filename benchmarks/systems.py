@@ -12,7 +12,6 @@ development seeds, below 100.
 """
 
 import argparse
-import csv
 import multiprocessing
 import pathlib
 import resource
@@ -38,12 +37,10 @@ from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.results import RESULTS, append_row, read_rows
 from benchmarks.tables import markdown_table
 from sb3_grpo import GRPO, MaskableGRPO, __version__
 from sb3_grpo.policies import ActorPolicy
-
-RESULTS = pathlib.Path(__file__).parent / "results"
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 
 class Experiment(NamedTuple):
@@ -52,12 +49,14 @@ class Experiment(NamedTuple):
     :param arms: Arguments of each arm besides the seed, by its name in the table
     :param n_seeds: Number of seeds
     :param digits: Number of decimals in the table
+    :param draw: Draws the figure of the page from the rows, if it has one
     """
 
     run: Callable[..., dict[str, float]]
     arms: dict[str, tuple[Any, ...]]
     n_seeds: int
     digits: int
+    draw: Callable[[Sequence[dict[str, str]]], None] | None = None
 
 
 # --- action masks -----------------------------------------------------------------------------------------------------
@@ -281,15 +280,7 @@ def train_after_demonstrations(seed: int, n_episodes: int) -> dict[str, float]:
     return scores
 
 
-DEMONSTRATIONS = Experiment(
-    train_after_demonstrations,
-    {"after five demonstrations": (5,), "from scratch": (0,)},
-    n_seeds=5,
-    digits=0,
-)
-
-
-def draw_demonstrations(rows: Sequence[dict[str, str]], path: pathlib.Path) -> None:
+def draw_demonstrations(rows: Sequence[dict[str, str]]) -> None:
     """Draw the mean return of each arm against the steps, and a thin line for each seed."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -307,8 +298,16 @@ def draw_demonstrations(rows: Sequence[dict[str, str]], path: pathlib.Path) -> N
         axes.set_xlabel("thousand environment steps")
         axes.set_ylabel("return of the policy")
         axes.legend()
-        save(figure, path)
+        save(figure, STYLE.with_name("demonstrations.svg"))
 
+
+DEMONSTRATIONS = Experiment(
+    train_after_demonstrations,
+    {"after five demonstrations": (5,), "from scratch": (0,)},
+    n_seeds=5,
+    digits=0,
+    draw=draw_demonstrations,
+)
 
 EXPERIMENTS = {
     "masks": MASKS,
@@ -327,14 +326,6 @@ def run(name: str, arm: str, seed: int) -> dict[str, float]:
     return experiment.run(seed, *experiment.arms[arm])
 
 
-def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
-    """:return: The finished runs in a file, none if there is no file"""
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def complete(name: str, path: pathlib.Path) -> None:
     """Make the runs of an experiment that a file does not have, seed by seed, and add them to it."""
     finished = {(row["arm"], int(row["seed"])) for row in read_rows(path)}
@@ -348,12 +339,7 @@ def complete(name: str, path: pathlib.Path) -> None:
                     continue
                 measured = pool.submit(run, name, arm, seed).result()
                 row = {"arm": arm, "seed": seed, "version": __version__, **measured}
-                is_new = not path.exists()
-                with path.open("a", encoding="utf-8", newline="") as file:
-                    writer = csv.DictWriter(file, list(row), lineterminator="\n")
-                    if is_new:
-                        writer.writeheader()
-                    writer.writerow(row)
+                append_row(path, row, list(row))
                 print(row, flush=True)
 
 
@@ -383,8 +369,8 @@ def main() -> None:
     if not arguments.table:
         complete(arguments.name, path)
     print(table(arguments.name, path))
-    if arguments.name == "demonstrations":
-        draw_demonstrations(read_rows(path), DOCS / "demonstrations.svg")
+    if (draw := EXPERIMENTS[arguments.name].draw) and (rows := read_rows(path)):
+        draw(rows)
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ class GRPO(PersistentAlgorithm):
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
     :param repeat_starts: Largest share of groups that repeat a start at which the members of an earlier group ended
-        differently, from 0 (none) to 1. Groups repeat starts only while rewards are rare, and 0.5 was tested, see
-        :class:`~sb3_grpo.starts.choice.StartChoice`
+        differently, from 0 (none) to 1; 0.5 is the value that was measured. Groups repeat starts only while rewards are
+        rare, see :class:`~sb3_grpo.starts.choice.StartChoice`
     :param kl_coef: Coefficient of the penalty KL(pi || reference). It changes during training if ``adaptive_kl_target`` is set
     :param adaptive_kl_target: Desired divergence from the reference after an update: ``kl_coef`` is doubled or halved after
         each update to reach it. ``None`` for a constant ``kl_coef``
