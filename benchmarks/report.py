@@ -66,7 +66,7 @@ GROUPS = {
         "LoadBalancing-v0", "LostSales-v0", "EnergyStorage-v0", "BitRate-v0", "GustyHalfCheetah-v0", "Queueing-v0"
     )],
     "untouched": [
-        "Reacher-v5", "InvertedPendulum-v5", "Ant-v5", "MountainCar-v0", "MiniGrid-FourRooms-v0", "MiniGrid-LavaGapS5-v0",
+        "Reacher-v5", "InvertedPendulum-v5", "MountainCar-v0", "MiniGrid-FourRooms-v0", "MiniGrid-LavaGapS5-v0",
         "sb3_grpo/Queueing-v0", "sb3_grpo/GustyHalfCheetah-v0",
     ],
 }  # fmt: skip
@@ -94,8 +94,6 @@ DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name
 RACE = {"GRPO": [OURS], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
 #: What the second comparison compares with GRPO as it comes
 MILLION_RIVALS = {**EARLIER, **{name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}}
-#: Both updates on the seeds with which natural-gradient steps were chosen
-CONTINUOUS = {"GRPO, natural-gradient steps": ["natural"], "GRPO, clipped updates": [FIRST]}
 #: Which starts are repeated
 REPEATED, FRESH = "starts, repeated", "starts, fresh"
 CHOICES = {
@@ -139,7 +137,6 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "million_area": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "auc"),
         "million_outcomes": lambda: outcomes_table(million, OURS, MILLION_RIVALS),
         "million_seconds": lambda: seconds.environments_table(million, OURS, MILLION_RIVALS),
-        "continuous": lambda: environments_table(Suite("continuous", results), CONTINUOUS, "eval_mean"),
         "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
         "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),

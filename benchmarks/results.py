@@ -144,10 +144,6 @@ class Suite:
         """
         return np.array([float(each.row[name] or math.inf) for each in self.runs(arm, env)])
 
-    def by_seed(self, arm: str, env: str) -> dict[int, float]:
-        """:return: Area of each run, by seed"""
-        return {each.run.seed: float(each.row["auc"]) for each in self.runs(arm, env)}
-
     def arm_in(self, arms: Sequence[str], env: str) -> str | None:
         """:return: The first of these arms that has finished runs in an environment, if any"""
         return next((arm for arm in arms if self.runs(arm, env)), None)
@@ -165,23 +161,8 @@ class Suite:
         """:return: Area of random actions, which is their mean return"""
         return float(self.column("random", env, "auc")[0])
 
-    def values(self, arm: str, env: str, seeds: Sequence[int], name: str) -> np.ndarray:
-        """
-        :param arm: Name of an arm
-        :param env: Gymnasium environment
-        :param seeds: Seeds that the arm has there
-        :param name: Name of a column of numbers
-        :return: Its values, shape ``(n_seeds,)``
-        """
-        by_seed = {each.run.seed: float(each.row[name]) for each in self.runs(arm, env)}
-        return np.array([by_seed[seed] for seed in seeds])
-
     def curves(self, arm: str, env: str) -> list[LearningCurve]:
         """:return: Learning curves, by seed"""
         if self._curves is None:
             self._curves = self._store.load()
         return [self._curves[each.run.key()] for each in self.runs(arm, env)]
-
-    def common_seeds(self, arms: Sequence[str], env: str) -> list[int]:
-        """:return: Seeds of which every arm has a run in an environment"""
-        return sorted(set.intersection(*(set(self.by_seed(arm, env)) for arm in arms)))

@@ -34,15 +34,15 @@ def paired_scores(suite: Suite, arm: str, arms: Sequence[str], column: str) -> d
     """
     :param arms: Arms that stand for the rival
     :param column: ``auc`` or ``eval_mean``
-    :return: By environment the scores of both, above those of random actions and over common seeds, each of shape
-        ``(n_seeds,)``. Environments in which neither is better than random actions are left out
+    :return: By environment the scores of both, above those of random actions, each of shape ``(n_seeds,)``. Environments in
+        which neither is better than random actions are left out
     """
     scores = {}
     for env in suite.timesteps:
         rival = suite.arm_in(arms, env)
-        if rival is None or not (seeds := suite.common_seeds((arm, rival), env)):
+        if rival is None or not suite.runs(arm, env):
             continue
-        ours, theirs = (suite.values(each, env, seeds, column) - suite.random_area(env) for each in (arm, rival))
+        ours, theirs = (suite.column(each, env, column) - suite.random_area(env) for each in (arm, rival))
         if is_positive(ours) or is_positive(theirs):
             scores[env] = ours, theirs
     return scores

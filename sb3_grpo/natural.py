@@ -43,8 +43,11 @@ class LocalModel(Protocol):
             second derivative of :meth:`divergence`, shape ``(m,)``
         """
 
-    def step_factors(self) -> th.Tensor:
-        """:return: Factor of the step of each weight, shape ``(m,)``"""
+    def largest_changes(self, limit: float) -> th.Tensor:
+        """
+        :param limit: Limit of the divergence
+        :return: Largest change of each weight in a step, shape ``(m,)``; infinite where only the limit counts
+        """
 
     def weights(self) -> th.Tensor:
         """:return: A copy of the present weights, shape ``(m,)``"""
@@ -121,9 +124,10 @@ def natural_step(local: LocalModel, limit: float) -> NaturalStep:
     far if the divergence itself would exceed it or the loss would not fall (TRPO, appendix C).
 
     Departures: Limit, Fisher matrix and damping are means over the components of an action, as in sb3-contrib, so that one
-    limit serves spaces with few of them and with many. And some weights may take smaller steps than others. As the Fisher
-    matrix of a Gaussian has no entries that connect means and standard deviations, the loss still falls if the latter change
-    slowly.
+    limit serves spaces with few of them and with many. And standard deviations have a limit of their own, as in trust-region
+    layers (https://arxiv.org/abs/2101.09207): the other weights use the whole limit, and the change of each log standard
+    deviation is bounded apart. As the Fisher matrix of a Gaussian has no entries that connect means and standard deviations,
+    the loss still falls.
 
     :param local: The policy
     :param limit: Limit of the divergence
@@ -137,11 +141,16 @@ def natural_step(local: LocalModel, limit: float) -> NaturalStep:
     def product(vector: th.Tensor) -> th.Tensor:
         return local.fisher_product(vector).div_(local.n_components).add_(vector, alpha=DAMPING)
 
-    direction = conjugate_gradient(product, -gradient).mul_(local.step_factors())
-    size = math.sqrt(2.0 * limit / direction.dot(product(direction)).item())
-    before = local.weights()
+    direction = conjugate_gradient(product, -gradient)
+    largest = local.largest_changes(limit)
+    unbounded = direction.where(largest.isinf(), 0.0)
+    curvature = unbounded.dot(product(unbounded)).item()
+    if curvature > 0:
+        direction.mul_(math.sqrt(2.0 * limit / curvature))
+    step = direction.clamp(-largest, largest)
+    size, before = 1.0, local.weights()
     for n_tried in range(1, N_SIZES + 1):
-        local.move(before.add(direction, alpha=size))
+        local.move(before.add(step, alpha=size))
         divergence = local.divergence() / local.n_components
         if divergence <= limit and local.loss() < loss_before:
             return NaturalStep(grad_norm, divergence, n_tried, True)

@@ -36,8 +36,9 @@ from sb3_grpo.validation import require_between, require_bool, require_positive
 #: Number of observations that are encoded at a time.
 ENCODING_BATCH = 1024
 
-#: Factor of the natural-gradient step of log standard deviations. At full size, exploration fades too early.
-LOG_STD_STEP = 0.1
+#: Part of the limit of a natural-gradient step that the change of a log standard deviation may use up. For small changes,
+#: the divergence of two Gaussians with the same mean is the square of the change.
+LOG_STD_SHARE = 0.02
 
 #: Methods that subclasses of SB3's actor-critic policies override, and what to do in a subclass of ``ActorPolicy``.
 ACTOR_CRITIC_HOOKS = {
@@ -82,7 +83,7 @@ class ActorPolicy(BasePolicy):
     :param optimizer_kwargs: Keyword arguments of the optimizer without the learning rate. ``None`` for ``eps=1e-5`` and
         ``fused=True`` with ``Adam``, and for no arguments with other optimizers
     :param log_std_lr_factor: Learning rate of the log standard deviation relative to the other parameters, or with
-        ``update_rule="natural"`` the size of its step relative to the default. The step size of
+        ``update_rule="natural"`` its largest change relative to the default. The step size of
         Adam hardly depends on the size of the gradient, so a rate that suits a large network may change the exploration too
         slowly or too fast. For Box actions only
     :param lr_follows_std: Whether the learning rate falls with the standard deviation of continuous actions, see
@@ -230,15 +231,17 @@ class ActorPolicy(BasePolicy):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_factor", 1.0)
 
-    def step_factors(self, parameters: Sequence[nn.Parameter]) -> th.Tensor:
+    def largest_changes(self, parameters: Sequence[nn.Parameter], limit: float) -> th.Tensor:
         """
         :param parameters: Some parameters, with ``m`` numbers in all
-        :return: Factor of the natural-gradient step of each number, shape ``(m,)``: ``LOG_STD_STEP * log_std_lr_factor`` for
-            the log standard deviation, and 1 for all others
+        :param limit: Limit of the divergence of a natural-gradient step per component of an action
+        :return: Largest change of each number in a step, shape ``(m,)``: for log standard deviations
+            ``log_std_lr_factor * sqrt(LOG_STD_SHARE * limit)``, and infinite for all others
         """
-        own = LOG_STD_STEP * self.log_std_lr_factor
+        own = self.log_std_lr_factor * math.sqrt(LOG_STD_SHARE * limit)
         log_std = getattr(self, "log_std", None)
-        return th.cat([th.full((each.numel(),), own if each is log_std else 1.0, device=each.device) for each in parameters])
+        numbers = [(each, own if each is log_std else math.inf) for each in parameters]
+        return th.cat([th.full((each.numel(),), largest, device=each.device) for each, largest in numbers])
 
     def learning_rate_factor(self) -> float:
         """

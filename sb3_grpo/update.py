@@ -204,8 +204,8 @@ class TorchUpdate:
         along = self._slope.dot(vector)
         return self._flat(th.autograd.grad(along, self._parameters, retain_graph=True, allow_unused=True)).clone()
 
-    def step_factors(self) -> th.Tensor:
-        return self._policy.step_factors(self._parameters)
+    def largest_changes(self, limit: float) -> th.Tensor:
+        return self._policy.largest_changes(self._parameters, limit)
 
     def weights(self) -> th.Tensor:
         return parameters_to_vector(self._parameters).detach().clone()
@@ -296,8 +296,8 @@ class CompiledUpdate:
     def fisher_product(self, vector: th.Tensor) -> th.Tensor:
         return th.from_numpy(self._fisher(vector.numpy()))
 
-    def step_factors(self) -> th.Tensor:
-        return self._policy.step_factors(self._compiled.tensors)
+    def largest_changes(self, limit: float) -> th.Tensor:
+        return self._policy.largest_changes(self._compiled.tensors, limit)
 
     def weights(self) -> th.Tensor:
         return th.from_numpy(self._compiled.parameters.copy())
