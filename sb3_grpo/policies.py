@@ -83,9 +83,9 @@ class ActorPolicy(BasePolicy):
     :param optimizer_kwargs: Keyword arguments of the optimizer without the learning rate. ``None`` for ``eps=1e-5`` and
         ``fused=True`` with ``Adam``, and for no arguments with other optimizers
     :param log_std_lr_factor: Learning rate of the log standard deviation relative to the other parameters, or with
-        ``update_rule="natural"`` its largest change relative to the default. The step size of
-        Adam hardly depends on the size of the gradient, so a rate that suits a large network may change the exploration too
-        slowly or too fast. For Box actions only
+        ``update_rule="natural"`` its largest change relative to the default. The step size of Adam hardly depends on the
+        size of the gradient, so a rate that suits a large network may change the exploration too slowly or too fast. For Box
+        actions only
     :param lr_follows_std: Whether the learning rate falls with the standard deviation of continuous actions, see
         :meth:`learning_rate_factor`
     :raises ValueError: If an argument is out of range, or does not fit the spaces
