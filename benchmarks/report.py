@@ -92,7 +92,7 @@ SHARED_INPUTS = {"GRPO": [FIRST], **WITHOUT_GROUPS, **CRITICS}
 DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
 #: Lines of the figure that has time as its axis
 RACE = {"GRPO": [OURS], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
-#: What the second comparison compares with GRPO as it comes
+#: What GRPO is compared with at a million steps
 MILLION_RIVALS = {**EARLIER, **{name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}}
 #: Which starts are repeated
 REPEATED, FRESH = "starts, repeated", "starts, fresh"
