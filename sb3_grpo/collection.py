@@ -14,7 +14,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo.buffers import GroupRolloutBuffer
-from sb3_grpo.compiled import actor
+from sb3_grpo.graphs import actor
 from sb3_grpo.observations import map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Ledger, Position, RolloutLost, SeededVecEnv
@@ -30,7 +30,6 @@ class Step(NamedTuple):
     :param actions: Actions as sampled, shape ``(n_envs, *action_shape)``
     :param clipped_actions: Actions as the environments took them, same shape
     :param log_probs: Log-probabilities of the actions, shape ``(n_envs,)``
-    :param features: Output of the policy's features extractor, shape ``(n_envs, features_dim)``, if it is known
     :param action_masks: The choices that the environments allowed, shape ``(n_envs, n_choices)``; ``None`` without masks
     :param position: Where the environments were before the step
     :param new_obs: Observations after the step, shape ``(n_envs, *obs_shape)`` or a dict of such
@@ -43,7 +42,6 @@ class Step(NamedTuple):
     actions: np.ndarray
     clipped_actions: np.ndarray
     log_probs: th.Tensor
-    features: th.Tensor | None
     action_masks: np.ndarray | None
     position: Position
     new_obs: VecEnvObs
@@ -83,8 +81,8 @@ def collect(
         settings = self.sde_sample_freq, self._uses_masks, self.num_timesteps
         steps = take_steps(self.policy, starts, self._last_obs, n_rollout_steps, *settings)
     for step in steps:
-        obs_tensor, actions, clipped_actions, log_probs, features, action_masks = step[:6]
-        position, new_obs, rewards, dones, infos = step[6:]
+        obs_tensor, actions, clipped_actions, log_probs, action_masks = step[:5]
+        position, new_obs, rewards, dones, infos = step[5:]
         check_step(new_obs, rewards, dones, infos, self.num_timesteps, position.steps)
 
         self.num_timesteps += env.num_envs
@@ -107,7 +105,6 @@ def collect(
             log_probs,
             position,
             infos,
-            features,
             **({} if action_masks is None else {"action_masks": action_masks}),
         )
         self._last_obs = new_obs
@@ -221,13 +218,13 @@ def take_steps(
         obs_tensor = th.from_numpy(obs) if shares_memory else obs_as_tensor(obs, device)  # type: ignore[arg-type]
         action_masks = starts.action_masks() if uses_masks else None
         masking = {} if action_masks is None else {"action_masks": action_masks}
-        sampled, log_probs, features = act(obs, obs_tensor, **masking)
+        sampled, log_probs = act(obs, obs_tensor, **masking)
         check_policy_output(log_probs, num_timesteps + n * n_envs)
         clipped = policy.within_bounds(sampled)
         position = starts.ledger.position
         # A copy, because an environment may change the action that it is given.
         obs, rewards, dones, infos = starts.step(clipped.copy())
-        yield Step(obs_tensor, sampled, clipped, log_probs, features, action_masks, position, obs, rewards, dones, infos)
+        yield Step(obs_tensor, sampled, clipped, log_probs, action_masks, position, obs, rewards, dones, infos)
 
 
 def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
@@ -294,7 +291,6 @@ def replay_steps(collected: Collected, policy: ActorPolicy) -> Iterator[Step]:
             collected.actions[t],
             clipped[t],
             log_probs[t],
-            None,
             collected.action_masks[t] if collected.action_masks.size > 0 else None,
             Position(collected.groups[t], collected.members[t], collected.steps[t]),
             take_observations(collected.obs, t + 1),

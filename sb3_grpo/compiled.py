@@ -37,9 +37,8 @@ from sb3_grpo.masks import forced_logits
 from sb3_grpo.policies import ActorPolicy
 
 #: Maps observations, as arrays and as tensors, and ``action_masks`` if there are any, to actions, shape
-#: ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the output of the features extractor, shape
-#: ``(n, features_dim)``, or ``None`` if it is not at hand.
-Actor = Callable[..., tuple[np.ndarray, th.Tensor, th.Tensor | None]]
+#: ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``.
+Actor = Callable[..., tuple[np.ndarray, th.Tensor]]
 
 #: Keys are exact classes: a subclass may mean something else.
 FAMILIES: dict[type[Distribution], int] = {
@@ -55,7 +54,7 @@ ACTIVATIONS: dict[type[nn.Module], int] = {nn.Tanh: TANH, nn.ReLU: RELU}
 LONG = 3.0
 
 #: Methods that choose actions. A subclass that overrides one of them acts in its own way.
-ACTING = ("__call__", "forward", "forward_features", "extract_features", "get_distribution", "_distribution", "_latent")
+ACTING = ("__call__", "forward", "extract_features", "get_distribution", "_distribution", "_latent")
 #: Methods that evaluate actions.
 EVALUATING = ("evaluate_actions", "evaluate_distribution")
 #: Options of Adam that :func:`~sb3_grpo.machine_code.adam` does not have.
@@ -179,25 +178,6 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
 
 
-def actor(policy: ActorPolicy) -> Actor:
-    """
-    :param policy: Policy
-    :return: The function that chooses actions during a rollout, in machine code if that is possible, else in torch
-    """
-    compiled = compiled_policy(policy)
-    if not isinstance(compiled, str):
-        return compiled.actor(policy)
-    gives_features = is_unaltered(policy, ACTING) and not has_hooks(policy)
-
-    @th.no_grad()
-    def act(_: Any, obs_tensor: Any, **masking: Any) -> tuple[np.ndarray, th.Tensor, th.Tensor | None]:
-        features = policy.extract_features(obs_tensor) if gives_features else None
-        actions, log_prob = policy(obs_tensor, **masking) if features is None else policy.forward_features(features, **masking)
-        return actions.cpu().numpy(), log_prob, features
-
-    return act
-
-
 def compiled_policy(
     policy: ActorPolicy,
     rollout_buffer: GroupRolloutBuffer | None = None,
@@ -232,7 +212,7 @@ def compiled_policy(
             return f"`importance_sampling_level` is {importance_sampling_level!r}"
         if kl_estimator != "exact":
             return f"`kl_estimator` is {kl_estimator!r}"
-        if reason := _unusual_optimizer(policy):
+        if reason := unusual_optimizer(policy):
             return reason
     functions = compile_functions()
     if isinstance(functions, str):
@@ -302,7 +282,7 @@ def _parts(policy: ActorPolicy) -> Parts | str:
     return Parts(network, tensors)
 
 
-def _unusual_optimizer(policy: ActorPolicy) -> str:
+def unusual_optimizer(policy: ActorPolicy) -> str:
     """
     :param policy: Policy
     :return: A reason why its optimizer is not suitable; empty if it is
@@ -410,7 +390,7 @@ class CompiledPolicy:
         dtype: type[np.generic] = np.int64 if is_categorical else np.float32
         shape = (-1, *policy.action_space.shape)  # type: ignore[misc]
 
-        def choose(obs: Any, obs_tensor: Any, action_masks: Any = None) -> tuple[np.ndarray, th.Tensor, None]:
+        def choose(obs: Any, obs_tensor: Any, action_masks: Any = None) -> tuple[np.ndarray, th.Tensor]:
             if not is_vector:  # numbers of categories, which the policy encodes
                 obs = policy.extract_features(obs_tensor)
             inputs = np.ascontiguousarray(obs, dtype=np.float64).reshape(len(obs), -1)
@@ -420,7 +400,7 @@ class CompiledPolicy:
             log_prob = np.empty(n, np.float32)
             forced = self._forced(action_masks, policy.action_space, n)
             act(network, parameters, shift, scale, inputs, draw(n), forced, features, actions, log_prob)
-            return actions.astype(dtype, copy=False).reshape(shape), th.from_numpy(log_prob), None
+            return actions.astype(dtype, copy=False).reshape(shape), th.from_numpy(log_prob)
 
         return choose
 

@@ -16,7 +16,7 @@ from stable_baselines3.common.distributions import (
     make_proba_distribution,
 )
 from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.preprocessing import get_action_dim
+from stable_baselines3.common.preprocessing import get_action_dim, get_flattened_obs_dim
 from stable_baselines3.common.torch_layers import (
     BaseFeaturesExtractor,
     CombinedExtractor,
@@ -28,13 +28,18 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
+from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.masks import masked_logits
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
-from sb3_grpo.observations import take_observations, with_axes
+from sb3_grpo.observations import space_parts, take_observations, with_axes
 from sb3_grpo.validation import require_between, require_bool, require_positive
 
-#: Number of observations that are encoded at a time.
+#: Largest number of observations that are encoded at a time, and about how many numbers they may have.
 ENCODING_BATCH = 1024
+ENCODING_NUMBERS = 2**22
+
+#: Smallest height and width of pictures that SB3's ``NatureCNN`` takes.
+NATURE_CNN_SIZE = 36
 
 #: Part of the limit of a natural-gradient step that the change of a log standard deviation may use up. For small changes,
 #: the divergence of two Gaussians with the same mean is the square of the change.
@@ -63,7 +68,7 @@ class ActorPolicy(BasePolicy):
     :param action_space: Action space: ``Box``, ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``
     :param lr_schedule: Learning rate schedule, a function of the remaining progress (from 1 to 0)
     :param net_arch: Sizes of the hidden layers: ``[64, 64]`` or ``dict(pi=[64, 64])``. ``None`` for two layers of 64 units, or
-        for no hidden layer behind a ``NatureCNN``
+        for no hidden layer behind a ``NatureCNN`` or ``SmallCNN``
     :param activation_fn: Activation function
     :param ortho_init: Whether to initialise the layers orthogonally
     :param use_sde: Whether to explore with state-dependent noise (gSDE) instead of independent Gaussian noise
@@ -142,7 +147,7 @@ class ActorPolicy(BasePolicy):
         if squash_output and not use_sde:
             raise ValueError(f"squash_output={squash_output} needs gSDE: pass use_sde=True, or squash_output=False.")
         if features_extractor_class is None:
-            features_extractor_class = self.default_features_extractor_class
+            features_extractor_class = self.default_features_extractor(observation_space)
         if features_extractor_class is CombinedExtractor and not isinstance(observation_space, spaces.Dict):
             raise ValueError(
                 f"`MultiInputPolicy` needs a Dict observation space, not {observation_space}: pass `MlpPolicy`, or "
@@ -189,6 +194,14 @@ class ActorPolicy(BasePolicy):
         self._build(lr_schedule)
         if hasattr(self, "log_std"):  # also in a subclass with layers of its own
             self._first_log_std = self.log_std.detach().clone()
+
+    @classmethod
+    def default_features_extractor(cls, observation_space: spaces.Space) -> type[BaseFeaturesExtractor]:
+        """
+        :param observation_space: Observation space
+        :return: The features extractor for it if none is asked for
+        """
+        return cls.default_features_extractor_class
 
     def _build(self, lr_schedule: Schedule) -> None:
         """Create the layers and the optimizer."""
@@ -319,13 +332,6 @@ class ActorPolicy(BasePolicy):
         """
         return self._sample(self.get_distribution(obs, **masking), deterministic)
 
-    def forward_features(self, features: th.Tensor, **masking: Any) -> tuple[th.Tensor, th.Tensor]:
-        """
-        Sample actions for the output of the features extractor, shape ``(n, features_dim)``; the result is that of
-        :meth:`forward`.
-        """
-        return self._sample(self._distribution(self.policy_net(features), **masking))
-
     def _sample(self, distribution: Distribution, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
         actions = distribution.get_actions(deterministic=deterministic)
         return actions.reshape((-1, *self.action_space.shape)), distribution.log_prob(actions)  # type: ignore[misc]
@@ -360,19 +366,24 @@ class ActorPolicy(BasePolicy):
         # SB3's categorical distribution would broadcast (n, 1) against (n,) to (n, n) without an error.
         return distribution.log_prob(actions.reshape((-1, *self._flat_action_shape))), distribution.entropy()
 
-    def encode(self, observations: np.ndarray | dict[str, np.ndarray]) -> np.ndarray:
+    def encode(
+        self, observations: np.ndarray | dict[str, np.ndarray], features_extractor: BaseFeaturesExtractor | None = None
+    ) -> np.ndarray:
         """
         Encode a batch of observations.
 
         :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
+        :param features_extractor: Features extractor; ``None`` for that of the policy
         :return: Features in double precision, shape ``(n, dim)``
         """
         n_observations = len(next(iter(observations.values())) if isinstance(observations, dict) else observations)
+        n_numbers = sum(get_flattened_obs_dim(part) for part in space_parts(self.observation_space).values())
+        size = min(max(ENCODING_NUMBERS // n_numbers, 1), ENCODING_BATCH)
         parts = []
-        for first in range(0, max(n_observations, 1), ENCODING_BATCH):
-            batch = take_observations(observations, slice(first, first + ENCODING_BATCH))
+        for first in range(0, max(n_observations, 1), size):
+            batch = take_observations(observations, slice(first, first + size))
             with th.no_grad():
-                features = self.extract_features(obs_as_tensor(batch, self.device), self.features_extractor)
+                features = self.extract_features(obs_as_tensor(batch, self.device), features_extractor)
             # Double precision comes after the transfer, because not every device has it.
             parts.append(features.cpu().double().numpy())
         return np.concatenate(parts)
@@ -393,13 +404,18 @@ class ActorPolicy(BasePolicy):
         return self._distribution(self._latent(obs), **masking)
 
     def _distribution(self, latent: th.Tensor, action_masks: Any = None) -> Distribution:
-        params = [self.action_net(latent)]
-        if not th.isfinite(params[0]).all():  # torch checks this as well, but not once anything was compiled by it
+        output = self.action_net(latent)
+        # Torch checks this as well, but not once anything was compiled by it. An update checks its gradient at the end: here,
+        # the CPU would wait for the GPU at each minibatch.
+        if not self.training and not th.isfinite(output).all():
             raise ValueError(
-                f"The output of the policy is not finite: {params[0].tolist()}. Check the weights and the features extractor."
+                f"The output of the policy is not finite: {output.tolist()}. Check the weights and the features extractor."
             )
-        if action_masks is not None:
-            params = [masked_logits(params[0], action_masks, self.action_space)]
+        return self._distribution_of(output, latent, action_masks)
+
+    def _distribution_of(self, output: th.Tensor, latent: th.Tensor, action_masks: Any = None) -> Distribution:
+        """:return: The distribution for an output of the action layer"""
+        params = [output if action_masks is None else masked_logits(output, action_masks, self.action_space)]
         if isinstance(self.action_dist, StateDependentNoiseDistribution):
             params += [self.log_std, latent]
         elif isinstance(self.action_dist, DiagGaussianDistribution):
@@ -449,9 +465,19 @@ class ActorPolicy(BasePolicy):
 
 
 class ActorCnnPolicy(ActorPolicy):
-    """:class:`ActorPolicy` for images: the default features extractor is ``NatureCNN``."""
+    """
+    :class:`ActorPolicy` for images: the default features extractor is ``NatureCNN``, and
+    :class:`~sb3_grpo.extractors.SmallCNN` for boards and images that are too small for it.
+    """
 
     default_features_extractor_class = NatureCNN
+
+    @classmethod
+    def default_features_extractor(cls, observation_space: spaces.Space) -> type[BaseFeaturesExtractor]:
+        """:return: A network that takes pictures of this size"""
+        shape = observation_space.shape or ()
+        is_small = len(shape) == 3 and sorted(shape)[1] < NATURE_CNN_SIZE
+        return SmallCNN if is_small else super().default_features_extractor(observation_space)
 
 
 class MultiInputActorPolicy(ActorPolicy):
@@ -471,7 +497,7 @@ def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtr
     :raises ValueError: If ``net_arch`` asks for a value network, or is not a list of positive integers
     """
     if net_arch is None:
-        return [] if features_extractor_class is NatureCNN else [64, 64]
+        return [] if features_extractor_class in (NatureCNN, SmallCNN) else [64, 64]
     if isinstance(net_arch, dict) and "vf" in net_arch:
         raise ValueError(
             f"net_arch={net_arch!r} asks for a value network, which GRPO does not have: pass net_arch=[...] or "

@@ -216,7 +216,6 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         log_prob: th.Tensor,
         position: Position,
         infos: Sequence[dict[str, Any]],
-        features: th.Tensor | None = None,
         action_masks: np.ndarray | None = None,
     ) -> None:
         """
@@ -229,8 +228,6 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         :param log_prob: Log-probabilities of the actions, shape ``(n_envs,)``
         :param position: Group, member and step of each environment before the step
         :param infos: Infos of the step, with ``terminal_observation`` and ``TimeLimit.truncated``
-        :param features: Output of the policy's features extractor for ``obs``, shape ``(n_envs, features_dim)``, if it is
-            known
         :param action_masks: The choices that were allowed, shape ``(n_envs, n_choices)``; ``None`` for all
         """
 
@@ -247,17 +244,12 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self.groups[:, self.pos], self.members[:, self.pos], self.steps[:, self.pos] = position
         self.dones[:, self.pos] = done
         self.action_masks[:, self.pos] = True if action_masks is None else action_masks
-        if features is not None:
-            self._keep_features(features)
         self._running_returns.add(reward, done, position.groups)
         for env in np.flatnonzero(done).tolist() if np.count_nonzero(done) else ():
             if infos[env].get("TimeLimit.truncated", False) and infos[env].get("terminal_observation") is not None:
                 self._final_observations.append((env, self.pos, infos[env]["terminal_observation"]))
         self.pos += 1
         self.full = self.pos == self.buffer_size
-
-    def _keep_features(self, features: th.Tensor) -> None:
-        """Keep the output of the policy's features extractor, for buffers that need it later."""
 
     def _components_and_their_sum(self, infos: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
         names, weights = list(self.reward_weights), np.array(list(self.reward_weights.values()))

@@ -1,11 +1,13 @@
 """The buffer of the kernel baseline."""
 
+import copy
 import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_grpo import advantages as A
@@ -84,8 +86,11 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     constant remains.
 
     The inputs are the flattened observations, with one-hot encoding of discrete ones. For spaces with images, which are arrays
-    with three axes, the output of the policy's features extractor takes their place. If there are more than
-    :data:`~sb3_grpo.baseline.MAX_INPUTS` of them, they are hashed, see :func:`~sb3_grpo.baseline.hashed_inputs`.
+    with three axes, the output of a features extractor takes their place: a copy of the policy's as it was at the first fit,
+    which is random unless the policy was trained before. Features of the policy itself explain less, because they change and
+    statistics of earlier rollouts do not.
+
+    More than :data:`~sb3_grpo.baseline.MAX_INPUTS` inputs are hashed, see :func:`~sb3_grpo.baseline.hashed_inputs`.
 
     Inputs are standardised with the statistics of the policy's
     :class:`~sb3_grpo.normalization.ObservationNormalizer`, including those of the rollout. The baseline keeps statistics of
@@ -138,9 +143,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self._dtype = th.float64  # of the next fit, see RESOLUTION
         # The fit keeps its unit of time, also in environments with another time limit.
         self._fixed_time_unit = self.horizon
-        # Inputs from images, which are expensive to encode again; shape (n_envs, buffer_size, d).
-        self._features = th.empty(0, 0, 0)
-        self._n_features_kept = 0
+        # Of images, which it encodes: the policy's features extractor, as it was at the first fit, and its saved weights
+        self._extractor: BaseFeaturesExtractor | None = None
+        self._saved_extractor: dict[str, th.Tensor] | None = None
 
     @classmethod
     def update_rule(cls, is_continuous: bool) -> UpdateRule:
@@ -170,37 +175,16 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         metrics = super()._describe_groups(returns)
         return {name: value for name, value in metrics.items() if self.reward_weights and name == "rollout/group_return_mean"}
 
-    def reset(self) -> None:
-        super().reset()
-        self._n_features_kept = 0
-
     def forget_trajectories(self) -> None:
         super().forget_trajectories()
         if self.relative_term is not None:
             self.relative_term.forget_trajectories()
 
-    def _keep_features(self, features: th.Tensor) -> None:
-        if not self.has_images:
-            return
-        inputs = hashed_inputs(features)
-        shape = (self.n_envs, self.buffer_size, inputs.shape[1])
-        if self._features.shape != shape:
-            self._features = th.zeros(shape, dtype=inputs.dtype, device=inputs.device)
-        self._features[:, self.pos] = inputs
-        self._n_features_kept += 1
-
-    def policy_changed(self, policy: ActorPolicy) -> None:
-        super().policy_changed(policy)
-        self._n_features_kept = 0  # they are those of the policy before
-
     def _form_update(
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
     ) -> tuple[Transitions, np.ndarray]:
         time_unit = self._time_unit(rollout.steps)
-        if self._n_features_kept == self.buffer_size:
-            inputs = self._features.flatten(end_dim=1).cpu().double().numpy()
-        else:
-            inputs = self._encode(rollout.observations, policy)
+        inputs = self._encode(rollout.observations, policy)
         self.baseline.observe(inputs, self._standardised_by(policy))
         features = self.baseline.features(inputs, rollout.steps / time_unit, self._dtype)
 
@@ -279,10 +263,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def _encode(self, observations: Observations, policy: ActorPolicy) -> np.ndarray:
         """
-        :return: Inputs of the baseline, shape ``(n, d)``. For images they are the policy's features
+        :return: Inputs of the baseline, shape ``(n, d)``. For images they are features
         """
         if self.has_images:
-            encoded = th.from_numpy(policy.encode(observations))
+            encoded = th.from_numpy(policy.encode(observations, self._extractor_of(policy)))
         else:
             tensors = obs_as_tensor(observations, policy.device)
             if policy.normalizer is not None:
@@ -292,6 +276,14 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             parts = [by_part[name] for name in space_parts(self.observation_space)] if isinstance(by_part, dict) else [by_part]
             encoded = th.cat([part.unsqueeze(-1).flatten(start_dim=1).cpu() for part in parts], dim=1)
         return hashed_inputs(encoded).double().numpy()
+
+    def _extractor_of(self, policy: ActorPolicy) -> BaseFeaturesExtractor:
+        """:return: The features extractor of the fit. It never changes, so statistics of earlier rollouts stay valid"""
+        if self._extractor is None:
+            self._extractor = copy.deepcopy(policy.features_extractor).requires_grad_(False).eval()
+            if self._saved_extractor is not None:
+                self._extractor.load_state_dict(self._saved_extractor)
+        return self._extractor.to(policy.device)
 
     def _standardised_by(self, policy: ActorPolicy) -> np.ndarray | bool:
         """:return: Which inputs the policy's normaliser has standardised, shape ``(d,)``; ``False`` for none"""
@@ -309,11 +301,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             "time_unit": self._fixed_time_unit,
             "options": self._options_of_features(),
             "relative": None if self.relative_term is None else self.relative_term.get_state(),
+            "extractor": self._saved_extractor if self._extractor is None else self._extractor.state_dict(),
         }
 
     def _options_of_features(self) -> dict[str, Any]:
         options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
-        return {**options, "layout": STATE_LAYOUT}
+        return {**options, "layout": STATE_LAYOUT, **({"extractor": "of the first fit"} if self.has_images else {})}
 
     def set_state(self, state: dict[str, Any]) -> None:
         if self.relative_term is not None and state["relative"] is not None:
@@ -328,4 +321,5 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.baseline.set_state(state["baseline"])
         self._longest = state["longest"]
         self._dtype = state["dtype"]
+        self._saved_extractor, self._extractor = state.get("extractor"), None
         self._fixed_time_unit = state["time_unit"]
