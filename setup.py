@@ -10,6 +10,7 @@ EXTRA = ["gymnasium[classic-control]", "matplotlib>=3.7", "rich>=13", "tensorboa
 BOX2D = ["gymnasium[box2d]>=1.2.3"]  # older ones build box2d-py, which needs swig and a compiler
 MUJOCO = ["gymnasium[mujoco]"]
 MINIGRID = ["minigrid>=3.0"]
+MINATAR = ["MinAtar>=1.0.15"]
 # rl_zoo3 imports requests and pandas, and needs moviepy and pygame for videos, without asking for them
 ZOO = ["rl_zoo3[plots]>=2.9,<3", "moviepy>=1.0.3", "pandas>=2.2", "requests>=2.31"]
 DOCS = [
@@ -55,13 +56,14 @@ setup(
         "box2d": BOX2D,
         "mujoco": MUJOCO,
         "minigrid": MINIGRID,
+        "minatar": MINATAR,
         "zoo": ZOO + EXTRA,
         "ray": RAY,
         "contrib": CONTRIB,
         "export": EXPORT,
         "docs": DOCS,
         "tests": TESTS + DOCS + EXTRA + MINIGRID + ZOO + RAY + CONTRIB + EXPORT,
-        "benchmarks": EXTRA + BOX2D + MUJOCO + MINIGRID + ZOO,
+        "benchmarks": EXTRA + BOX2D + MUJOCO + MINIGRID + MINATAR + ZOO,
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

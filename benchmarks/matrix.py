@@ -20,7 +20,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.settings import chosen_update_rule
+from sb3_grpo.settings import chosen_n_epochs, chosen_update_rule
 from sb3_grpo.zoo.experiment import HYPERPARAMS
 
 MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
@@ -134,6 +134,8 @@ def resolved(entry: dict[str, Any], is_continuous: bool) -> dict[str, Any]:
     chosen = buffer_class.defaults(settings["update_rule"])
     if settings["gae_lambda"] is None:
         settings["gae_lambda"] = chosen.gae_lambda
+    if settings["n_epochs"] is None:
+        settings["n_epochs"] = chosen_n_epochs(settings.get("policy") == "CnnPolicy")
     if settings["n_steps"] is None:
         settings["n_steps"] = f"{chosen.rollout_size} in all"
     settings["rollout_buffer_kwargs"] = {**chosen.arguments, **evaluated(settings["rollout_buffer_kwargs"])}
@@ -253,7 +255,8 @@ def entry_of(settings: dict[str, Any], env: str, about: dict[str, Any]) -> dict[
     matched = {}
     if settings["entry"] == "matched":
         matched = matched_settings(about, settings.get("normalize_rewards", False))
-    return {"policy": "MlpPolicy", **matched, **{key: about[key] for key in ("env_wrapper",) if key in about}}
+    policy = "CnnPolicy" if about.get("images", False) else "MlpPolicy"
+    return {"policy": policy, **matched, **{key: about[key] for key in ("env_wrapper",) if key in about}}
 
 
 def matched_settings(about: dict[str, Any], normalize_rewards: bool) -> dict[str, Any]:
@@ -264,6 +267,7 @@ def matched_settings(about: dict[str, Any], normalize_rewards: bool) -> dict[str
         initial deviation and the learning rate that follows it. Only its critic differs
     """
     ours = {**defaults(GRPO), "gae_lambda": KernelRolloutBuffer.defaults("clipped").gae_lambda}
+    ours["n_epochs"] = chosen_n_epochs(about.get("images", False))
     same = ("learning_rate", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
     settings = {
         "n_envs": 8,

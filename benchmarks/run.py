@@ -40,6 +40,7 @@ import numpy as np
 import rl_zoo3.import_envs  # noqa: F401  (registers what is installed, such as MiniGrid)
 import torch as th
 import yaml
+from minatar.gym import register_envs as register_minatar
 from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
@@ -53,6 +54,8 @@ from benchmarks.references import returns
 from benchmarks.results import FIELDS, RESULTS, append_row, provenance, read_rows, row_key, rows_file
 from sb3_grpo.zoo import register
 from sb3_grpo.zoo.experiment import GRPOExperimentManager
+
+register_minatar()
 
 #: Exit status of an interrupted command, by the shell's convention
 INTERRUPTED = 130

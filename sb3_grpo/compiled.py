@@ -178,6 +178,23 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
 
 
+def actor(policy: ActorPolicy) -> Actor:
+    """
+    :param policy: Policy
+    :return: The function that chooses actions during a rollout, in machine code if that is possible, else in torch
+    """
+    compiled = compiled_policy(policy)
+    if not isinstance(compiled, str):
+        return compiled.actor(policy)
+
+    @th.no_grad()
+    def act(_: Any, obs_tensor: Any, **masking: Any) -> tuple[np.ndarray, th.Tensor]:
+        actions, log_prob = policy(obs_tensor, **masking)
+        return actions.cpu().numpy(), log_prob.cpu()
+
+    return act
+
+
 def compiled_policy(
     policy: ActorPolicy,
     rollout_buffer: GroupRolloutBuffer | None = None,
@@ -212,7 +229,7 @@ def compiled_policy(
             return f"`importance_sampling_level` is {importance_sampling_level!r}"
         if kl_estimator != "exact":
             return f"`kl_estimator` is {kl_estimator!r}"
-        if reason := unusual_optimizer(policy):
+        if reason := _unusual_optimizer(policy):
             return reason
     functions = compile_functions()
     if isinstance(functions, str):
@@ -282,7 +299,7 @@ def _parts(policy: ActorPolicy) -> Parts | str:
     return Parts(network, tensors)
 
 
-def unusual_optimizer(policy: ActorPolicy) -> str:
+def _unusual_optimizer(policy: ActorPolicy) -> str:
     """
     :param policy: Policy
     :return: A reason why its optimizer is not suitable; empty if it is

@@ -24,6 +24,7 @@ from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.natural import LIMIT
 from sb3_grpo.normalization import normalized_parts
+from sb3_grpo.observations import has_images
 from sb3_grpo.persistence import PersistentAlgorithm
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import (
@@ -32,6 +33,7 @@ from sb3_grpo.settings import (
     check_policy_kwargs,
     check_rollout,
     check_settings,
+    chosen_n_epochs,
     chosen_n_steps,
     chosen_update_rule,
     describe_settings,
@@ -66,7 +68,7 @@ class GRPO(PersistentAlgorithm):
         updates of ``"kernel"``, and 2048 otherwise, at least ``batch_size``, and a multiple of it where the number of
         environments allows
     :param batch_size: Minibatch size
-    :param n_epochs: Number of passes over the transitions of an update
+    :param n_epochs: Number of passes over the transitions of an update. ``None`` for 4 with images or boards, and 10 otherwise
     :param gamma: Discount factor
     :param gae_lambda: Lambda of generalized advantage estimation, and of the targets of the kernel baseline. ``None`` for
         0.98 with clipped updates, and 0.95 with natural ones. Buffers that compare whole trajectories do not use it
@@ -136,7 +138,7 @@ class GRPO(PersistentAlgorithm):
         learning_rate: float | Schedule = 3e-4,
         n_steps: int | None = None,
         batch_size: int = 64,
-        n_epochs: int = 10,
+        n_epochs: int | None = None,
         gamma: float = 0.99,
         gae_lambda: float | None = None,
         clip_range: float | Schedule = 0.2,
@@ -201,7 +203,7 @@ class GRPO(PersistentAlgorithm):
         del self.vf_coef
         self._chooses_n_steps = n_steps is None  # for the environments and the buffer; again when a model is loaded
         self.batch_size = batch_size
-        self.n_epochs = n_epochs
+        self.n_epochs: int = n_epochs  # type: ignore[assignment]  # chosen for the observations if it is None
         self.clip_range = clip_range
         self.clip_range_high = clip_range_high
         self.importance_sampling_level = importance_sampling_level
@@ -249,6 +251,7 @@ class GRPO(PersistentAlgorithm):
         check_settings(vars(self), self._chooses_n_steps)
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
+        self.n_epochs = chosen_n_epochs(has_images(self.observation_space)) if self.n_epochs is None else self.n_epochs
         check_policy_kwargs(self.policy_class, self.policy_kwargs, self._standardises())
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy

@@ -47,6 +47,11 @@ def space_parts(space: spaces.Space) -> dict[Any, spaces.Space]:
     return dict(space.spaces) if isinstance(space, spaces.Dict) else {None: space}
 
 
+def has_images(space: spaces.Space) -> bool:
+    """:return: Whether observations are images or boards, or contain some: arrays with three axes, of whatever type"""
+    return any(isinstance(part, spaces.Box) and len(part.shape) > 2 for part in space_parts(space).values())
+
+
 def with_axes(observations: Any, space: spaces.Space) -> Any:
     """:return: The same batch, but numbers of a Box of shape ``()`` have shape ``(n, 1)``, because networks need an axis"""
     scalars = [key for key, part in space_parts(space).items() if isinstance(part, spaces.Box) and part.shape == ()]

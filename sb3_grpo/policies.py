@@ -404,18 +404,15 @@ class ActorPolicy(BasePolicy):
         return self._distribution(self._latent(obs), **masking)
 
     def _distribution(self, latent: th.Tensor, action_masks: Any = None) -> Distribution:
-        output = self.action_net(latent)
+        params = [self.action_net(latent)]
         # Torch checks this as well, but not once anything was compiled by it. An update checks its gradient at the end: here,
         # the CPU would wait for the GPU at each minibatch.
-        if not self.training and not th.isfinite(output).all():
+        if not self.training and not th.isfinite(params[0]).all():
             raise ValueError(
-                f"The output of the policy is not finite: {output.tolist()}. Check the weights and the features extractor."
+                f"The output of the policy is not finite: {params[0].tolist()}. Check the weights and the features extractor."
             )
-        return self._distribution_of(output, latent, action_masks)
-
-    def _distribution_of(self, output: th.Tensor, latent: th.Tensor, action_masks: Any = None) -> Distribution:
-        """:return: The distribution for an output of the action layer"""
-        params = [output if action_masks is None else masked_logits(output, action_masks, self.action_space)]
+        if action_masks is not None:
+            params = [masked_logits(params[0], action_masks, self.action_space)]
         if isinstance(self.action_dist, StateDependentNoiseDistribution):
             params += [self.log_std, latent]
         elif isinstance(self.action_dist, DiagGaussianDistribution):

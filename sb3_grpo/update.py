@@ -17,7 +17,6 @@ from torch.nn.utils import parameters_to_vector
 from sb3_grpo import losses
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.compiled import CompiledPolicy, compiled_policy, is_unaltered
-from sb3_grpo.graphs import Captured, captured, is_capturable, memory_of
 from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.losses import MinibatchLoss
 from sb3_grpo.machine_code import Metrics, Settings
@@ -158,75 +157,18 @@ class TorchUpdate:
         minibatches: list[MinibatchLoss] = []
         gradient_norms: list[th.Tensor] = []
         approx_kl = 0.0
-        graph: Captured | None = None
-        rates = th.tensor([group["lr"] for group in policy.optimizer.param_groups], device=policy.device)
         for rollout_data in self._rollout_buffer.get(batch_size, self._whole_trajectories):
-            is_whole = len(rollout_data.advantages) == batch_size
-            if graph is None and is_whole and self._may_capture:
-                graph = self._graph(rollout_data)
-            if graph is not None and is_whole:
-                *fields, norm = graph([*_tensors(rollout_data), rates])
-                minibatches.append(MinibatchLoss(*fields))
-                gradient_norms.append(norm)
-                continue
             minibatch = objective.evaluate(policy, rollout_data)
             minibatches.append(MinibatchLoss(*(field.detach() for field in minibatch)))
             if self._max_kl < math.inf:
                 approx_kl = losses.approximate_kl(minibatches[-1].log_ratio).item()
                 if approx_kl > self._max_kl:  # not NaN, which is left to the check of the gradient
                     break
-            gradient_norms.append(self._descend(minibatch.loss))
+            policy.optimizer.zero_grad()
+            minibatch.loss.backward()
+            gradient_norms.append(th.nn.utils.clip_grad_norm_(policy.parameters(), objective.max_grad_norm))
+            policy.optimizer.step()
         return _epoch(minibatches, gradient_norms, objective.clip_range), approx_kl
-
-    def _descend(self, loss: th.Tensor) -> th.Tensor:
-        """
-        Take a gradient step.
-
-        :return: Norm of the gradient before it was clipped
-        """
-        self._policy.optimizer.zero_grad()
-        loss.backward()
-        norm = th.nn.utils.clip_grad_norm_(self._policy.parameters(), self._objective.max_grad_norm)
-        self._policy.optimizer.step()
-        return norm
-
-    @functools.cached_property
-    def _may_capture(self) -> bool:
-        """Whether nothing in a step but its numbers changes from one minibatch to the next, and nothing waits for them."""
-        is_plain = self._objective.kl_coef == 0 and self._max_kl == math.inf and not self._whole_trajectories
-        return is_plain and is_capturable(self._policy)
-
-    def _graph(self, batch: GroupRolloutBufferSamples) -> Captured | None:
-        """:return: A gradient step as a CUDA graph, after the first, which has prepared the optimizer"""
-        policy, objective, groups = self._policy, self._objective, self._policy.optimizer.param_groups
-        if not policy.optimizer.state:
-            return None
-
-        def loss(*tensors: th.Tensor) -> MinibatchLoss:
-            given = iter(tensors)
-            return objective.evaluate(policy, batch.map(lambda _: next(given)))
-
-        def step(*arguments: th.Tensor) -> Sequence[th.Tensor]:
-            *tensors, rates = arguments
-            before = [group["lr"] for group in groups]
-            for group, rate in zip(groups, rates.unbind(), strict=True):
-                group.update(lr=rate, capturable=True)
-            try:
-                minibatch = loss(*tensors)
-                norm = self._descend(minibatch.loss)
-            finally:
-                for group, rate in zip(groups, before, strict=True):
-                    group.update(lr=rate, capturable=False)
-            return [*(field.detach() for field in minibatch), norm]
-
-        def warm_up(*arguments: th.Tensor) -> None:
-            loss(*arguments[:-1]).loss.backward()
-
-        numbers = objective.clip_range, objective.ent_coef, objective.max_grad_norm
-        others = [{name: group[name] for name in ("betas", "eps")} for group in groups]
-        state = numbers, others, memory_of(policy)
-        rates = th.zeros(len(groups), device=policy.device)
-        return captured(policy, "gradient step", state, step, [*_tensors(batch), rates], warm_up)
 
     # --- the policy as a natural-gradient step sees it ----------------------------------------------------------------
 
@@ -435,13 +377,6 @@ class Steps(NamedTuple):
     epochs: list[Epoch]
     excessive_kl: float | None = None
     natural: Sequence[NaturalStep] = ()
-
-
-def _tensors(batch: GroupRolloutBufferSamples) -> list[th.Tensor]:
-    """:return: The tensors of a minibatch, in the order of :meth:`GroupRolloutBufferSamples.map`"""
-    tensors: list[th.Tensor] = []
-    batch.map(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return tensors
 
 
 def _epoch(minibatches: list[MinibatchLoss], gradient_norms: list[th.Tensor], clip_range: ClipRange) -> Epoch:

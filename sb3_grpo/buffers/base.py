@@ -22,7 +22,7 @@ from sb3_grpo.buffers.rollout import (
     checked_reward_weights,
     reward_components,
 )
-from sb3_grpo.observations import Observations, map_observations, space_parts
+from sb3_grpo.observations import Observations, has_images, map_observations
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
 from sb3_grpo.starts import Position
 from sb3_grpo.validation import require_at_least
@@ -94,9 +94,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         self._rollout = 0
         self._running_returns = GroupReturns(n_envs)
         self._update: GroupRolloutBufferSamples | None = None
-        parts = space_parts(observation_space).values()
-        #: Whether observations are images, or contain images: arrays with three axes, of whatever type of numbers.
-        self.has_images = any(isinstance(part, spaces.Box) and len(part.shape) > 2 for part in parts)
+        self.has_images = has_images(observation_space)
         self._allocate()
 
     def _allocate(self) -> None:
