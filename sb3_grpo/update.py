@@ -12,6 +12,7 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.preprocessing import get_action_dim
+from torch.distributions import Distribution as TorchDistribution
 from torch.nn.utils import parameters_to_vector
 
 from sb3_grpo import losses
@@ -66,7 +67,8 @@ class Objective:
         update = self._update(policy, rollout_buffer, max_kl)
         epochs: list[Epoch] = []
         for _ in range(n_epochs):
-            epoch, approx_kl = update.take_epoch(batch_size)
+            with unchecked_distributions():
+                epoch, approx_kl = update.take_epoch(batch_size)
             epochs.append(epoch)
             if approx_kl > max_kl:
                 return Steps(epochs, excessive_kl=approx_kl)
@@ -85,9 +87,10 @@ class Objective:
         update = replace(self, clip_range=NO_CLIPPING)._update(policy, rollout_buffer)
         epochs, natural = [], []
         for _ in range(n_steps):
-            natural.append(natural_step(update, limit))
-            if not natural[-1].is_accepted:
-                update.loss()  # the metrics are those of the weights that stay
+            with unchecked_distributions():
+                natural.append(natural_step(update, limit))
+                if not natural[-1].is_accepted:
+                    update.loss()  # the metrics are those of the weights that stay
             epochs.append(update.epoch()._replace(n_steps=1.0, grad_norm=natural[-1].grad_norm))
         return Steps(epochs, natural=natural)
 
@@ -429,6 +432,20 @@ def describe_update(steps: Steps) -> dict[str, float]:
     if last.kl is not None:
         metrics["train/kl_loss"] = mean("kl")
     return metrics
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """
+    Torch's distributions check their arguments, and wait for a GPU to do so. In an update, all that could be wrong with them
+    is NaN, which :func:`check_update` finds.
+    """
+    before = TorchDistribution._validate_args
+    TorchDistribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        TorchDistribution.set_default_validate_args(before)
 
 
 @contextmanager

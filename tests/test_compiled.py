@@ -447,7 +447,7 @@ def test_the_same_random_numbers_give_the_same_actions(space: spaces.Space, obse
     results = []
     for act in (actor(in_torch), actor(policy)):
         th.manual_seed(1)
-        actions, log_prob, _ = act(obs, th.as_tensor(obs))
+        actions, log_prob = act(obs, th.as_tensor(obs))
         results.append([th.as_tensor(actions), log_prob, th.randn(1)])
     for theirs, ours in zip(*results, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and not theirs.requires_grad
@@ -460,7 +460,7 @@ def test_actions_are_as_frequent_as_they_are_probable():
     policy = make_policy(spaces.Discrete(3), net_arch=[])
     policy.action_net.weight.data.zero_()
     policy.action_net.bias.data.copy_(th.tensor([0.0, math.log(3.0), -math.inf]))
-    actions, log_prob, _ = actor(policy)(np.zeros((20_000, 3)), th.zeros(20_000, 3))
+    actions, log_prob = actor(policy)(np.zeros((20_000, 3)), th.zeros(20_000, 3))
     assert np.bincount(actions, minlength=3) / 20_000 == pytest.approx([0.25, 0.75, 0.0], abs=0.01)
     th.testing.assert_close(log_prob.exp(), th.tensor([0.25, 0.75, 0.0])[actions])
 
@@ -756,12 +756,9 @@ def test_a_hook_on_all_modules_is_noticed():
 def test_a_policy_that_acts_in_its_own_way_is_asked_itself(make: Callable[[], ActorPolicy]):
     policy, obs = make(), th.randn(N, 3)
     th.manual_seed(1)
-    actions, log_prob, features = actor(policy)(obs.numpy(), obs)
+    actions, log_prob = actor(policy)(obs.numpy(), obs)
     th.manual_seed(1)
     th.testing.assert_close((th.as_tensor(actions), log_prob), policy(obs), rtol=0, atol=0)
-    # Its features may not be those that the extractor gives.
-    assert features is None
-    assert actor(make_policy(BOX, use_sde=True))(obs.numpy(), obs)[2] is not None
 
 
 class OwnMinibatches(Samples):
@@ -926,11 +923,10 @@ class CountingNet(nn.Sequential):
         return super().forward(obs)
 
 
-def test_the_kernel_buffer_encodes_no_image_a_second_time():
+def test_the_network_sees_images_to_act_and_to_learn_and_the_baseline_has_a_network_of_its_own():
     env = FakeImageEnv(screen_height=40, screen_width=40, n_channels=1)
     model = GRPO("CnnPolicy", env, n_steps=16, batch_size=16, n_epochs=1, share_starts=False, seed=0, device="cpu")
     counter = CountingNet(*model.policy.features_extractor.cnn)
     model.policy.features_extractor.cnn = counter
     model.learn(16)
-    # 16 of the rollout, 16 of the update, and the end of the rollout or of an episode, where the trajectory is cut.
-    assert 32 < counter.n_observations <= 34
+    assert counter.n_observations == 16 + 16
