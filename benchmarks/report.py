@@ -41,6 +41,7 @@ DOCS = ROOT / "docs"
 #: Names of the pages of `docs` with places to fill
 TABLES_ON = (
     "benchmark", "benchmark_details", "when_groups_win", "from_trl", "speed", "zoo", "diagnostics", "sparse_rewards",
+    "images_and_gpus",
 )  # fmt: skip
 PAGES = (
     ROOT / "README.md",
@@ -94,6 +95,8 @@ DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name
 RACE = {"GRPO": [OURS], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
 #: What GRPO is compared with at a million steps
 MILLION_RIVALS = {**EARLIER, **{name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}}
+#: What GRPO is compared with on boards
+BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"], "PPO, Atari's settings": ["ppo, boards, Atari's settings"]}
 #: Which starts are repeated
 REPEATED, FRESH = "starts, repeated", "starts, fresh"
 CHOICES = {
@@ -117,7 +120,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     groups = {name: Suite("proof", results, envs=envs) for name, envs in GROUPS.items()}
     groups["others"] = Suite("proof", results, envs=set(proof.timesteps) - set(GROUPS["inputs"]))
     ours = {"GRPO": [OURS]}
-    starts = Suite("starts", results)
+    starts, boards, bodies = (Suite(name, results) for name in ("starts", "minatar", "large_bodies"))
     return {
         "claim": lambda: claims(proof, CLAIMS),
         "short_claim": lambda: claims(proof, IN_README),
@@ -137,6 +140,10 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "million_area": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "auc"),
         "million_outcomes": lambda: outcomes_table(million, OURS, MILLION_RIVALS),
         "million_seconds": lambda: seconds.environments_table(million, OURS, MILLION_RIVALS),
+        "large_bodies": lambda: environments_table(bodies, {**ours, "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),
+        "boards_evaluation": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "eval_mean"),
+        "boards_area": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "auc"),
+        "boards_summary": lambda: summary_table(boards, OURS, BOARD_RIVALS),
         "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
         "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),

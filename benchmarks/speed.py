@@ -3,7 +3,7 @@ Measure speed and memory on one core.
 
     python -m benchmarks.speed              # GRPO, SB3's PPO and sbx's PPO in turns, about eight minutes
     python -m benchmarks.speed profile      # the time of GRPO's training by part
-    python -m benchmarks.speed memory       # peak memory on images
+    python -m benchmarks.speed images       # steps per second and peak memory on images; --device cuda for a GPU
     python -m benchmarks.speed turns        # seconds per step of the arms of a suite
 
 - Without a word: all have GRPO's default settings: rollouts of 1024 transitions with discrete actions and of 2048 with
@@ -13,7 +13,8 @@ Measure speed and memory on one core.
   does not count. The bare environment is a `DummyVecEnv` with `Monitor` that takes random actions: nobody who steps it can be
   faster. sbx's PPO, on JAX, takes part where it is installed (`pip install sbx-rl`).
 - `profile`: stopwatches around the parts of GRPO's training, whose overhead is in the figures.
-- `memory`: peak resident memory of GRPO and of PPO, each in a process of its own.
+- `images`: GRPO and PPO take turns, with GRPO's defaults for images. Peak memory is that of a process of its own, and on a GPU
+  that of its tensors there.
 - `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for `benchmarks.seconds`.
 """
 
@@ -68,6 +69,7 @@ class Setting(NamedTuple):
     :param width: Units of each of two hidden layers
     :param n_epochs: Passes over a rollout
     :param rollout: Transitions of a rollout; ``None`` for what GRPO chooses
+    :param device: Device of the policies
     """
 
     env: str = "CartPole-v1"
@@ -76,6 +78,7 @@ class Setting(NamedTuple):
     width: int = 64
     n_epochs: int | None = None
     rollout: int | None = None
+    device: str = "cpu"
 
     def make_env(self) -> VecEnv:
         """:return: The environments, seeded"""
@@ -84,11 +87,12 @@ class Setting(NamedTuple):
 
 
 SETTINGS = [
-    Setting(env, **options)
+    Setting(env, **options)  # type: ignore[arg-type]
     for options in ({}, dict(batch_size=256), dict(width=256), dict(n_envs=1), dict(n_envs=64))
     for env in ("CartPole-v1", "HalfCheetah-v5")
 ]
-IMAGES = Setting(env="image", batch_size=256, n_epochs=1, rollout=1024)
+IMAGE_ROLLOUT = 1024
+IMAGES = Setting(env="image", batch_size=256, n_epochs=1, rollout=IMAGE_ROLLOUT)
 
 
 def make_grpo(setting: Setting) -> GRPO:
@@ -98,7 +102,7 @@ def make_grpo(setting: Setting) -> GRPO:
     """
     named = {name: getattr(setting, name) for name in ("batch_size", "n_epochs") if getattr(setting, name) is not None}
     n_steps = None if setting.rollout is None else setting.rollout // setting.n_envs
-    common: dict[str, Any] = dict(n_steps=n_steps, seed=0, device="cpu", **named)
+    common: dict[str, Any] = dict(n_steps=n_steps, seed=0, device=setting.device, **named)
     if setting.env == "image":  # SB3's images are random, whatever the seed
         return GRPO("CnnPolicy", setting.make_env(), share_starts=False, **common)
     return GRPO("MlpPolicy", setting.make_env(), policy_kwargs=dict(net_arch=[setting.width] * 2), **common)
@@ -112,7 +116,8 @@ def make_rival(algorithm: type[OnPolicyAlgorithm], setting: Setting) -> OnPolicy
     """
     grpo = make_grpo(setting)
     same = {name: getattr(grpo, name) for name in ("n_steps", "batch_size", "n_epochs", "gae_lambda", "policy_kwargs")}
-    return algorithm("CnnPolicy" if setting.env == "image" else "MlpPolicy", setting.make_env(), seed=0, device="cpu", **same)
+    policy = "CnnPolicy" if setting.env == "image" else "MlpPolicy"
+    return algorithm(policy, setting.make_env(), seed=0, device=setting.device, **same)
 
 
 def training(model: BaseAlgorithm, timesteps: int) -> Callable[[], object]:
@@ -226,12 +231,14 @@ def peak_memory(algorithm: str, setting: Setting, rollouts: int) -> float:
     :param algorithm: ``"GRPO"`` or ``"PPO"``
     :param setting: Setting of the comparison
     :param rollouts: Rollouts to train on
-    :return: Highest resident memory of the process, in MB
+    :return: Highest resident memory of the process, or of its tensors on a GPU, in MB
     """
     th.set_num_threads(1)
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of the process that it was made from
     model = make_grpo(setting) if algorithm == "GRPO" else make_rival(PPO, setting)
     model.learn(rollouts * model.n_steps * setting.n_envs)
+    if setting.device != "cpu":
+        return th.cuda.max_memory_allocated() / 1e6
     [line] = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024 / 1e6
 
@@ -250,12 +257,19 @@ def compare_memory(setting: Setting, rollouts: int) -> dict[str, float]:
     return memory
 
 
-def memory(args: argparse.Namespace) -> None:
+def images(args: argparse.Namespace) -> None:
     """
     :param args: Command line
     """
-    for algorithm, peak in compare_memory(IMAGES, args.rollouts).items():
-        print(f"{algorithm:<5} peak {peak:7.1f} MB")
+    rows = []
+    for batch_size in (64, 256):
+        setting = IMAGES._replace(batch_size=batch_size, n_epochs=None, device=args.device)
+        models = {"GRPO": make_grpo(setting), "PPO": make_rival(PPO, setting)}
+        turns = take_turns({name: training(model, IMAGE_ROLLOUT) for name, model in models.items()}, args.rounds)
+        peaks = compare_memory(setting, rollouts=2)
+        rates = {name: f"{IMAGE_ROLLOUT / np.median(turns[name]):.0f} steps/s, {peaks[name]:.0f} MB" for name in ALGORITHMS}
+        rows.append([str(batch_size), *rates.values(), f"{np.median(turns['PPO'] / turns['GRPO']):.2f}"])
+    print(markdown_table(["minibatch", *ALGORITHMS, "ratio of rates"], rows))
 
 
 def turns_of(runs: list[Run]) -> list[dict[str, Any]]:
@@ -310,10 +324,11 @@ def main() -> None:
     parser.set_defaults(command=comparison)
     parser.add_argument("--rounds", type=int, default=7, help="turns of each algorithm")
     commands = parser.add_subparsers()
-    for command in (profile, memory, turns):
+    for command in (profile, images, turns):
         commands.add_parser(command.__name__, parents=[common]).set_defaults(command=command)
-    for name, n_rollouts in (("profile", 20), ("memory", 2)):
-        commands.choices[name].add_argument("--rollouts", type=int, default=n_rollouts)
+    commands.choices["profile"].add_argument("--rollouts", type=int, default=20)
+    commands.choices["images"].add_argument("--device", default="cpu", help="cpu or cuda")
+    commands.choices["images"].add_argument("--rounds", type=int, default=5, help="turns of each algorithm")
     commands.choices["turns"].add_argument("--suite", default="proof")
     commands.choices["turns"].add_argument("--arms", nargs="+", default=[], metavar="ARM")
     commands.choices["turns"].add_argument("--dry-run", action="store_true", help="print what would be measured")

@@ -59,7 +59,7 @@ def keys(*arrays: Any) -> list[tuple[float, ...]]:
     return [(trajectory, *row) for trajectory, row in zip(*(array.tolist() for array in arrays), strict=True)]
 
 
-@pytest.mark.parametrize("at", [1, 70, 150])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 70, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_worker_that_dies_changes_nothing(at: int, undisturbed: dict[str, th.Tensor], tmp_path: pathlib.Path):
     env = ray_env(faulty=3, fault="dies", marker=str(tmp_path / "marker"), at=at)
     pids, account = env.worker_pids, Account()
@@ -81,6 +81,7 @@ def test_a_worker_that_dies_between_rollouts_changes_nothing(undisturbed: dict[s
     env.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_replaces_another_changes_nothing(
     undisturbed: dict[str, th.Tensor], tmp_path: pathlib.Path
 ):
@@ -178,6 +179,7 @@ def test_environments_that_do_not_repeat_themselves_begin_new_episodes(tmp_path:
     env.close()
 
 
+@pytest.mark.slow
 def test_environments_without_seeds_begin_new_episodes(tmp_path: pathlib.Path):
     env = ray_env(faulty=2, fault="dies", marker=str(tmp_path / "marker"), at=100)
     with pytest.warns(UserWarning, match="were reset with a seed. All environments begin new episodes"):
@@ -282,7 +284,7 @@ def test_nobody_steps_from_an_episode_that_was_lost():
     env.close()
 
 
-@pytest.mark.parametrize("max_replay", [10_000, -1], ids=["brought-back", "reset"])
+@pytest.mark.parametrize("max_replay", [pytest.param(10_000, marks=pytest.mark.slow), -1], ids=["brought-back", "reset"])
 def test_a_worker_that_dies_again_and_again_is_given_up(max_replay: int):
     env = ray_env(faulty=3, fault="dies", at=10)
     env.max_retries, env.max_replay = 1, max_replay
