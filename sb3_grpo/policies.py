@@ -31,12 +31,12 @@ from torch import nn
 from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.masks import masked_logits
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
-from sb3_grpo.observations import space_parts, take_observations, with_axes
+from sb3_grpo.observations import map_observations, space_parts, take_observations, with_axes
 from sb3_grpo.validation import require_between, require_bool, require_positive
 
 #: Largest number of observations that are encoded at a time, and about how many numbers they may have.
 ENCODING_BATCH = 1024
-ENCODING_NUMBERS = 2**22
+ENCODING_NUMBERS = 2**21
 
 #: Smallest height and width of pictures that SB3's ``NatureCNN`` takes.
 NATURE_CNN_SIZE = 36
@@ -317,6 +317,8 @@ class ActorPolicy(BasePolicy):
         """
         obs = with_axes(obs, self.observation_space)
         obs = obs if self.normalizer is None else self.normalizer(obs)
+        if self.training:
+            obs = map_observations(_channels_innermost, obs)
         return super().extract_features(obs, self.features_extractor if features_extractor is None else features_extractor)
 
     # --- acting -------------------------------------------------------------------------------------------------------
@@ -481,6 +483,16 @@ class MultiInputActorPolicy(ActorPolicy):
     """:class:`ActorPolicy` for ``Dict`` observations: the default features extractor is ``CombinedExtractor``."""
 
     default_features_extractor_class = CombinedExtractor
+
+
+def _channels_innermost(observations: th.Tensor) -> th.Tensor:
+    """
+    :return: The same observations. Images have the memory format in which the gradient of a convolution takes a quarter less
+        time on a CPU, and which a GPU would make of them
+    """
+    if observations.dim() != 4 or observations.device.type not in ("cpu", "cuda"):
+        return observations
+    return observations.contiguous(memory_format=th.channels_last)
 
 
 def plain_name(name: str) -> str:

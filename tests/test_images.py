@@ -9,6 +9,7 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from helpers import CHW, HWC, VECTOR, AnyEnv
+from stable_baselines3.common.atari_wrappers import EpisodicLifeEnv
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.torch_layers import NatureCNN
@@ -176,4 +177,33 @@ def test_the_baseline_encodes_large_pictures_a_few_at_a_time():
     policy, sizes = CnnPolicy(space, spaces.Discrete(2), lambda _: 1e-3), []
     policy.features_extractor.register_forward_hook(lambda _, given, output: sizes.append(len(given[0])))
     features = policy.encode(np.zeros((80, *space.shape), np.uint8))
-    assert features.shape == (80, 512) and sum(sizes) == 80 and max(sizes) * 3 * 200 * 200 <= 2**22
+    assert features.shape == (80, 512) and sum(sizes) == 80 and max(sizes) * 3 * 200 * 200 <= 2**21
+
+
+class Lives(gym.Env):
+    """A game of two lives, of three steps each."""
+
+    observation_space, action_space = VECTOR, spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.time, self.start = 0, self.np_random.uniform(-1.0, 1.0, 3).astype(np.float32)
+        self.ale = self  # SB3's wrapper asks it for the number of lives
+        return self.start, {}
+
+    def lives(self) -> int:
+        return 2 - self.time // 3
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.time += 1
+        return self.start, 1.0, self.time == 6, False, {}
+
+
+@pytest.mark.parametrize("lives_are_episodes", [True, False])
+def test_starts_are_shared_unless_an_episode_is_a_life(lives_are_episodes: bool, recwarn: pytest.WarningsRecorder):
+    wrapper = EpisodicLifeEnv if lives_are_episodes else None
+    model = GRPO("MlpPolicy", make_vec_env(Lives, 4, wrapper_class=wrapper), n_steps=16, seed=0, device="cpu").learn(128)
+    assert model._seeded_env is not None and model._seeded_env.share_starts is not lives_are_episodes
+    assert not [str(each.message) for each in recwarn if "start" in str(each.message)]
+    lengths = {episode["l"] for episode in model.ep_info_buffer or ()}
+    assert lengths == {6}  # Monitor is inside, and counts games

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from stable_baselines3.common.atari_wrappers import EpisodicLifeEnv
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
@@ -40,7 +41,7 @@ class SeededVecEnv:
         self.ledger = ledger
         self.wants_shared_starts = share_starts
         #: Whether the members of a group share their start.
-        self.share_starts = share_starts and self.adapter.takes_seeds
+        self.share_starts = share_starts and self.adapter.takes_seeds and not _goes_on_after_a_lost_life(self.venv)
         #: Number of starts whose first observation differed from that of their group's first member.
         self.mismatches = 0
         #: Number of transitions before the present rollout, for messages.
@@ -54,7 +55,7 @@ class SeededVecEnv:
         self._lists: tuple[Any, Any] = (None, None)
         self._seeds_apart: Any = None
         self._warned: set[str] = set()
-        if share_starts and not self.share_starts:
+        if share_starts and not self.adapter.takes_seeds:
             remedy = "To share starts, define `reset_envs(env_indices, seeds)` in the class, which resets these environments "
             remedy += "and no others, and returns their observations and their infos."
             reason = getattr(self.venv, "unseeded_because", None)
@@ -218,7 +219,7 @@ class SeededVecEnv:
                     "`reset(seed=...)` with the same seed returned different observations, so the members of a group do not "
                     "share their start. In the environment and in each of its wrappers, call `super().reset(seed=seed)` first "
                     "and draw random numbers only from `self.np_random`. Or pass share_starts=False to GRPO, for example with "
-                    "a wrapper that does not reset at every end of an episode (Atari's `EpisodicLifeEnv`)."
+                    "a wrapper that does not reset at every end of an episode."
                 )
 
     def _env_name(self, env_idx: int) -> str:
@@ -237,3 +238,11 @@ class SeededVecEnv:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def _goes_on_after_a_lost_life(venv: VecEnv) -> bool:
+    """:return: Whether most episodes begin where a life was lost, so that a seed cannot say where"""
+    try:
+        return any(venv.env_is_wrapped(EpisodicLifeEnv))
+    except Exception:  # the methods of a simulator may do anything
+        return False
