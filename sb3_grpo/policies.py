@@ -16,7 +16,7 @@ from stable_baselines3.common.distributions import (
     make_proba_distribution,
 )
 from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.preprocessing import get_action_dim, get_flattened_obs_dim
+from stable_baselines3.common.preprocessing import get_action_dim, get_flattened_obs_dim, is_image_space
 from stable_baselines3.common.torch_layers import (
     BaseFeaturesExtractor,
     CombinedExtractor,
@@ -31,7 +31,7 @@ from torch import nn
 from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.masks import masked_logits
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
-from sb3_grpo.observations import map_observations, space_parts, take_observations, with_axes
+from sb3_grpo.observations import space_parts, take_observations, with_axes
 from sb3_grpo.validation import require_between, require_bool, require_positive
 
 #: Largest number of observations that are encoded at a time, and about how many numbers they may have.
@@ -318,7 +318,7 @@ class ActorPolicy(BasePolicy):
         obs = with_axes(obs, self.observation_space)
         obs = obs if self.normalizer is None else self.normalizer(obs)
         if self.training:
-            obs = map_observations(_channels_innermost, obs)
+            obs = _channels_innermost(obs, self.observation_space)
         return super().extract_features(obs, self.features_extractor if features_extractor is None else features_extractor)
 
     # --- acting -------------------------------------------------------------------------------------------------------
@@ -485,14 +485,17 @@ class MultiInputActorPolicy(ActorPolicy):
     default_features_extractor_class = CombinedExtractor
 
 
-def _channels_innermost(observations: th.Tensor) -> th.Tensor:
+def _channels_innermost(observations: Any, space: spaces.Space) -> Any:
     """
-    :return: The same observations. Images have the memory format in which the gradient of a convolution takes a quarter less
-        time on a CPU, and which a GPU would make of them
+    :return: The same observations. Images with the channels first have the memory format in which the gradient of a
+        convolution takes a quarter less time on a CPU, and which a GPU would make of them
     """
-    if observations.dim() != 4 or observations.device.type not in ("cpu", "cuda"):
-        return observations
-    return observations.contiguous(memory_format=th.channels_last)
+    shapes = {name: part.shape or () for name, part in space_parts(space).items() if is_image_space(part)}
+    images = [name for name, shape in shapes.items() if shape[0] < shape[-1]]
+    if isinstance(observations, dict):
+        changed = {name: observations[name].contiguous(memory_format=th.channels_last) for name in images}
+        return {**observations, **changed} if changed else observations
+    return observations.contiguous(memory_format=th.channels_last) if images else observations
 
 
 def plain_name(name: str) -> str:

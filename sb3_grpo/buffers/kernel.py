@@ -294,6 +294,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return covered if len(covered) <= MAX_INPUTS else False
 
     def get_state(self) -> dict[str, Any]:
+        extractor = self._saved_extractor
+        if self._extractor is not None:
+            extractor = {name: weights.cpu() for name, weights in self._extractor.state_dict().items()}
         return {
             "baseline": self.baseline.get_state(),
             "longest": self._longest,
@@ -301,7 +304,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             "time_unit": self._fixed_time_unit,
             "options": self._options_of_features(),
             "relative": None if self.relative_term is None else self.relative_term.get_state(),
-            "extractor": self._saved_extractor if self._extractor is None else self._extractor.state_dict(),
+            "extractor": extractor,
         }
 
     def _options_of_features(self) -> dict[str, Any]:
