@@ -96,7 +96,7 @@ RACE = {"GRPO": [OURS], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3"
 #: What GRPO is compared with at a million steps
 MILLION_RIVALS = {**EARLIER, **{name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}}
 #: What GRPO is compared with on boards
-BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"], "PPO, Atari's settings": ["ppo, boards, Atari's settings"]}
+BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
 #: Which starts are repeated
 REPEATED, FRESH = "starts, repeated", "starts, fresh"
 CHOICES = {
