@@ -1,6 +1,7 @@
 """Observations that the policy standardises itself."""
 
 import pathlib
+from copy import deepcopy
 from typing import Any
 
 import gymnasium as gym
@@ -209,18 +210,25 @@ class Camera(gym.Env):
         return self._observe(), 1.0, bool(self.np_random.random() < 0.1), False, {}
 
 
-def test_the_first_fit_sees_the_features_of_the_policy_that_is_updated(monkeypatch: pytest.MonkeyPatch):
+def test_the_first_fit_sees_the_features_of_the_policy_and_later_fits_keep_to_this_network(
+    monkeypatch: pytest.MonkeyPatch,
+):
     model = GRPO("MultiInputPolicy", make_vec_env(Camera, 2, seed=0), n_steps=16, batch_size=16, seed=0, device="cpu")
     observe, differences = KernelBaseline.observe, []
+    first: list[Any] = []
 
     def watched(self: KernelBaseline, inputs: np.ndarray, *rest: Any) -> None:
         rollout = model.rollout_buffer._flatten(16)
-        differences.append(np.abs(inputs - model.policy.encode(rollout.observations)).max())
+        if not first:
+            first.append(deepcopy(model.policy.features_extractor))
+        by = (model.policy.encode(rollout.observations, extractor) for extractor in (first[0], None))
+        differences.append([np.abs(inputs - features).max() for features in by])
         observe(self, inputs, *rest)
 
     monkeypatch.setattr(KernelBaseline, "observe", watched)
     model.learn(64)
-    assert len(differences) == 2 and max(differences) < 1e-4
+    (first_by_copy, first_by_policy), (by_copy, by_policy) = differences
+    assert max(first_by_copy, first_by_policy, by_copy) < 1e-4 and by_policy > 1e-2
 
 
 def final_weights(wrapper: Any, **kwargs: Any) -> np.ndarray:
