@@ -10,6 +10,14 @@ from torch import nn
 KERNEL_SIZE = 3
 
 
+def has_channels_first(shape: tuple[int, ...]) -> bool:
+    """
+    :param shape: Shape of a picture, three axes
+    :return: Whether the first axis is the shortest, which SB3 makes of that of an image's channels
+    """
+    return int(np.argmin(shape[::-1])) == 2
+
+
 class SmallCNN(BaseFeaturesExtractor):
     """
     One convolution and one linear layer, for boards and small images. It is the network of MinAtar's paper (Young & Tian 2019,
@@ -28,7 +36,7 @@ class SmallCNN(BaseFeaturesExtractor):
         shape = observation_space.shape or ()
         if len(shape) != 3:
             raise ValueError(f"`SmallCNN` is for pictures with channels, three axes in all, not for {observation_space}.")
-        self.channels_first = int(np.argmin(shape[::-1])) == 2
+        self.channels_first = has_channels_first(shape)
         n_inputs, height, width = shape if self.channels_first else (shape[2], *shape[:2])
         if min(height, width) < KERNEL_SIZE:
             raise ValueError(

@@ -43,7 +43,7 @@ from sb3_grpo.settings import (
     warn_without_vec_normalize,
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
-from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error
+from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error, unchecked_distributions
 from sb3_grpo.validation import check_environment, check_registered
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
@@ -486,7 +486,7 @@ class GRPO(PersistentAlgorithm):
     def _update(self) -> None:
         self.policy.set_training_mode(True)
         objective = self._objective()
-        with rolled_back_on_error(self.policy, self.kl_penalty):
+        with rolled_back_on_error(self.policy, self.kl_penalty), unchecked_distributions():
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
             if self.update_rule == "natural":

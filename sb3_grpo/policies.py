@@ -28,7 +28,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
-from sb3_grpo.extractors import SmallCNN
+from sb3_grpo.extractors import SmallCNN, has_channels_first
 from sb3_grpo.masks import masked_logits
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 from sb3_grpo.observations import space_parts, take_observations, with_axes
@@ -491,7 +491,7 @@ def _channels_innermost(observations: Any, space: spaces.Space) -> Any:
         convolution takes a quarter less time on a CPU, and which a GPU would make of them
     """
     shapes = {name: part.shape or () for name, part in space_parts(space).items() if is_image_space(part)}
-    images = [name for name, shape in shapes.items() if shape[0] < shape[-1]]
+    images = [name for name, shape in shapes.items() if has_channels_first(shape)]
     if isinstance(observations, dict):
         changed = {name: observations[name].contiguous(memory_format=th.channels_last) for name in images}
         return {**observations, **changed} if changed else observations

@@ -67,8 +67,7 @@ class Objective:
         update = self._update(policy, rollout_buffer, max_kl)
         epochs: list[Epoch] = []
         for _ in range(n_epochs):
-            with unchecked_distributions():
-                epoch, approx_kl = update.take_epoch(batch_size)
+            epoch, approx_kl = update.take_epoch(batch_size)
             epochs.append(epoch)
             if approx_kl > max_kl:
                 return Steps(epochs, excessive_kl=approx_kl)
@@ -87,10 +86,9 @@ class Objective:
         update = replace(self, clip_range=NO_CLIPPING)._update(policy, rollout_buffer)
         epochs, natural = [], []
         for _ in range(n_steps):
-            with unchecked_distributions():
-                natural.append(natural_step(update, limit))
-                if not natural[-1].is_accepted:
-                    update.loss()  # the metrics are those of the weights that stay
+            natural.append(natural_step(update, limit))
+            if not natural[-1].is_accepted:
+                update.loss()  # the metrics are those of the weights that stay
             epochs.append(update.epoch()._replace(n_steps=1.0, grad_norm=natural[-1].grad_norm))
         return Steps(epochs, natural=natural)
 
