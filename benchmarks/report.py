@@ -99,12 +99,9 @@ MILLION_RIVALS = {**EARLIER, **{name: CRITICS[name] for name in ("PPO, our setti
 BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
 #: Which starts are repeated
 REPEATED, FRESH = "starts, repeated", "starts, fresh"
-CHOICES = {
-    "fresh starts only": [FRESH],
-    "repeats at random": ["starts, repeated at random"],
-    "repeats by advantage": ["starts, repeated by advantage"],
-    "PPO": ["starts, ppo"],
-}
+REPEATS = {"repeats": [REPEATED], "fresh starts only": [FRESH]}
+STARTS_RIVALS = {"PPO": ["starts, ppo"]}
+RULES = {"repeats at random": ["starts, repeated at random"], "repeats by advantage": ["starts, repeated by advantage"]}
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
 UNITS = {"GRPO": [FIRST], "PPO": ["ppo, defaults"]}
@@ -120,7 +117,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     groups = {name: Suite("proof", results, envs=envs) for name, envs in GROUPS.items()}
     groups["others"] = Suite("proof", results, envs=set(proof.timesteps) - set(GROUPS["inputs"]))
     ours = {"GRPO": [OURS]}
-    starts, boards, bodies = (Suite(name, results) for name in ("starts", "minatar", "large_bodies"))
+    starts, rules, boards, bodies = (Suite(name, results) for name in ("starts", "starts_rules", "minatar", "large_bodies"))
     return {
         "claim": lambda: claims(proof, CLAIMS),
         "short_claim": lambda: claims(proof, IN_README),
@@ -159,15 +156,15 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "variance_removed": lambda: variance_table(groups["inputs"], FIRST),
         "starts_claim": lambda: listed(
             [
-                *(
-                    claim(starts, REPEATED, CHOICES[name], f"Against {name}, repeats are")
-                    for name in starts.with_runs(CHOICES)
-                ),
-                claim(starts, FRESH, CHOICES["PPO"], "Against PPO, GRPO with fresh starts only is"),
+                claim(starts, REPEATED, [FRESH], "Against fresh starts only, repeats are"),
+                claim(starts, REPEATED, STARTS_RIVALS["PPO"], "Against PPO, repeats are"),
+                claim(starts, FRESH, STARTS_RIVALS["PPO"], "Against PPO, GRPO with fresh starts only is"),
             ]
         ),
-        "starts_area": lambda: environments_table(starts, {"repeats": [REPEATED], **CHOICES}, "auc"),
-        "starts_evaluation": lambda: environments_table(starts, {"repeats": [REPEATED], **CHOICES}, "eval_mean"),
+        "starts_area": lambda: environments_table(starts, {**REPEATS, **STARTS_RIVALS}, "auc"),
+        "starts_evaluation": lambda: environments_table(starts, {**REPEATS, **STARTS_RIVALS}, "eval_mean"),
+        "rules_claim": lambda: listed([claim(rules, REPEATED, arms, f"Against {name}, they are") for name, arms in RULES.items()]),
+        "rules_area": lambda: environments_table(rules, {**REPEATS, **RULES}, "auc"),
         "starts_harm": lambda: environments_table(
             Suite("starts_harm", results), {"repeats": ["default, repeats"], "fresh starts only": [FIRST]}, "auc"
         ),
