@@ -143,6 +143,7 @@ def short_name(env: str) -> str:
     return (
         env.removeprefix("sb3_grpo/")
         .removeprefix("MiniGrid-")
+        .removeprefix("MinAtar/")
         .rpartition("-")[0]
         .replace("MountainCarContinuous", "MountainCarCont.")
     )

@@ -2,23 +2,31 @@
 What the logged metrics of healthy runs are: trains with the default settings and writes `results/metrics.csv`.
 
     python -m benchmarks.metrics               # about six minutes
-    python -m benchmarks.report                # the table in docs/diagnostics.md
+    python -m benchmarks.metrics boards        # about eight minutes: what the value estimate explains on MinAtar's boards
+    python -m benchmarks.report                # the table in docs/diagnostics.md, the figure in docs/images_and_gpus.md
 
-For each metric and environment, the value of the first update, and the quantiles of 5% and 95% over all updates.
+For each metric and environment, the value of the first update, and the quantiles of 5% and 95% over all updates; on boards,
+`results/board_fits.csv` has means over twentieths of the training.
 """
 
 import argparse
 import csv
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch as th
+from minatar.gym import register_envs as register_minatar
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
 from tqdm import tqdm
 
+from benchmarks.figures import short_name
 from benchmarks.results import RESULTS
+from benchmarks.statistics import Curve
 from benchmarks.tables import markdown_table
 from sb3_grpo import GRPO
 
@@ -31,6 +39,12 @@ RUNS = {
     "sb3_grpo/LoadBalancing-v0": 200_000,
 }
 FIELDS = ("env", "metric", "first", "low", "high")
+#: Of the run on boards
+BOARDS_CSV = RESULTS / "board_fits.csv"
+BOARDS = {f"MinAtar/{game}-v1": 200_000 for game in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")}
+#: What is recorded there, by its meaning
+FITS = {"explained variance": "train/explained_variance", "share of variance removed": "train/baseline_variance_reduction"}
+N_PARTS = 20
 #: Metrics that say how long a run has been, or that only have a meaning in the units of a task
 LEFT_OUT = (
     "time/",
@@ -43,14 +57,15 @@ LEFT_OUT = (
 )
 
 
-def logged(env_id: str, timesteps: int) -> pd.DataFrame:
+def logged(env_id: str, timesteps: int, policy: str = "MlpPolicy") -> pd.DataFrame:
     """
     :param env_id: Environment
     :param timesteps: Steps of training
+    :param policy: Name of the policy
     :return: One row per update, one column per metric
     """
     with tempfile.TemporaryDirectory() as folder:
-        model = GRPO("MlpPolicy", make_vec_env(env_id, n_envs=8), seed=0, device="cpu")
+        model = GRPO(policy, make_vec_env(env_id, n_envs=8), seed=0, device="cpu")
         model.set_logger(configure(folder, ["csv"]))
         model.learn(timesteps)
         return pd.read_csv(Path(folder, "progress.csv"))
@@ -84,16 +99,52 @@ def table(rows: list[dict[str, str]]) -> str:
     return markdown_table(header, [[f"`{metric}`", *(cells.get((metric, env), "") for env in envs)] for metric in metrics])
 
 
+def fits(log: pd.DataFrame) -> Iterable[tuple[int, list[float]]]:
+    """
+    :param log: One row per update
+    :return: For each part of the training its last step, and the means of :data:`FITS`
+    """
+    for part in np.array_split(np.arange(len(log)), N_PARTS):
+        yield int(log["time/total_timesteps"].iloc[part[-1]]), [float(log[name].iloc[part].mean()) for name in FITS.values()]
+
+
+def fit_curves(rows: list[dict[str, str]]) -> dict[str, dict[str, Curve]]:
+    """
+    :param rows: Rows of :data:`BOARDS_CSV`
+    :return: For each of :data:`FITS` and environment, by its short name, the values along one training, without an interval
+    """
+    envs = dict.fromkeys(row["env"] for row in rows)
+    values = {(name, env): np.array([float(row[name]) for row in rows if row["env"] == env]) for name in FITS for env in envs}
+    return {name: {short_name(env): Curve(*3 * [values[name, env]]) for env in envs} for name in FITS}
+
+
+def write(path: Path, fields: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
+    """
+    :param path: CSV to write
+    :param fields: Names of its columns
+    :param lines: Lines of values, of which numbers are rounded to four digits
+    """
+    with path.open("w", newline="") as file:
+        rounded = ([f"{value:.4g}" if isinstance(value, float) else value for value in line] for line in lines)
+        csv.writer(file, lineterminator="\n").writerows([fields, *rounded])
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["defaults", "boards"], default="defaults")
     th.set_num_threads(1)
+    if parser.parse_args().what == "boards":
+        register_minatar()
+        logs = {env: logged(env, timesteps, "CnnPolicy") for env, timesteps in tqdm(BOARDS.items(), unit="run")}
+        lines = [[env, step, *means] for env, log in logs.items() for step, means in fits(log)]
+        write(BOARDS_CSV, ["env", "step", *FITS], lines)
+        return
     lines = [
-        [env, metric, *(f"{value:.4g}" for value in values)]
+        [env, metric, *values]
         for env, timesteps in tqdm(RUNS.items(), unit="run")
         for metric, values in ranges(logged(env, timesteps)).items()
     ]
-    with CSV.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([FIELDS, *lines])
+    write(CSV, FIELDS, lines)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ import pathlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from benchmarks import metrics, seconds
-from benchmarks.figures import N_POINTS, draw_curves, draw_profiles, draw_scores
+from benchmarks.figures import N_POINTS, draw_curves, draw_panels, draw_profiles, draw_scores
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
     NO_ROWS,
@@ -163,7 +165,9 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         ),
         "starts_area": lambda: environments_table(starts, {**REPEATS, **STARTS_RIVALS}, "auc"),
         "starts_evaluation": lambda: environments_table(starts, {**REPEATS, **STARTS_RIVALS}, "eval_mean"),
-        "rules_claim": lambda: listed([claim(rules, REPEATED, arms, f"Against {name}, they are") for name, arms in RULES.items()]),
+        "rules_claim": lambda: listed(
+            [claim(rules, REPEATED, arms, f"Against {name}, they are") for name, arms in RULES.items()]
+        ),
         "rules_area": lambda: environments_table(rules, {**REPEATS, **RULES}, "auc"),
         "starts_harm": lambda: environments_table(
             Suite("starts_harm", results), {"repeats": ["default, repeats"], "fresh starts only": [FIRST]}, "auc"
@@ -219,6 +223,12 @@ def draw_figures(results: pathlib.Path, folder: pathlib.Path) -> None:
     draw_scores(curves, folder / "benchmark_scores.svg")
     profiles = {measure: scores_by_arm(proof, DRAWN, column) for column, measure in MEASURES.items()}
     draw_profiles(profiles, folder / "benchmark_profiles.svg")
+    draw_panels(
+        metrics.fit_curves(read_rows(results / metrics.BOARDS_CSV.name)),
+        np.linspace(0.0, 1.0, metrics.N_PARTS + 1)[1:],
+        ("share of the environment steps", "by the value estimate"),
+        folder / "board_fits.svg",
+    )
 
 
 def main() -> None:
