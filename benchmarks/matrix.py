@@ -64,6 +64,7 @@ class Run:
     :param n_episodes: Episodes of the evaluation
     :param entry: Hyperparameters, as in a file of rl-zoo3
     :param is_continuous: Whether actions have a standard deviation
+    :param has_images: Whether observations are images
     """
 
     arm: str
@@ -75,6 +76,7 @@ class Run:
     n_episodes: int
     entry: dict[str, Any] = field(default_factory=dict)
     is_continuous: bool = False
+    has_images: bool = False
 
     def settings_hash(self) -> str:
         """:return: Eight characters that change with whatever determines the outcome, except for seed and versions"""
@@ -82,7 +84,7 @@ class Run:
         if self.algo in RIVALS:
             settings = {**defaults(RIVALS[self.algo]), **settings}
         elif self.algo == "grpo":
-            settings = resolved(settings, self.is_continuous)
+            settings = resolved(settings, self.is_continuous, self.has_images)
             settings["lr_follows_std"] = defaults(ActorPolicy)["lr_follows_std"] and self.is_continuous
             if LR_CONSTANT.search(policy_kwargs := str(settings["policy_kwargs"])):
                 others = LR_CONSTANT.sub("", policy_kwargs)
@@ -118,10 +120,11 @@ def defaults(callable_class: type) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
-def resolved(entry: dict[str, Any], is_continuous: bool) -> dict[str, Any]:
+def resolved(entry: dict[str, Any], is_continuous: bool, has_images: bool) -> dict[str, Any]:
     """
     :param entry: Arguments of GRPO
     :param is_continuous: Whether actions are continuous
+    :param has_images: Whether observations are images
     :return: All arguments of GRPO, with what it chooses for ``None``
     """
     settings = {**defaults(GRPO), **entry}
@@ -135,7 +138,7 @@ def resolved(entry: dict[str, Any], is_continuous: bool) -> dict[str, Any]:
     if settings["gae_lambda"] is None:
         settings["gae_lambda"] = chosen.gae_lambda
     if settings["n_epochs"] is None:
-        settings["n_epochs"] = chosen_n_epochs(settings.get("policy") == "CnnPolicy")
+        settings["n_epochs"] = chosen_n_epochs(has_images)
     if settings["n_steps"] is None:
         settings["n_steps"] = f"{chosen.rollout_size} in all"
     settings["rollout_buffer_kwargs"] = {**chosen.arguments, **evaluated(settings["rollout_buffer_kwargs"])}
@@ -209,8 +212,9 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
         for key, value in (*settings.get("set", {}).items(), *of_suite.items(), *(changes or {}).items()):
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
             entry[key] = {**entry[key], **value} if both_mappings else value
-        is_continuous = "half_range" in matrix["environments"][env]
-        return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry, is_continuous)
+        about = matrix["environments"][env]
+        spaces = "half_range" in about, about.get("images", False)
+        return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry, *spaces)
 
     thresholds = {**{env: about["threshold"] for env, about in matrix["environments"].items()}, **chosen.get("thresholds", {})}
     seeds = {env: chosen.get("seeds_of", {}).get(env, chosen["seeds"]) for env in chosen["timesteps"]}

@@ -78,7 +78,7 @@ def zoo_table(suite: Suite) -> str:
             continue
         entry = runs[0].run.entry
         n_envs = entry.get("n_envs", 1)
-        n_steps = resolved(entry, runs[0].run.is_continuous)["n_steps"]
+        n_steps = resolved(entry, runs[0].run.is_continuous, runs[0].run.has_images)["n_steps"]
         rollout = int(n_steps.split()[0]) if isinstance(n_steps, str) else n_envs * n_steps
         returns, target = suite.column("grpo", env, "eval_mean"), suite.settings["thresholds"][env]
         lines.append([
