@@ -1,7 +1,7 @@
 """
 Record what agents have learned: trains with the default settings and writes `docs/animations/*.webp`.
 
-    python -m benchmarks.animations               # all of them, about six minutes
+    python -m benchmarks.animations               # all of them, about eight minutes
     python -m benchmarks.animations CartPole-v1
 
 Each animation shows the policy before training on the left, and after it on the right, from the same seeds. HalfCheetah needs
@@ -18,8 +18,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch as th
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from minatar.gym import register_envs as register_minatar
 from PIL import Image, ImageDraw
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.env_util import make_vec_env
@@ -33,11 +35,13 @@ RECORDED = {
     "LunarLander-v3": (600_000, 3, 100),
     "HalfCheetah-v5": (300_000, 2, 45),
     "sb3_grpo/LoadBalancing-v0": (200_000, 1, 100),
+    "MinAtar/SpaceInvaders-v1": (200_000, 1, 100),
 }
 #: How to render where the default does not do: the camera of MuJoCo stays behind
 RENDERING: dict[str, dict[str, Any]] = {
     "HalfCheetah-v5": dict(render_mode="rgb_array", camera_name="track", width=480, height=320),
     "sb3_grpo/LoadBalancing-v0": {},
+    "MinAtar/SpaceInvaders-v1": {},
 }
 FRAMES_PER_SECOND = 25
 #: Width of one picture in pixels, and height of the strip with its title
@@ -62,17 +66,38 @@ def draw_queues(env: Any) -> np.ndarray:
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
+def draw_board(env: Any) -> np.ndarray:
+    """
+    :param env: One of MinAtar's games
+    :return: Picture of the board, each channel in a colour of its own, shape ``(height, width, 3)``
+    """
+    board = env.game.state()
+    colours = np.vstack([[0, 0, 0], colormaps["tab10"](np.arange(board.shape[-1]), bytes=True)[:, :3]]).astype(np.uint8)
+    uppermost = np.max(board * np.arange(1, board.shape[-1] + 1), axis=-1)
+    square = np.pad(np.ones((28, 28, 1), dtype=np.uint8), ((1, 1), (1, 1), (0, 0)))
+    return np.kron(colours[uppermost], square)
+
+
+#: How to draw environments that are not rendered
+DRAWING: dict[str, Callable[[Any], np.ndarray]] = {
+    "sb3_grpo/LoadBalancing-v0": draw_queues,
+    "MinAtar/SpaceInvaders-v1": draw_board,
+}
+
+
 def frames(model: BaseAlgorithm, env: gym.Env, seed: int, every: int) -> Iterator[np.ndarray]:
     """
     Act deterministically, episode after episode.
 
     :param model: Whose policy acts
-    :param env: Environment that renders ``rgb_array``; one that renders nothing has to be load balancing
+    :param env: Environment that renders ``rgb_array`` or is one of :data:`DRAWING`
     :param seed: Seed of the first episode
     :param every: Steps from one frame to the next
     :return: Pictures, without end, shape ``(height, width, 3)``
     """
-    draw: Callable[[], Any] = partial(draw_queues, env.unwrapped) if env.render_mode is None else env.render
+    assert env.spec is not None
+    own = DRAWING.get(env.spec.id)
+    draw: Callable[[], Any] = env.render if own is None else partial(own, env.unwrapped)
     while True:
         observation, _ = env.reset(seed=seed)
         done, n_steps, seed = False, 0, seed + 1
@@ -122,10 +147,13 @@ def main() -> None:
     parser.add_argument("envs", nargs="*", default=list(RECORDED), metavar="ENV", help="one of " + ", ".join(RECORDED))
     args = parser.parse_args()
     th.set_num_threads(1)
+    register_minatar()
     FOLDER.mkdir(exist_ok=True)
     for env_id in args.envs:
         timesteps, *cut = RECORDED[env_id]
-        untrained, trained = (GRPO("MlpPolicy", make_vec_env(env_id, n_envs=8, seed=0), seed=0) for _ in range(2))
+        env = make_vec_env(env_id, n_envs=8, seed=0)
+        policy = "MlpPolicy" if len(env.observation_space.shape or ()) == 1 else "CnnPolicy"
+        untrained, trained = GRPO(policy, env, seed=0), GRPO(policy, make_vec_env(env_id, n_envs=8, seed=0), seed=0)
         trained.learn(timesteps, progress_bar=True)
         path = FOLDER / f"{env_id.split('/')[-1].split('-')[0].lower()}.webp"
         record({"before training": untrained, f"after {timesteps:,} steps": trained}, env_id, path, *cut)
