@@ -44,8 +44,8 @@ RENDERING: dict[str, dict[str, Any]] = {
     "MinAtar/SpaceInvaders-v1": {},
 }
 FRAMES_PER_SECOND = 25
-#: Width of one picture in pixels, and height of the strip with its title
-WIDTH, STRIP = 300, 26
+#: Width of one picture in pixels, of the gap between two, and height of the strip with its title
+WIDTH, GAP, STRIP = 300, 6, 26
 #: Seed of the first recorded episode, far from those of training
 SEED = 1_000_000
 
@@ -116,11 +116,11 @@ def side_by_side(pictures: list[np.ndarray], titles: list[str]) -> Image.Image:
     :return: The pictures with their titles
     """
     height = round(WIDTH * pictures[0].shape[0] / pictures[0].shape[1])
-    whole = Image.new("RGB", (WIDTH * len(pictures), height + STRIP), "#444444")
+    whole = Image.new("RGB", ((WIDTH + GAP) * len(pictures) - GAP, height + STRIP), "#444444")
     pen = ImageDraw.Draw(whole)
     for i, (picture, title) in enumerate(zip(pictures, titles, strict=True)):
-        whole.paste(Image.fromarray(picture).resize((WIDTH, height)), (i * WIDTH, STRIP))
-        pen.text((i * WIDTH + WIDTH / 2, STRIP / 2), title, fill="white", font_size=17, anchor="mm")
+        whole.paste(Image.fromarray(picture).resize((WIDTH, height)), (i * (WIDTH + GAP), STRIP))
+        pen.text((i * (WIDTH + GAP) + WIDTH / 2, STRIP / 2), title, fill="white", font_size=17, anchor="mm")
     return whole
 
 
