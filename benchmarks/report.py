@@ -32,6 +32,7 @@ from benchmarks.versus import (
     curves_by_arm,
     environments_table,
     losses_table,
+    outcomes_by_environment,
     outcomes_table,
     scores_by_arm,
     speed_claim,
@@ -96,7 +97,7 @@ DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name
 #: Lines of the figure that has time as its axis
 RACE = {"GRPO": [OURS], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
 #: What GRPO is compared with at a million steps
-MILLION_RIVALS = {**EARLIER, **{name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}}
+MILLION_RIVALS = {name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}
 #: What GRPO is compared with on boards
 BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
 #: Which starts are repeated
@@ -128,7 +129,9 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
         "inputs_summary": lambda: summary_table(groups["inputs"], FIRST, {**CRITICS, **WITHOUT_GROUPS, **DEEPSEEK}),
-        "outcomes": lambda: outcomes_table(proof, OURS, RIVALS),
+        "outcomes_by_environment": lambda: outcomes_by_environment(proof, OURS, CRITICS),
+        "outcomes": lambda: outcomes_table(proof, OURS, CRITICS),
+        "grpo_outcomes": lambda: outcomes_table(proof, OURS, {**EARLIER, **DEEPSEEK}),
         "untouched_outcomes": lambda: outcomes_table(groups["untouched"], OURS, RIVALS),
         "losses": lambda: losses_table(proof, OURS, RIVALS),
         "critics_area": lambda: environments_table(proof, {**ours, **CRITICS}, "auc"),
@@ -139,6 +142,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "million_area": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "auc"),
         "million_outcomes": lambda: outcomes_table(million, OURS, MILLION_RIVALS),
         "million_seconds": lambda: seconds.environments_table(million, OURS, MILLION_RIVALS),
+        "three_million": lambda: environments_table(Suite("three_million", results), ours, "eval_mean"),
         "large_bodies": lambda: environments_table(bodies, {**ours, "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),
         "boards_evaluation": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_area": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "auc"),

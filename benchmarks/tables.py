@@ -5,6 +5,7 @@ The *area* is the mean over the budget of the mean return of the last 20 trainin
 finished runs.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -71,23 +72,21 @@ def variants_table(suite: Suite) -> str:
 
 
 def zoo_table(suite: Suite) -> str:
-    """:return: One line per environment: the threshold, and the returns of the runs"""
+    """:return: One line per environment and arm: the threshold, and the returns of the runs"""
     lines = []
-    for env in suite.timesteps:
-        if not (runs := suite.runs("grpo", env)):
+    for env, (arm, what) in itertools.product(suite.timesteps, {"grpo": "", "now": ", default settings"}.items()):
+        if not (runs := suite.runs(arm, env)):
             continue
-        entry = runs[0].run.entry
-        n_envs = entry.get("n_envs", 1)
-        n_steps = resolved(entry, runs[0].run.is_continuous, runs[0].run.has_images)["n_steps"]
-        rollout = int(n_steps.split()[0]) if isinstance(n_steps, str) else n_envs * n_steps
-        returns, target = suite.column("grpo", env, "eval_mean"), suite.settings["thresholds"][env]
+        run = runs[0].run
+        n_steps = resolved(run.entry, run.is_continuous, run.has_images)["n_steps"]
+        rollout = int(n_steps.split()[0]) if isinstance(n_steps, str) else run.entry.get("n_envs", 1) * n_steps
+        returns, target = suite.column(arm, env, "eval_mean"), suite.settings["thresholds"][env]
         lines.append([
-            env, f"{math.ceil(suite.timesteps[env] / rollout) * rollout:,}", f"{target:g}",
+            f"{env}{what}", f"{math.ceil(suite.timesteps[env] / rollout) * rollout:,}", f"{target:g}",
             f"{(returns >= target).sum()} of {len(returns)}", f"{returns.mean():.1f}",
             ", ".join(f"{run.run.seed}: {value:.1f}" for run, value in zip(runs, returns, strict=True)),
-            f"{np.median(suite.column('grpo', env, 'wall_clock')):.0f}",
         ])  # fmt: skip
-    return markdown_table(("environment", "steps", "threshold", "reached", "mean", "seed: evaluation", "seconds"), lines)
+    return markdown_table(("environment", "steps", "threshold", "reached", "mean", "seed: evaluation"), lines)
 
 
 def comparison_table(rows: list[dict[str, Any]]) -> str:

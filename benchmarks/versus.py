@@ -214,12 +214,38 @@ def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:
     return NO_LOSSES if has_rows and not lines else markdown_table(header, lines)
 
 
+def outcome(difference: Estimate) -> str:
+    """
+    :param difference: Difference of means with its interval
+    :return: ``ahead`` if the interval lies above zero, ``behind`` if it lies below, and ``level`` otherwise
+    """
+    return "ahead" if difference.low > 0 else "behind" if difference.high < 0 else "level"
+
+
+def outcomes_by_environment(suite: Suite, arm: str, rivals: Arms) -> str:
+    """
+    :return: One line per environment, one column per rival: whether the arm is ahead, level or behind by evaluation and, if
+        that is another word, by area. A dash where there are fewer than ``MIN_SEEDS`` seeds, no such rival, or neither is
+        better than random actions
+    """
+    rivals, columns, lines = suite.with_runs(rivals), ("eval_mean", "auc"), []
+    scores = [[paired_scores(suite, arm, arms, column) for column in columns] for arms in rivals.values()]
+    for env in suite.timesteps:
+        cells = []
+        for by_column in scores:
+            pairs = [by_env.get(env) for by_env in by_column]
+            words = [outcome(difference_of_means(*pair)) if pair and len(pair[0]) >= MIN_SEEDS else "-" for pair in pairs]
+            cells.append(" / ".join(dict.fromkeys(words)).replace("behind", "**behind**"))
+        if set(cells) != {"-"}:
+            lines.append([env.removeprefix("sb3_grpo/"), *cells])
+    return markdown_table(["environment", *rivals], lines)
+
+
 def outcomes_table(suite: Suite, arm: str, rivals: Arms) -> str:
     """
     :return: One line per rival and measure: the number of environments in which the arm is ahead, level and behind, and the
-        differences where it is behind. Ahead and behind mean that the interval of the difference of means lies above or below
-        zero. Environments with fewer than ``MIN_SEEDS`` seeds, or in which neither is better than random actions, are not
-        counted
+        differences where it is behind, see :func:`outcome`. Environments with fewer than ``MIN_SEEDS`` seeds, or in which
+        neither is better than random actions, are not counted
     """
     lines: list[list[Any]] = []
     has_rows = False
@@ -229,8 +255,8 @@ def outcomes_table(suite: Suite, arm: str, rivals: Arms) -> str:
             has_rows = has_rows or bool(scores)
             enough = {env: pair for env, pair in scores.items() if len(pair[0]) >= MIN_SEEDS}
             differences = {env.removeprefix("sb3_grpo/"): difference_of_means(*pair) for env, pair in enough.items()}
-            n_ahead = sum(each.low > 0 for each in differences.values())
-            behind = [f"{env} {each}" for env, each in differences.items() if each.high < 0]
+            n_ahead = sum(outcome(each) == "ahead" for each in differences.values())
+            behind = [f"{env} {each}" for env, each in differences.items() if outcome(each) == "behind"]
             if differences:
                 n_level = len(differences) - n_ahead - len(behind)
                 lines.append([name, measure, f"{n_ahead}, {n_level}, {len(behind)}", "<br>".join(behind)])
