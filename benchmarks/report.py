@@ -157,6 +157,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
                 for name, opening in GROUPS_CLAIMS.items()
             ]
         ),
+        "groups_outcomes": lambda: outcomes_by_environment(groups["inputs"], FIRST, {**WITHOUT_GROUPS, **CRITICS}),
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
         "variance_removed": lambda: variance_table(groups["inputs"], FIRST),
