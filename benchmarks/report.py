@@ -98,6 +98,8 @@ DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name
 RACE = {"GRPO": [OURS], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
 #: What GRPO is compared with at a million steps
 MILLION_RIVALS = {name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}
+#: GRPO with the entry of the package's hyperparameter file, where it differs from the default
+ENTRY = {"GRPO, entry of the zoo": ["grpo"]}
 #: What GRPO is compared with on boards
 BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
 #: Which starts are repeated
@@ -138,9 +140,13 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "critics_evaluation": lambda: environments_table(proof, {**ours, **CRITICS}, "eval_mean"),
         "grpo_area": lambda: environments_table(proof, {**ours, **EARLIER, **WITHOUT_GROUPS, **DEEPSEEK}, "auc"),
         "grpo_evaluation": lambda: environments_table(proof, {**ours, **EARLIER, **WITHOUT_GROUPS, **DEEPSEEK}, "eval_mean"),
-        "at_a_million": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "eval_mean"),
-        "million_area": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "auc"),
+        "at_a_million": lambda: environments_table(million, {**ours, **ENTRY, **MILLION_RIVALS}, "eval_mean"),
+        "short_million": lambda: environments_table(
+            million, {**ours, **ENTRY, **{name: arms for name, arms in RACE.items() if name != "GRPO"}}, "eval_mean"
+        ),
+        "million_area": lambda: environments_table(million, {**ours, **ENTRY, **MILLION_RIVALS}, "auc"),
         "million_outcomes": lambda: outcomes_table(million, OURS, MILLION_RIVALS),
+        "entry_outcomes": lambda: outcomes_by_environment(million, "grpo", {"GRPO's default": [OURS], **MILLION_RIVALS}),
         "million_seconds": lambda: seconds.environments_table(million, OURS, MILLION_RIVALS),
         "three_million": lambda: environments_table(Suite("three_million", results), ours, "eval_mean"),
         "large_bodies": lambda: environments_table(bodies, {**ours, "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),

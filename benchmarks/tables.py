@@ -5,7 +5,6 @@ The *area* is the mean over the budget of the mean return of the last 20 trainin
 finished runs.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -72,17 +71,17 @@ def variants_table(suite: Suite) -> str:
 
 
 def zoo_table(suite: Suite) -> str:
-    """:return: One line per environment and arm: the threshold, and the returns of the runs"""
+    """:return: One line per environment: the threshold, and the returns of the runs"""
     lines = []
-    for env, (arm, what) in itertools.product(suite.timesteps, {"grpo": "", "now": ", default settings"}.items()):
-        if not (runs := suite.runs(arm, env)):
+    for env in suite.timesteps:
+        if not (runs := suite.runs("grpo", env)):
             continue
         run = runs[0].run
         n_steps = resolved(run.entry, run.is_continuous, run.has_images)["n_steps"]
         rollout = int(n_steps.split()[0]) if isinstance(n_steps, str) else run.entry.get("n_envs", 1) * n_steps
-        returns, target = suite.column(arm, env, "eval_mean"), suite.settings["thresholds"][env]
+        returns, target = suite.column("grpo", env, "eval_mean"), suite.settings["thresholds"][env]
         lines.append([
-            f"{env}{what}", f"{math.ceil(suite.timesteps[env] / rollout) * rollout:,}", f"{target:g}",
+            env, f"{math.ceil(suite.timesteps[env] / rollout) * rollout:,}", f"{target:g}",
             f"{(returns >= target).sum()} of {len(returns)}", f"{returns.mean():.1f}",
             ", ".join(f"{run.run.seed}: {value:.1f}" for run, value in zip(runs, returns, strict=True)),
         ])  # fmt: skip
