@@ -214,6 +214,11 @@ def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:
     return NO_LOSSES if has_rows and not lines else markdown_table(header, lines)
 
 
+def has_enough_seeds(pair: tuple[np.ndarray, np.ndarray]) -> bool:
+    """:return: Whether both arms have the runs in an environment that a verdict needs"""
+    return min(len(scores) for scores in pair) >= MIN_SEEDS
+
+
 def outcome(difference: Estimate) -> str:
     """
     :param difference: Difference of means with its interval
@@ -234,7 +239,7 @@ def outcomes_by_environment(suite: Suite, arm: str, rivals: Arms) -> str:
         cells = []
         for by_column in scores:
             pairs = [by_env.get(env) for by_env in by_column]
-            words = [outcome(difference_of_means(*pair)) if pair and len(pair[0]) >= MIN_SEEDS else "-" for pair in pairs]
+            words = [outcome(difference_of_means(*pair)) if pair and has_enough_seeds(pair) else "-" for pair in pairs]
             cells.append(" / ".join(dict.fromkeys(words)).replace("behind", "**behind**"))
         if set(cells) != {"-"}:
             lines.append([env.removeprefix("sb3_grpo/"), *cells])
@@ -253,7 +258,7 @@ def outcomes_table(suite: Suite, arm: str, rivals: Arms) -> str:
         for column, measure in MEASURES.items():
             scores = paired_scores(suite, arm, arms, column)
             has_rows = has_rows or bool(scores)
-            enough = {env: pair for env, pair in scores.items() if len(pair[0]) >= MIN_SEEDS}
+            enough = {env: pair for env, pair in scores.items() if has_enough_seeds(pair)}
             differences = {env.removeprefix("sb3_grpo/"): difference_of_means(*pair) for env, pair in enough.items()}
             n_ahead = sum(outcome(each) == "ahead" for each in differences.values())
             behind = [f"{env} {each}" for env, each in differences.items() if outcome(each) == "behind"]

@@ -168,6 +168,24 @@ def test_ahead_and_behind_need_an_interval_on_one_side_of_zero_and_three_seeds(t
     assert [cells(line) for line in lines] == [["PPO", by, "1, 1, 1", behind] for by in ("area", "evaluation")]
 
 
+def test_an_environment_has_the_outcome_by_evaluation_and_then_another_one_by_area(tmp_path: pathlib.Path) -> None:
+    areas = {
+        "grpo": {"CartPole-v1": [20.0, 21.0, 22.0], "Acrobot-v1": [20.0, 25.0, 30.0], "Pendulum-v1": [9.0, 10.0, 11.0]},
+        "ppo": {"CartPole-v1": [30.0, 31.0, 32.0], "Acrobot-v1": [26.0, 27.0, 28.0], "Pendulum-v1": [9.0, 10.0, 11.0]},
+        "ppo-default": {"CartPole-v1": [20.0, 21.0], "Acrobot-v1": [20.0, 25.0, 30.0], "Pendulum-v1": [9.0, 10.0, 11.0]},
+    }
+    areas = {arm: {**each, "MountainCarContinuous-v0": [20.0, 21.0, 22.0]} for arm, each in areas.items()}
+    suite = toy_suite(tmp_path, areas, random=10.0)
+    for finished in suite.runs("ppo", "MountainCarContinuous-v0"):
+        finished.row["eval_mean"] = "15.0"
+    _, _, *lines = versus.outcomes_by_environment(suite, "grpo", {"PPO": ["ppo"], "defaults": ["ppo-default"]}).splitlines()
+    assert [cells(line) for line in lines] == [
+        ["CartPole-v1", "**behind**", "-"],  # too few seeds
+        ["Acrobot-v1", "level", "level"],
+        ["MountainCarContinuous-v0", "ahead / level", "level"],  # nobody learns in Pendulum
+    ]
+
+
 def test_outcomes_wait_for_three_seeds(tmp_path: pathlib.Path) -> None:
     suite = toy_suite(tmp_path, {"grpo": {"CartPole-v1": [20.0, 22.0]}, "ppo": {"CartPole-v1": [30.0, 32.0]}})
     assert versus.outcomes_table(suite, "grpo", {"PPO": ["ppo"]}) == versus.TOO_FEW_SEEDS
