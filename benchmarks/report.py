@@ -174,6 +174,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
                 claim(starts, FRESH, STARTS_RIVALS["PPO"], "Against PPO, GRPO with fresh starts only is"),
             ]
         ),
+        "starts_outcomes": lambda: outcomes_by_environment(starts, REPEATED, {"fresh starts only": [FRESH], **STARTS_RIVALS}),
         "starts_area": lambda: environments_table(starts, {**REPEATS, **STARTS_RIVALS}, "auc"),
         "starts_evaluation": lambda: environments_table(starts, {**REPEATS, **STARTS_RIVALS}, "eval_mean"),
         "rules_claim": lambda: listed(
