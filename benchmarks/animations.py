@@ -21,7 +21,6 @@ import torch as th
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from minatar.gym import register_envs as register_minatar
 from PIL import Image, ImageDraw
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.env_util import make_vec_env
@@ -147,9 +146,12 @@ def main() -> None:
     parser.add_argument("envs", nargs="*", default=list(RECORDED), metavar="ENV", help="one of " + ", ".join(RECORDED))
     args = parser.parse_args()
     th.set_num_threads(1)
-    register_minatar()
     FOLDER.mkdir(exist_ok=True)
     for env_id in args.envs:
+        if env_id.startswith("MinAtar/"):
+            from minatar.gym import register_envs  # not among the packages with which the quickstart runs
+
+            register_envs()
         timesteps, *cut = RECORDED[env_id]
         env = make_vec_env(env_id, n_envs=8, seed=0)
         policy = "MlpPolicy" if len(env.observation_space.shape or ()) == 1 else "CnnPolicy"

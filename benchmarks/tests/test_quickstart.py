@@ -1,6 +1,7 @@
 """The quickstart trains, and prints a screen."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,12 +28,19 @@ def test_the_quickstart_prints_a_screen_with_its_settings_its_result_and_its_fil
         assert f" {tmp_path / name}\n" in printed and (tmp_path / name).is_file()
 
 
+def test_the_quickstart_needs_only_what_make_train_installs():
+    others = ["minatar", "minigrid", "moviepy", "mujoco", "pandas", "ray", "requests", "rl_zoo3", "rliable", "sb3_contrib"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({others})); import benchmarks.quickstart"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_the_animation_shows_that_the_trained_policy_moves(tmp_path: Path):
     model = GRPO("MlpPolicy", "CartPole-v1", seed=0)
     assert quickstart.animation(model, "CartPole-v1", seed=0, path=tmp_path / "film.gif") == str(tmp_path / "film.gif")
     with Image.open(tmp_path / "film.gif") as film:
         frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(film)]
-    assert len(frames) > 50 and frames[0].shape == (226, 600, 3)
+    assert len(frames) > 50 and frames[0].shape == (226, 606, 3)
     assert np.abs(frames[0].astype(int) - frames[5]).max() > 100
 
 
