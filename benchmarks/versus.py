@@ -241,7 +241,7 @@ def outcomes_by_environment(suite: Suite, arm: str, rivals: Arms) -> str:
             pairs = [by_env.get(env) for by_env in by_column]
             words = [outcome(difference_of_means(*pair)) if pair and has_enough_seeds(pair) else "-" for pair in pairs]
             cells.append(" / ".join(dict.fromkeys(words)).replace("behind", "**behind**"))
-        if set(cells) != {"-"}:
+        if set(cells) - {"-"}:
             lines.append([env.removeprefix("sb3_grpo/"), *cells])
     return markdown_table(["environment", *rivals], lines)
 
