@@ -39,8 +39,6 @@ RECORDED = {
 #: How to render where the default does not do: the camera of MuJoCo stays behind
 RENDERING: dict[str, dict[str, Any]] = {
     "HalfCheetah-v5": dict(render_mode="rgb_array", camera_name="track", width=480, height=320),
-    "sb3_grpo/LoadBalancing-v0": {},
-    "MinAtar/SpaceInvaders-v1": {},
 }
 FRAMES_PER_SECOND = 25
 #: Width of one picture in pixels, of the gap between two, and height of the strip with its title
@@ -131,7 +129,8 @@ def record(models: dict[str, BaseAlgorithm], env_id: str, path: Path, every: int
     :param every: Steps from one frame to the next
     :param n_frames: Number of frames
     """
-    envs = [gym.make(env_id, **RENDERING.get(env_id, dict(render_mode="rgb_array"))) for _ in models]
+    rendering = {} if env_id in DRAWING else RENDERING.get(env_id, dict(render_mode="rgb_array"))
+    envs = [gym.make(env_id, **rendering) for _ in models]
     films = [frames(model, env, SEED, every) for model, env in zip(models.values(), envs, strict=True)]
     images = [side_by_side(list(pictures), list(models)) for pictures in islice(zip(*films, strict=True), n_frames)]
     images[0].save(

@@ -25,6 +25,7 @@ from stable_baselines3.common.logger import configure
 from tqdm import tqdm
 
 from benchmarks.figures import short_name
+from benchmarks.matrix import load_matrix
 from benchmarks.results import RESULTS
 from benchmarks.statistics import Curve
 from benchmarks.tables import markdown_table
@@ -41,7 +42,7 @@ RUNS = {
 FIELDS = ("env", "metric", "first", "low", "high")
 #: Of the run on boards
 BOARDS_CSV = RESULTS / "board_fits.csv"
-BOARDS = {f"MinAtar/{game}-v1": 200_000 for game in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")}
+BOARDS: dict[str, int] = load_matrix()["suites"]["minatar"]["timesteps"]
 #: What is recorded there, by its meaning
 FITS = {"explained variance": "train/explained_variance", "share of variance removed": "train/baseline_variance_reduction"}
 N_PARTS = 20

@@ -81,7 +81,6 @@ CLAIMS = {
     "PPO, defaults": "Against PPO with its defaults, it is",
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, it is",
     "TRPO, rl-zoo3": "Against sb3-contrib's TRPO with rl-zoo3's settings, it is",
-    "GRPO, first comparison": "Against itself as it was in the first comparison, it is",
     "GRPO as DeepSeekMath has it": "Against GRPO as DeepSeekMath has it, it is",
 }
 #: Those that the README shows: the baseline alone exchanged, and both as they come
@@ -95,17 +94,17 @@ SHARED_INPUTS = {"GRPO": [FIRST], **WITHOUT_GROUPS, **CRITICS}
 #: Lines of the figure
 DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
 #: Lines of the figure that has time as its axis
-RACE = {"GRPO": [OURS], "PPO, rl-zoo3": CRITICS["PPO, rl-zoo3"], "TRPO, rl-zoo3": CRITICS["TRPO, rl-zoo3"]}
+ZOO_RIVALS = {name: CRITICS[name] for name in ("PPO, rl-zoo3", "TRPO, rl-zoo3")}
+RACE = {"GRPO": [OURS], **ZOO_RIVALS}
 #: What GRPO is compared with at a million steps
-MILLION_RIVALS = {name: CRITICS[name] for name in ("PPO, our settings", *list(RACE)[1:])}
+MILLION_RIVALS = {"PPO, our settings": CRITICS["PPO, our settings"], **ZOO_RIVALS}
 #: GRPO with the entry of the package's hyperparameter file, where it differs from the default
 ENTRY = {"GRPO, entry of the zoo": ["grpo"]}
 #: What GRPO is compared with on boards
 BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
 #: Which starts are repeated
 REPEATED, FRESH = "starts, repeated", "starts, fresh"
-REPEATS = {"repeats": [REPEATED], "fresh starts only": [FRESH]}
-STARTS_RIVALS = {"PPO": ["starts, ppo"]}
+STARTS_RIVALS = {"fresh starts only": [FRESH], "PPO": ["starts, ppo"]}
 RULES = {"repeats at random": ["starts, repeated at random"], "repeats by advantage": ["starts, repeated by advantage"]}
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
@@ -133,7 +132,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "inputs_summary": lambda: summary_table(groups["inputs"], FIRST, {**CRITICS, **WITHOUT_GROUPS, **DEEPSEEK}),
         "outcomes_by_environment": lambda: outcomes_by_environment(proof, OURS, CRITICS),
         "outcomes": lambda: outcomes_table(proof, OURS, CRITICS),
-        "grpo_outcomes": lambda: outcomes_table(proof, OURS, {**EARLIER, **DEEPSEEK}),
+        "deepseek_outcomes": lambda: outcomes_table(proof, OURS, DEEPSEEK),
         "untouched_outcomes": lambda: outcomes_table(groups["untouched"], OURS, RIVALS),
         "losses": lambda: losses_table(proof, OURS, RIVALS),
         "critics_area": lambda: environments_table(proof, {**ours, **CRITICS}, "auc"),
@@ -141,9 +140,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "grpo_area": lambda: environments_table(proof, {**ours, **EARLIER, **WITHOUT_GROUPS, **DEEPSEEK}, "auc"),
         "grpo_evaluation": lambda: environments_table(proof, {**ours, **EARLIER, **WITHOUT_GROUPS, **DEEPSEEK}, "eval_mean"),
         "at_a_million": lambda: environments_table(million, {**ours, **ENTRY, **MILLION_RIVALS}, "eval_mean"),
-        "short_million": lambda: environments_table(
-            million, {**ours, **ENTRY, **{name: arms for name, arms in RACE.items() if name != "GRPO"}}, "eval_mean"
-        ),
+        "short_million": lambda: environments_table(million, {**ours, **ENTRY, **ZOO_RIVALS}, "eval_mean"),
         "million_area": lambda: environments_table(million, {**ours, **ENTRY, **MILLION_RIVALS}, "auc"),
         "million_outcomes": lambda: outcomes_table(million, OURS, MILLION_RIVALS),
         "entry_outcomes": lambda: outcomes_by_environment(million, "grpo", {"GRPO's default": [OURS], **MILLION_RIVALS}),
@@ -169,18 +166,17 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "variance_removed": lambda: variance_table(groups["inputs"], FIRST),
         "starts_claim": lambda: listed(
             [
-                claim(starts, REPEATED, [FRESH], "Against fresh starts only, repeats are"),
-                claim(starts, REPEATED, STARTS_RIVALS["PPO"], "Against PPO, repeats are"),
+                *(claim(starts, REPEATED, arms, f"Against {name}, repeats are") for name, arms in STARTS_RIVALS.items()),
                 claim(starts, FRESH, STARTS_RIVALS["PPO"], "Against PPO, GRPO with fresh starts only is"),
             ]
         ),
-        "starts_outcomes": lambda: outcomes_by_environment(starts, REPEATED, {"fresh starts only": [FRESH], **STARTS_RIVALS}),
-        "starts_area": lambda: environments_table(starts, {**REPEATS, **STARTS_RIVALS}, "auc"),
-        "starts_evaluation": lambda: environments_table(starts, {**REPEATS, **STARTS_RIVALS}, "eval_mean"),
+        "starts_outcomes": lambda: outcomes_by_environment(starts, REPEATED, STARTS_RIVALS),
+        "starts_area": lambda: environments_table(starts, {"repeats": [REPEATED], **STARTS_RIVALS}, "auc"),
+        "starts_evaluation": lambda: environments_table(starts, {"repeats": [REPEATED], **STARTS_RIVALS}, "eval_mean"),
         "rules_claim": lambda: listed(
             [claim(rules, REPEATED, arms, f"Against {name}, they are") for name, arms in RULES.items()]
         ),
-        "rules_area": lambda: environments_table(rules, {**REPEATS, **RULES}, "auc"),
+        "rules_area": lambda: environments_table(rules, {"repeats": [REPEATED], "fresh starts only": [FRESH], **RULES}, "auc"),
         "starts_harm": lambda: environments_table(
             Suite("starts_harm", results), {"repeats": ["default, repeats"], "fresh starts only": [FIRST]}, "auc"
         ),
