@@ -19,14 +19,16 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 
 from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
 from sb3_grpo.buffers import resolve_buffer_class
+from sb3_grpo.natural import CONSTANT_UNTIL, LIMIT
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.settings import chosen_n_epochs, chosen_update_rule
 from sb3_grpo.zoo.experiment import HYPERPARAMS
 
 MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
 
-#: The algorithms that GRPO is compared with
-RIVALS: dict[str, type[BaseAlgorithm]] = {"ppo": PPO, "trpo": TRPO}
+#: The algorithms that GRPO is compared with, by the constructor whose arguments they have. sbx's PPO has those of
+#: Stable-Baselines3's, so that its rows can be read where sbx is not installed
+RIVALS: dict[str, type[BaseAlgorithm]] = {"ppo": PPO, "trpo": TRPO, "sbx": PPO}
 
 #: Arguments that came after the first reported runs, at the values at which a run is the same without them, bit for bit. The
 #: hash leaves them out there, so that a new option does not make finished runs stale.
@@ -89,10 +91,22 @@ class Run:
             if LR_CONSTANT.search(policy_kwargs := str(settings["policy_kwargs"])):
                 others = LR_CONSTANT.sub("", policy_kwargs)
                 settings.update(lr_follows_std=False, policy_kwargs=None if others == "dict()" else others)
+            if settings["update_rule"] == "natural":
+                settings["target_kl"] = self.limit(settings["target_kl"])
             buffer = buffer_settings(settings)
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+
+    def limit(self, target_kl: float | None) -> float | str | None:
+        """
+        :param target_kl: Argument of GRPO
+        :return: What is hashed in its place with natural-gradient steps: ``None`` for the default limit as long as it is
+            constant, whether or not it was set
+        """
+        if target_kl is None and self.timesteps > CONSTANT_UNTIL:
+            return f"falls after {CONSTANT_UNTIL} timesteps"
+        return None if target_kl == LIMIT else target_kl
 
     def key(self) -> tuple[str, str, str]:
         """:return: Environment, seed and hash as they are in the CSV, which identify the row of the run"""

@@ -1,9 +1,19 @@
 """The learning rate of GRPO's default for other algorithms, so that they can be compared with the same settings."""
 
-from typing import cast
+from typing import Any
 
-import torch as th
+import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
+
+
+def log_std_of(policy: Any) -> np.ndarray:
+    """
+    :param policy: Policy of Stable-Baselines3 or of sbx, with a Gaussian whose standard deviations are parameters
+    :return: A copy of their logarithms, shape ``(n_components,)``
+    """
+    if hasattr(policy, "actor_state"):  # sbx's, on JAX
+        return np.array(policy.actor_state.params["params"]["log_std"])
+    return policy.log_std.detach().numpy().copy()
 
 
 class RateFollowsStd(BaseCallback):
@@ -13,11 +23,10 @@ class RateFollowsStd(BaseCallback):
     """
 
     def _on_training_start(self) -> None:
-        schedule, log_std = self.model.lr_schedule, cast(th.Tensor, self.model.policy.log_std)
-        first = log_std.detach().clone()
+        schedule, first = self.model.lr_schedule, log_std_of(self.model.policy)
 
         def rate(progress: float) -> float:
-            return schedule(progress) * min(1.0, (log_std.detach() - first).mean().exp().item())
+            return schedule(progress) * min(1.0, float(np.exp(np.mean(log_std_of(self.model.policy) - first))))
 
         self.model.lr_schedule = rate
 

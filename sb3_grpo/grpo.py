@@ -22,7 +22,7 @@ from sb3_grpo.collection import collect, prepare_starts
 from sb3_grpo.compiled import compiled_policy, describe_arithmetic
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
-from sb3_grpo.natural import LIMIT
+from sb3_grpo.natural import default_limit
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.observations import has_images
 from sb3_grpo.persistence import PersistentAlgorithm
@@ -109,7 +109,8 @@ class GRPO(PersistentAlgorithm):
         ``importance_sampling_level`` is set, else ``"clipped"``
     :param target_kl: Limit of the KL divergence of an update. ``"clipped"``: an update stops once the approximate divergence
         exceeds 1.5 times this value; ``None`` for no limit. ``"natural"``: the size of the trust region, a mean over the
-        components of an action as in sb3-contrib's TRPO; ``None`` for 0.02
+        components of an action as in sb3-contrib's TRPO; ``None`` for 0.02, and 0.02 * 300,000 / timesteps after more than
+        300,000 timesteps
     :param normalize_observations: Whether the policy standardises observations that are vectors of floating point numbers, see
         :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
@@ -490,7 +491,8 @@ class GRPO(PersistentAlgorithm):
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
             if self.update_rule == "natural":
-                steps = objective.take_natural_steps(self.policy, self.rollout_buffer, 1, self.target_kl or LIMIT)
+                limit = self.target_kl or default_limit(self.num_timesteps)
+                steps = objective.take_natural_steps(self.policy, self.rollout_buffer, 1, limit)
             else:
                 n_epochs, batch_size = self.n_epochs, self.batch_size
                 steps = objective.take_clipped_steps(self.policy, self.rollout_buffer, n_epochs, batch_size, self.target_kl)

@@ -12,6 +12,8 @@ import torch as th
 
 #: Limit of the divergence per component of the action, by default
 LIMIT = 0.02
+#: Number of timesteps after which the default limit falls
+CONSTANT_UNTIL = 300_000
 #: Added to the diagonal of the Fisher matrix, whose unit is the divergence per component of the action
 DAMPING = 0.1
 #: Number of transitions that the Fisher matrix is a mean over; fewer than twice as many are all taken
@@ -81,6 +83,15 @@ class NaturalStep(NamedTuple):
     divergence: float
     n_tried: int
     is_accepted: bool
+
+
+def default_limit(num_timesteps: int) -> float:
+    """
+    :param num_timesteps: Number of timesteps of the run so far
+    :return: Limit of the divergence where none is set: constant at first, then inversely proportional to the timesteps, as the
+        step sizes of stochastic approximation (Robbins & Monro 1951), because most of a gradient is noise
+    """
+    return LIMIT * CONSTANT_UNTIL / max(num_timesteps, CONSTANT_UNTIL)
 
 
 def fisher_stride(n_samples: int) -> int:

@@ -201,6 +201,19 @@ def test_an_update_moves_the_policy_almost_to_the_limit(env: str, limit: float):
     assert model.update_metrics["train/is_line_search_success"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("target_kl", "num_timesteps", "limit"),
+    [(None, 100_000, 0.02), (None, 1_200_000, 0.005), (None, 6_000_000, 0.001), (0.02, 1_200_000, 0.02)],
+)
+def test_the_default_limit_falls_in_long_runs_and_a_limit_that_was_set_does_not(
+    target_kl: float | None, num_timesteps: int, limit: float
+):
+    model = make_model(target_kl=target_kl, normalize_observations=False).learn(256)
+    model.num_timesteps = num_timesteps - 256  # as if it had learned for so long
+    model.learn(256, reset_num_timesteps=False)
+    assert 0.3 * limit < model.update_metrics["train/kl_divergence_loss"] <= limit
+
+
 def test_the_limit_is_for_each_component_of_an_action():
     class ManyActions(gym.ActionWrapper):
         def __init__(self, n: int):
