@@ -44,7 +44,7 @@ DOCS = ROOT / "docs"
 #: Names of the pages of `docs` with places to fill
 TABLES_ON = (
     "benchmark", "benchmark_details", "when_groups_win", "from_trl", "speed", "zoo", "diagnostics", "sparse_rewards",
-    "images_and_gpus",
+    "images_and_gpus", "trust_region",
 )  # fmt: skip
 PAGES = (
     ROOT / "README.md",
@@ -95,11 +95,15 @@ SHARED_INPUTS = {"GRPO": [FIRST], **WITHOUT_GROUPS, **CRITICS}
 DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
 #: Lines of the figure that has time as its axis
 ZOO_RIVALS = {name: CRITICS[name] for name in ("PPO, rl-zoo3", "TRPO, rl-zoo3")}
-RACE = {"GRPO": [OURS], **ZOO_RIVALS}
+SBX = {"PPO of sbx, our settings": ["sbx, our settings"]}
+RACE = {"GRPO": [OURS], **SBX, **ZOO_RIVALS}
 #: What GRPO is compared with at a million steps
 MILLION_RIVALS = {"PPO, our settings": CRITICS["PPO, our settings"], **ZOO_RIVALS}
 #: GRPO with the entry of the package's hyperparameter file, where it differs from the default
 ENTRY = {"GRPO, entry of the zoo": ["grpo"]}
+#: The same with a limit of the steps that does not fall
+CONSTANT = {"GRPO, constant limit": ["now, constant limit"]}
+ENTRY_CONSTANT = {"the same, constant limit": ["grpo, constant limit"]}
 #: What GRPO is compared with on boards
 BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
 #: Which starts are repeated
@@ -142,10 +146,13 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "at_a_million": lambda: environments_table(million, {**ours, **ENTRY, **MILLION_RIVALS}, "eval_mean"),
         "short_million": lambda: environments_table(million, {**ours, **ENTRY, **ZOO_RIVALS}, "eval_mean"),
         "million_area": lambda: environments_table(million, {**ours, **ENTRY, **MILLION_RIVALS}, "auc"),
-        "million_outcomes": lambda: outcomes_table(million, OURS, MILLION_RIVALS),
+        "million_outcomes": lambda: outcomes_table(million, OURS, {**MILLION_RIVALS, **SBX}),
         "entry_outcomes": lambda: outcomes_by_environment(million, "grpo", {"GRPO's default": [OURS], **MILLION_RIVALS}),
-        "million_seconds": lambda: seconds.environments_table(million, OURS, MILLION_RIVALS),
-        "three_million": lambda: environments_table(Suite("three_million", results), ours, "eval_mean"),
+        "million_seconds": lambda: seconds.environments_table(million, OURS, {**MILLION_RIVALS, **SBX}),
+        "three_million": lambda: environments_table(Suite("three_million", results), {**ours, **CONSTANT}, "eval_mean"),
+        "limits": lambda: environments_table(million, {**ours, **CONSTANT, **ENTRY, **ENTRY_CONSTANT}, "eval_mean"),
+        "limits_area": lambda: environments_table(million, {**ours, **CONSTANT, **ENTRY, **ENTRY_CONSTANT}, "auc"),
+        "limits_outcomes": lambda: outcomes_by_environment(million, OURS, CONSTANT),
         "large_bodies": lambda: environments_table(bodies, {**ours, "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),
         "boards_evaluation": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_area": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "auc"),

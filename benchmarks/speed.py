@@ -274,7 +274,7 @@ def images(args: argparse.Namespace) -> None:
 
 def turns_of(runs: list[Run]) -> list[dict[str, Any]]:
     """
-    Train in turns of whole rollouts of every arm. The time is that of this thread alone.
+    Train in turns of whole rollouts of every arm. The time is that of this process alone, all its threads together.
 
     :param runs: One run of each arm, in the same environment
     :return: Rows of ``speed.csv``, one for each turn
@@ -283,7 +283,7 @@ def turns_of(runs: list[Run]) -> list[dict[str, Any]]:
         models = {run.arm: stack.enter_context(experiment(run))[1] for run in runs}
         steps = max(*(model.n_steps * model.n_envs for model in models.values()), SHORTEST_TURN)  # type: ignore[attr-defined]
         trainings = {arm: training(model, steps) for arm, model in models.items()}
-        turns = take_turns(trainings, N_TURNS, clock=time.thread_time)
+        turns = take_turns(trainings, N_TURNS, clock=time.process_time)
         taken = {arm: model.num_timesteps / (N_TURNS + 1) for arm, model in models.items()}
     common = {"session": f"{time.time():.0f}", **provenance()}
     return [

@@ -136,6 +136,15 @@ def test_the_hash_changes_with_what_decides_the_outcome(other: dict[str, Any]) -
     assert make_run(**other).settings_hash() != make_run().settings_hash()
 
 
+@pytest.mark.parametrize(("timesteps", "falls"), [(300_000, False), (300_001, True)])
+def test_a_limit_that_falls_is_a_setting_of_long_runs_alone(timesteps: int, falls: bool) -> None:
+    entries = [{"policy": "MlpPolicy", "target_kl": limit} for limit in (None, 0.02, 0.01)]
+    runs = [make_run(env="Pendulum-v1", timesteps=timesteps, entry=entry, is_continuous=True) for entry in entries]
+    by_default, constant, other = (run.settings_hash() for run in runs)
+    assert (by_default != constant) == falls
+    assert other not in (by_default, constant)
+
+
 @pytest.mark.parametrize("buffer", ["kernel", "outcome"])
 def test_a_changed_default_changes_the_hash(buffer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(entry={"policy": "MlpPolicy", "rollout_buffer_class": buffer})

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.envs import IdentityEnvBox
 
-from benchmarks.rates import RateFollowsStd
+from benchmarks.rates import RateFollowsStd, log_std_of
 from sb3_grpo.policies import MlpPolicy
 
 
@@ -23,3 +24,8 @@ def test_ppo_gets_the_rate_that_grpo_has(changes: list[float]) -> None:
         each.log_std.data += th.tensor(changes)
     policy.set_learning_rate(0.02)
     assert model.lr_schedule(0.5) == pytest.approx(policy.optimizer.param_groups[0]["lr"])
+
+
+def test_the_deviation_of_a_policy_on_jax_is_found() -> None:
+    state = SimpleNamespace(params={"params": {"log_std": np.array([0.1, -0.3], np.float32)}})  # as sbx keeps it
+    assert log_std_of(SimpleNamespace(actor_state=state)).tolist() == pytest.approx([0.1, -0.3])
