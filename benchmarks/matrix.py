@@ -91,22 +91,13 @@ class Run:
             if LR_CONSTANT.search(policy_kwargs := str(settings["policy_kwargs"])):
                 others = LR_CONSTANT.sub("", policy_kwargs)
                 settings.update(lr_follows_std=False, policy_kwargs=None if others == "dict()" else others)
-            if settings["update_rule"] == "natural":
-                settings["target_kl"] = self.limit(settings["target_kl"])
+            if settings["update_rule"] == "natural" and settings["target_kl"] in (None, LIMIT):  # the same in short runs
+                falls = settings["target_kl"] is None and self.timesteps > CONSTANT_UNTIL
+                settings["target_kl"] = f"falls after {CONSTANT_UNTIL} timesteps" if falls else None
             buffer = buffer_settings(settings)
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
-
-    def limit(self, target_kl: float | None) -> float | str | None:
-        """
-        :param target_kl: Argument of GRPO
-        :return: What is hashed in its place with natural-gradient steps: ``None`` for the default limit as long as it is
-            constant, whether or not it was set
-        """
-        if target_kl is None and self.timesteps > CONSTANT_UNTIL:
-            return f"falls after {CONSTANT_UNTIL} timesteps"
-        return None if target_kl == LIMIT else target_kl
 
     def key(self) -> tuple[str, str, str]:
         """:return: Environment, seed and hash as they are in the CSV, which identify the row of the run"""

@@ -3,17 +3,18 @@
 from typing import Any
 
 import numpy as np
+import torch as th
 from stable_baselines3.common.callbacks import BaseCallback
 
 
-def log_std_of(policy: Any) -> np.ndarray:
+def log_std_of(policy: Any) -> th.Tensor:
     """
     :param policy: Policy of Stable-Baselines3 or of sbx, with a Gaussian whose standard deviations are parameters
     :return: A copy of their logarithms, shape ``(n_components,)``
     """
     if hasattr(policy, "actor_state"):  # sbx's, on JAX
-        return np.array(policy.actor_state.params["params"]["log_std"])
-    return policy.log_std.detach().numpy().copy()
+        return th.tensor(np.asarray(policy.actor_state.params["params"]["log_std"]))
+    return policy.log_std.detach().clone()
 
 
 class RateFollowsStd(BaseCallback):
@@ -26,7 +27,7 @@ class RateFollowsStd(BaseCallback):
         schedule, first = self.model.lr_schedule, log_std_of(self.model.policy)
 
         def rate(progress: float) -> float:
-            return schedule(progress) * min(1.0, float(np.exp(np.mean(log_std_of(self.model.policy) - first))))
+            return schedule(progress) * min(1.0, (log_std_of(self.model.policy) - first).mean().exp().item())
 
         self.model.lr_schedule = rate
 
