@@ -153,7 +153,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "limits": lambda: environments_table(million, {**ours, **CONSTANT, **ENTRY, **ENTRY_CONSTANT}, "eval_mean"),
         "limits_area": lambda: environments_table(million, {**ours, **CONSTANT, **ENTRY, **ENTRY_CONSTANT}, "auc"),
         "limits_outcomes": lambda: outcomes_by_environment(million, OURS, CONSTANT),
-        "large_bodies": lambda: environments_table(bodies, {**ours, "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),
+        "large_bodies": lambda: environments_table(bodies, {**ours, **CONSTANT, "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),
         "boards_evaluation": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_area": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "auc"),
         "boards_summary": lambda: summary_table(boards, OURS, BOARD_RIVALS),
