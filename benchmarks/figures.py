@@ -14,7 +14,6 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.curves import WINDOW
 from benchmarks.results import Arms, Suite
 from benchmarks.seconds import seconds_per_step
 from benchmarks.statistics import N_CURVE_RESAMPLES, Curve, interquartile_curve, interval_of_means, performance_profile
@@ -83,7 +82,7 @@ def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path, by_time: bool = Fa
         for axis in axes.flat[len(envs) :]:
             axis.remove()
         figure.supxlabel("minutes of one core" if by_time else "environment steps")
-        figure.supylabel(f"training return, mean of {WINDOW} episodes")
+        figure.supylabel("training return")
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=2)
         save(figure, path)
 
