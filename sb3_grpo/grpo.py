@@ -109,8 +109,8 @@ class GRPO(PersistentAlgorithm):
         ``importance_sampling_level`` is set, else ``"clipped"``
     :param target_kl: Limit of the KL divergence of an update. ``"clipped"``: an update stops once the approximate divergence
         exceeds 1.5 times this value; ``None`` for no limit. ``"natural"``: the size of the trust region, a mean over the
-        components of an action as in sb3-contrib's TRPO; ``None`` for 0.02, and 0.02 * 300,000 / timesteps after more than
-        300,000 timesteps
+        components of an action as in sb3-contrib's TRPO; ``None`` for 0.02 at first, falling in long runs, see
+        :func:`~sb3_grpo.natural.default_limit`
     :param normalize_observations: Whether the policy standardises observations that are vectors of floating point numbers, see
         :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
