@@ -126,6 +126,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     groups["others"] = Suite("proof", results, envs=set(proof.timesteps) - set(GROUPS["inputs"]))
     ours = {"GRPO": [OURS]}
     starts, rules, boards, bodies = (Suite(name, results) for name in ("starts", "starts_rules", "minatar", "large_bodies"))
+    atari = Suite("atari", results)
     return {
         "claim": lambda: claims(proof, CLAIMS),
         "short_claim": lambda: claims(proof, IN_README),
@@ -157,6 +158,8 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "boards_evaluation": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_area": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "auc"),
         "boards_summary": lambda: summary_table(boards, OURS, BOARD_RIVALS),
+        "boards_seconds": lambda: seconds.environments_table(boards, OURS, BOARD_RIVALS),
+        "atari": lambda: environments_table(atari, {"GRPO": ["grpo"], "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),
         "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
         "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),

@@ -36,7 +36,7 @@ class SmallCNN(BaseFeaturesExtractor):
         shape = observation_space.shape or ()
         if len(shape) != 3:
             raise ValueError(f"`SmallCNN` is for pictures with channels, three axes in all, not for {observation_space}.")
-        self.channels_first = has_channels_first(shape)
+        self.shape, self.channels_first = shape, has_channels_first(shape)
         n_inputs, height, width = shape if self.channels_first else (shape[2], *shape[:2])
         if min(height, width) < KERNEL_SIZE:
             raise ValueError(
@@ -54,3 +54,17 @@ class SmallCNN(BaseFeaturesExtractor):
         """
         pictures = observations if self.channels_first else observations.permute(0, 3, 1, 2)
         return self.linear(self.cnn(pictures))
+
+    def is_as_built(self) -> bool:
+        """:return: Whether the convolution is still of the kind that :meth:`patches` describes"""
+        conv = self.cnn[0]
+        return type(conv) is nn.Conv2d and repr(conv) == repr(nn.Conv2d(conv.in_channels, conv.out_channels, KERNEL_SIZE))
+
+    def patches(self) -> np.ndarray:
+        """
+        :return: For each input of the convolution's kernel, and each position of the kernel, the index of the entry of a
+            flattened picture that it sees, shape ``(n_inputs * 9, n_positions)``, in the order of the weights
+        """
+        entries = th.arange(int(np.prod(self.shape)), dtype=th.float64).reshape(1, *self.shape)
+        pictures = entries if self.channels_first else entries.permute(0, 3, 1, 2)
+        return nn.functional.unfold(pictures, KERNEL_SIZE)[0].long().contiguous().numpy()

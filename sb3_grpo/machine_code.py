@@ -61,15 +61,18 @@ Q0, Q1, Q2, Q3, Q4 = TANH_Q
 
 class Network(NamedTuple):
     """
-    A multilayer perceptron and the action distribution on top of it.
+    A multilayer perceptron, of which the first layer may be a convolution, and the action distribution on top of it.
 
     :param sizes: Number of inputs, of the units of each hidden layer, and of outputs
+    :param patches: For a convolution, the inputs that each position sees: their indices, shape ``(n_seen, n_positions)``. Its
+        units are ordered as in torch, channel after channel. No columns without a convolution
     :param activation: ``TANH`` or ``RELU``, between the layers
     :param family: ``GAUSSIAN``, ``CATEGORICAL`` or ``BERNOULLI``
     :param n_categories: Number of categories of each choice; empty for other families
     """
 
     sizes: np.ndarray
+    patches: np.ndarray
     activation: int
     family: int
     n_categories: np.ndarray
@@ -227,6 +230,37 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 @compilable
+def matmul_in_order(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """
+    ``out = a b``, adding the terms of a sum one after the other, as the rest of :func:`matmul_transposed` does.
+
+    :param a: Shape ``(m, l)``, contiguous
+    :param b: Shape ``(l, n)``, contiguous
+    :param out: Shape ``(m, n)``, contiguous
+    """
+    m, n_terms = a.shape
+    n = b.shape[1]
+    out[:] = ZERO
+    for i in range(0, m - m % 4, 4):
+        o0, o1, o2, o3 = out[i], out[i + 1], out[i + 2], out[i + 3]
+        for k in range(n_terms):
+            b0 = b[k]
+            a0, a1, a2, a3 = a[i, k], a[i + 1, k], a[i + 2, k], a[i + 3, k]
+            for j in range(n):
+                x = b0[j]
+                o0[j] += a0 * x
+                o1[j] += a1 * x
+                o2[j] += a2 * x
+                o3[j] += a3 * x
+    for i in range(m - m % 4, m):
+        o0 = out[i]
+        for k in range(n_terms):
+            a0, b0 = a[i, k], b[k]
+            for j in range(n):
+                o0[j] += a0 * b0[j]
+
+
+@compilable
 def matmul_transposed(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """
     ``out = a b^T``.
@@ -237,12 +271,16 @@ def matmul_transposed(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """
     m, n_terms = a.shape
     n = b.shape[0]
-    if m >= 16 and n >= 16:  # copying the transposed matrix pays
+    if m >= 4 and n >= 16:  # copying the transposed matrix pays
         transposed = np.empty((n_terms, n), np.float32)
-        for j in range(n):
+        for first in range(0, n, 16):  # a line of the cache
             for k in range(n_terms):
-                transposed[k, j] = b[j, k]
-        matmul(a, transposed, out)
+                for j in range(first, min(first + 16, n)):
+                    transposed[k, j] = b[j, k]
+        if m >= 16:
+            matmul(a, transposed, out)
+        else:
+            matmul_in_order(a, transposed, out)
         return
     for i in range(0, m - m % 4, 4):
         a0, a1, a2, a3 = a[i], a[i + 1], a[i + 2], a[i + 3]
@@ -326,12 +364,108 @@ def activate_backward(gradient: np.ndarray, values: np.ndarray, activation: int)
 
 
 @compilable
+def weight_shape(network: Network, layer: int) -> tuple[int, int]:
+    """
+    :param network: Network
+    :param layer: Number of the layer, from 1
+    :return: Shape of its weight: number of units and of inputs, for a convolution of channels and of inputs of a position
+    """
+    n_seen, n_positions = network.patches.shape
+    if layer == 1 and n_positions > 0:
+        return network.sizes[1] // n_positions, n_seen
+    return network.sizes[layer], network.sizes[layer - 1]
+
+
+@compilable
+def take_patches(row: np.ndarray, patches: np.ndarray, taken: np.ndarray) -> None:
+    """
+    :param row: Inputs, shape ``(n_inputs,)``
+    :param patches: See :class:`Network`, or the transpose
+    :param taken: Receives the inputs that each position sees, same shape
+    """
+    for i in range(patches.shape[0]):
+        for j in range(patches.shape[1]):
+            taken[i, j] = row[patches[i, j]]
+
+
+@compilable
+def multiply(network: Network, layer: int, inputs: np.ndarray, weight: np.ndarray, outputs: np.ndarray) -> None:
+    """
+    ``x W^T``, for a convolution at each position.
+
+    :param network: Network
+    :param layer: Number of the layer, from 1
+    :param inputs: Inputs ``x`` of the layer, shape ``(n, n_in)``
+    :param weight: Weight ``W``, of the shape from :func:`weight_shape`
+    :param outputs: Receives the products, shape ``(n, n_out)``
+    """
+    n_positions = network.patches.shape[1]
+    if layer > 1 or n_positions == 0:
+        matmul_transposed(inputs, weight, outputs)
+        return
+    taken = np.empty(network.patches.shape, np.float32)
+    for i in range(len(inputs)):
+        take_patches(inputs[i], network.patches, taken)
+        matmul(weight, taken, outputs[i].reshape(len(weight), n_positions))
+
+
+@compilable
+def multiply_backward(network: Network, layer: int, inputs: np.ndarray, grad: np.ndarray, grad_weight: np.ndarray) -> None:
+    """
+    The gradient of :func:`multiply` in the weight: ``dW = g^T x``, for a convolution summed over positions.
+
+    :param network: Network
+    :param layer: Number of the layer, from 1
+    :param inputs: Inputs ``x`` of the layer, shape ``(n, n_in)``
+    :param grad: Gradient ``g`` with respect to the products, shape ``(n, n_out)``
+    :param grad_weight: Receives the gradient, shape of the weight
+    """
+    n_positions = network.patches.shape[1]
+    if layer > 1 or n_positions == 0:
+        matmul(grad.T, inputs, grad_weight)
+        return
+    taken, part = np.empty(network.patches.T.shape, np.float32), np.empty(grad_weight.shape, np.float32)
+    grad_weight[:] = ZERO
+    for i in range(len(inputs)):
+        take_patches(inputs[i], network.patches.T, taken)
+        matmul(grad[i].reshape(len(part), n_positions), taken, part)
+        grad_weight += part
+
+
+@compilable
+def add_bias(outputs: np.ndarray, bias: np.ndarray) -> None:
+    """
+    :param outputs: Outputs of a layer, shape ``(n, n_out)``, to which the bias is added
+    :param bias: One number for each unit, or for each channel
+    """
+    n_each = outputs.shape[1] // len(bias)
+    for i in range(len(outputs)):
+        for j in range(len(bias)):
+            for k in range(j * n_each, (j + 1) * n_each):
+                outputs[i, k] += bias[j]
+
+
+@compilable
+def add_bias_backward(grad: np.ndarray, grad_bias: np.ndarray) -> None:
+    """
+    :param grad: Gradient with respect to the outputs of a layer, shape ``(n, n_out)``
+    :param grad_bias: Receives that with respect to the bias
+    """
+    n_each = grad.shape[1] // len(grad_bias)
+    grad_bias[:] = ZERO
+    for i in range(len(grad)):
+        for j in range(len(grad_bias)):
+            for k in range(j * n_each, (j + 1) * n_each):
+                grad_bias[j] += grad[i, k]
+
+
+@compilable
 def forward(network: Network, parameters: np.ndarray, values: np.ndarray, n: int, forced: np.ndarray) -> np.ndarray:
     """
     ``x_l = phi(x_(l-1)) W_l^T + b_l`` for each layer ``l``; ``phi`` is the identity for the inputs.
 
     :param network: Network
-    :param parameters: Weight and bias of each layer, as in :class:`torch.nn.Linear`, in one array
+    :param parameters: Weight and bias of each layer, as in :class:`torch.nn.Linear` or ``Conv2d``, in one array
     :param values: The inputs, row by row, and space for the values of the layers behind them
     :param n: Number of rows
     :param forced: Logits that action masks put in the place of outputs, and zero elsewhere, see
@@ -342,19 +476,16 @@ def forward(network: Network, parameters: np.ndarray, values: np.ndarray, n: int
     start, stop, at = 0, n * sizes[0], 0
     for layer in range(1, len(sizes)):
         n_in, n_out = sizes[layer - 1], sizes[layer]
+        n_rows, n_columns = weight_shape(network, layer)
         if layer > 1:
             activate(values[start:stop], network.activation)
         inputs = values[start:stop].reshape(n, n_in)
         start, stop = stop, stop + n * n_out
+        split = at + n_rows * n_columns
         outputs = values[start:stop].reshape(n, n_out)
-        weight = parameters[at : at + n_out * n_in].reshape(n_out, n_in)
-        at += n_out * n_in
-        bias = parameters[at : at + n_out]
-        at += n_out
-        matmul_transposed(inputs, weight, outputs)
-        for i in range(n):
-            for j in range(n_out):
-                outputs[i, j] += bias[j]
+        multiply(network, layer, inputs, parameters[at:split].reshape(n_rows, n_columns), outputs)
+        add_bias(outputs, parameters[split : split + n_rows])
+        at = split + n_rows
     outputs = values[start:stop].reshape(n, sizes[-1])
     for i in range(len(forced)):
         for j in range(sizes[-1]):
@@ -381,24 +512,22 @@ def backward(
     n = len(grad_outputs)
     stop, at = 0, 0
     for layer in range(1, len(sizes)):
+        n_rows, n_columns = weight_shape(network, layer)
         stop += n * sizes[layer - 1]
-        at += (sizes[layer - 1] + 1) * sizes[layer]
+        at += n_rows * (n_columns + 1)
     grad = grad_outputs
     for layer in range(len(sizes) - 1, 0, -1):
-        n_in, n_out = sizes[layer - 1], sizes[layer]
+        n_in = sizes[layer - 1]
+        n_rows, n_columns = weight_shape(network, layer)
         start = stop - n * n_in
+        split = at - n_rows
+        add_bias_backward(grad, gradient[split:at])
+        at = split - n_rows * n_columns
         inputs = values[start:stop].reshape(n, n_in)
-        at -= (n_in + 1) * n_out
-        weight = parameters[at : at + n_out * n_in].reshape(n_out, n_in)
-        matmul(grad.T, inputs, gradient[at : at + n_out * n_in].reshape(n_out, n_in))
-        grad_bias = gradient[at + n_out * n_in : at + n_out * n_in + n_out]
-        grad_bias[:] = ZERO
-        for i in range(n):
-            for j in range(n_out):
-                grad_bias[j] += grad[i, j]
+        multiply_backward(network, layer, inputs, grad, gradient[at:split].reshape(n_rows, n_columns))
         if layer > 1:
             grad_inputs = np.empty((n, n_in), np.float32)
-            matmul(grad, weight, grad_inputs)
+            matmul(grad, parameters[at:split].reshape(n_rows, n_columns), grad_inputs)
             activate_backward(grad_inputs.reshape(-1), values[start:stop], network.activation)
             grad = grad_inputs
         stop = start
@@ -423,22 +552,21 @@ def forward_tangent(network: Network, parameters: np.ndarray, values: np.ndarray
     tangent = np.empty((0, 0), np.float32)
     for layer in range(1, len(sizes)):
         n_in, n_out = sizes[layer - 1], sizes[layer]
-        inputs = values[start:stop].reshape(n, n_in)
-        split = at + n_out * n_in
+        n_rows, n_columns = weight_shape(network, layer)
+        split = at + n_rows * n_columns
         following = np.empty((n, n_out), np.float32)
-        matmul_transposed(inputs, vector[at:split].reshape(n_out, n_in), following)
+        inputs = values[start:stop].reshape(n, n_in)
+        multiply(network, layer, inputs, vector[at:split].reshape(n_rows, n_columns), following)
         if layer > 1:
             activate_backward(tangent.reshape(-1), values[start:stop], network.activation)
             from_below = np.empty((n, n_out), np.float32)
-            matmul_transposed(tangent, parameters[at:split].reshape(n_out, n_in), from_below)
+            matmul_transposed(tangent, parameters[at:split].reshape(n_rows, n_columns), from_below)
             for i in range(n):
                 for j in range(n_out):
                     following[i, j] += from_below[i, j]
-        for i in range(n):
-            for j in range(n_out):
-                following[i, j] += vector[split + j]
+        add_bias(following, vector[split : split + n_rows])
         tangent = following
-        start, stop, at = stop, stop + n * n_out, split + n_out
+        start, stop, at = stop, stop + n * n_out, split + n_rows
     return tangent
 
 

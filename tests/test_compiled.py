@@ -29,6 +29,7 @@ from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.compiled import (
     ENTRY_POINTS,
     FAMILIES,
+    NO_PATCHES,
     Compiled,
     CompiledPolicy,
     Parts,
@@ -37,6 +38,7 @@ from sb3_grpo.compiled import (
     compile_functions,
     compiled_policy,
 )
+from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.update import ClipRange, Objective, describe_update
 
@@ -147,7 +149,7 @@ def differences(found: dict[str, th.Tensor], expected: dict[str, th.Tensor]) -> 
 
 @pytest.mark.parametrize("m", [1, 4, 17])
 @pytest.mark.parametrize("k", [1, 6])
-@pytest.mark.parametrize("n", [1, 3, 16])
+@pytest.mark.parametrize("n", [1, 3, 16, 35])
 def test_products_of_matrices_are_those_of_numpy(m: int, k: int, n: int):
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(m, k)).astype(np.float32), rng.normal(size=(k, n)).astype(np.float32)
@@ -278,10 +280,32 @@ def test_the_gradient_of_a_network_is_that_of_autograd(activation: int, hidden: 
     def flat(of: Callable[[Any], Any]) -> np.ndarray:
         return th.cat([of(tensor).flatten() for layer in layers for tensor in (layer.weight, layer.bias)]).detach().numpy()
 
-    network = mc.Network(np.array(sizes), activation, mc.BERNOULLI, np.zeros(0, np.int64))
+    network = mc.Network(np.array(sizes), NO_PATCHES, activation, mc.BERNOULLI, np.zeros(0, np.int64))
     values, parameters = np.zeros(7 * sum(sizes), np.float32), flat(lambda tensor: tensor)
     values[:21] = x.flatten().numpy()
     outputs = mc.forward(network, parameters, values, 7, np.zeros((0, network.sizes[-1]), np.float32))
+    np.testing.assert_allclose(outputs, expected.detach(), rtol=1e-5, atol=1e-6)
+    gradient = np.zeros_like(parameters)
+    mc.backward(network, parameters, values, up.numpy(), gradient)
+    np.testing.assert_allclose(gradient, flat(lambda tensor: tensor.grad), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 2), (2, 4, 5)], ids=["channels last", "channels first"])
+def test_a_convolution_sees_what_that_of_torch_sees_and_its_gradient_is_that_of_autograd(shape: tuple[int, int, int]):
+    extractor = SmallCNN(spaces.Box(0.0, 1.0, shape), features_dim=3, n_channels=4)
+    layers = [extractor.cnn[0], extractor.linear[0]]
+    x, up = th.randn(7, *shape), th.randn(7, 3)
+    expected = layers[1](extractor.cnn(x if extractor.channels_first else x.permute(0, 3, 1, 2)))
+    (up * expected).sum().backward()
+
+    def flat(of: Callable[[Any], Any]) -> np.ndarray:
+        return th.cat([of(tensor).flatten() for layer in layers for tensor in (layer.weight, layer.bias)]).detach().numpy()
+
+    sizes = np.array([40, 4 * 6, 3])
+    network = mc.Network(sizes, extractor.patches(), mc.RELU, mc.BERNOULLI, np.zeros(0, np.int64))
+    values, parameters = np.zeros(7 * sizes.sum(), np.float32), flat(lambda tensor: tensor)
+    values[:280] = x.flatten().numpy()
+    outputs = mc.forward(network, parameters, values, 7, np.zeros((0, 3), np.float32))
     np.testing.assert_allclose(outputs, expected.detach(), rtol=1e-5, atol=1e-6)
     gradient = np.zeros_like(parameters)
     mc.backward(network, parameters, values, up.numpy(), gradient)
@@ -330,6 +354,14 @@ NETWORKS = (
     st.sampled_from([nn.Tanh, nn.ReLU]),
     st.lists(st.integers(1, 20), max_size=3),
 )
+#: A policy for pictures of 4 x 5 with two channels, which has ReLU everywhere
+BOARD: dict[str, Any] = dict(
+    observation_space=spaces.Box(-1.0, 1.0, (4, 5, 2)),
+    features_extractor_class=SmallCNN,
+    features_extractor_kwargs=dict(features_dim=6, n_channels=3),
+    activation_fn=nn.ReLU,
+    normalize_observations=False,
+)
 PENALTIES = dict(ent_coef=st.sampled_from([0.0, 0.05]), kl_coef=st.sampled_from([0.0, 0.3]))
 
 
@@ -350,6 +382,7 @@ def assert_each_its_way(objective: Objective, policies: tuple[ActorPolicy, Actor
             target_kl=st.sampled_from([None, 0.002, 1.0]),
             weighted=st.booleans(),
             normalize=st.booleans(),
+            board=st.booleans(),
             log_std_lr_factor=st.sampled_from([1.0, 3.0]),
             batch_size=st.sampled_from([7, 16, 64]),
             seed=st.integers(0, 100),
@@ -365,6 +398,7 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
         kwargs["normalize_observations"] = options["normalize"]
         if space in ("Box", "matrix of actions"):
             kwargs["log_std_lr_factor"] = options["log_std_lr_factor"]
+        kwargs.update(BOARD if options["board"] else {})
         policies = pair(ACTION_SPACES[space], **kwargs)
         for policy in policies:
             policy.set_learning_rate(1e-3)
@@ -396,6 +430,7 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
         dict(
             **PENALTIES,
             weighted=st.booleans(),
+            board=st.booleans(),
             limit=st.sampled_from([0.001, 0.02]),
             n=st.sampled_from([1, 40, 1500]),
             seed=st.integers(0, 100),
@@ -407,7 +442,8 @@ def test_a_natural_gradient_step_gives_the_parameters_and_metrics_of_torch(
 ):
     with th.random.fork_rng():
         th.manual_seed(options["seed"])
-        policies = pair(ACTION_SPACES[space], net_arch=net_arch, activation_fn=activation_fn)
+        kwargs = {"net_arch": net_arch, "activation_fn": activation_fn, **(BOARD if options["board"] else {})}
+        policies = pair(ACTION_SPACES[space], **kwargs)
         update = random_update(policies[1], options["n"], options["weighted"])
         penalty = distant_reference(policies[1])
         objective = Objective(ClipRange(0.2, 0.2), "step", options["ent_coef"], options["kl_coef"], penalty, 0.5)
@@ -452,6 +488,28 @@ def test_the_same_random_numbers_give_the_same_actions(space: spaces.Space, obse
     for theirs, ours in zip(*results, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and not theirs.requires_grad
         th.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert isinstance(compiled_policy(in_torch), str) and isinstance(compiled_policy(policy), CompiledPolicy)
+
+
+BOARDS = {
+    "rows first": spaces.Box(0.0, 1.0, (5, 4, 3), np.float32),
+    "yes or no": spaces.Box(0, 1, (5, 4, 2), np.bool_),  # type: ignore[arg-type]
+    "bytes": spaces.Box(0, 255, (3, 5, 4), np.uint8),
+}
+
+
+@needs_numba
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+@pytest.mark.parametrize("n", [1, 30])
+def test_the_same_random_numbers_give_the_same_actions_on_boards(board: spaces.Space, n: int):
+    policy, in_torch = pair(DISCRETE, **{**BOARD, "observation_space": board})
+    board.seed(0)
+    obs = np.stack([board.sample() for _ in range(n)])
+    results = []
+    for act in (actor(in_torch), actor(policy)):
+        th.manual_seed(1)
+        results.append([th.as_tensor(each) for each in act(obs, th.as_tensor(obs))])
+    th.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert isinstance(compiled_policy(in_torch), str) and isinstance(compiled_policy(policy), CompiledPolicy)
 
 
@@ -672,6 +730,10 @@ class OwnEvaluation(ActorPolicy):
         return log_prob, 2.0 * entropy
 
 
+class OwnCNN(SmallCNN):
+    pass
+
+
 class Residual(nn.Sequential):
     def forward(self, x: th.Tensor) -> th.Tensor:
         return x + super().forward(x)
@@ -730,6 +792,13 @@ NOT_FOR_MACHINE_CODE = {
     "torch.compile": lambda: th.compile(make_policy(), backend="eager"),
     "torch.compile of a module": altered(lambda policy: setattr(policy, "policy_net", th.compile(policy.policy_net))),
     "gSDE": lambda: make_policy(BOX, use_sde=True),
+    "many weights": lambda: make_policy(net_arch=[512, 600]),
+    "several activations on pictures": lambda: make_policy(**{**BOARD, "net_arch": [5], "activation_fn": nn.Tanh}),
+    "another convolution": altered(
+        lambda policy: setattr(policy.features_extractor.cnn[0], "padding_mode", "circular"), **BOARD
+    ),
+    "subclass of the extractor": lambda: make_policy(**{**BOARD, "features_extractor_class": OwnCNN}),
+    "hook on a flattening": altered(lambda policy: listen(policy.features_extractor.cnn[2]), **BOARD),
     "images": lambda: make_policy(observation_space=spaces.Box(0, 255, (1, 36, 36), np.uint8)),
     "Dict observations": lambda: MultiInputPolicy(spaces.Dict({"a": VECTOR}), DISCRETE, lambda _: 1e-3),
 }

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "extractors": set(),
     "export": {"compiled", "grpo", "maskable", "masks", "observations", "policies"},
     "gymnasium_vector": {"observations"},
-    "compiled": {"buffers", "machine_code", "masks", "policies"},
+    "compiled": {"buffers", "extractors", "machine_code", "masks", "policies"},
     "machine_code": set(),
     "maskable": {"grpo", "masks"},
     "masks": set(),
