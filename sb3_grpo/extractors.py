@@ -46,6 +46,7 @@ class SmallCNN(BaseFeaturesExtractor):
         n_outputs = n_channels * (height - KERNEL_SIZE + 1) * (width - KERNEL_SIZE + 1)
         self.cnn = nn.Sequential(nn.Conv2d(n_inputs, n_channels, KERNEL_SIZE), nn.ReLU(), nn.Flatten())
         self.linear = nn.Sequential(nn.Linear(n_outputs, features_dim), nn.ReLU())
+        self._convolution = repr(self.cnn[0])
 
     def forward(self, observations: th.Tensor) -> th.Tensor:
         """
@@ -57,8 +58,7 @@ class SmallCNN(BaseFeaturesExtractor):
 
     def is_as_built(self) -> bool:
         """:return: Whether the convolution is still of the kind that :meth:`patches` describes"""
-        conv = self.cnn[0]
-        return type(conv) is nn.Conv2d and repr(conv) == repr(nn.Conv2d(conv.in_channels, conv.out_channels, KERNEL_SIZE))
+        return type(self.cnn[0]) is nn.Conv2d and repr(self.cnn[0]) == self._convolution
 
     def patches(self) -> np.ndarray:
         """

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
@@ -537,30 +538,54 @@ class Actions(BaseCallback):
         return True
 
 
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+class Lamp(gym.Env):
+    """A board of random numbers. The second action is right if the first of them is positive, and the first one else."""
+
+    observation_space, action_space = BOARD["observation_space"], spaces.Discrete(2)
+
+    def _board(self) -> np.ndarray:
+        self.board = self.np_random.uniform(-1.0, 1.0, size=(4, 5, 2)).astype(np.float32)
+        return self.board
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._board(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.t, reward = self.t + 1, float(action == (self.board[0, 0, 0] > 0))
+        return self._board(), reward, self.t == 20, False, {}
+
+
+RUNS: dict[str, tuple[str | Callable[[], gym.Env], dict[str, Any]]] = {
     "Discrete, entropy, weights": ("CartPole-v1", dict(ent_coef=0.01, loss_aggregation="trajectory")),
     "Discrete, old policy": ("CartPole-v1", dict(kl_coef=0.1, kl_reference="old")),
     "Box, clipping": ("Pendulum-v1", dict(clip_range_high=0.3, target_kl=0.5)),
+    "board": (
+        Lamp,
+        dict(policy_kwargs={name: BOARD[name] for name in BOARD.keys() - {"observation_space", "normalize_observations"}}),
+    ),
     "Box, first policy, schedule": ("Pendulum-v1", dict(kl_coef=0.1, learning_rate=lambda progress: 1e-3 * progress)),
 }
 
 
 @needs_numba
 @pytest.mark.parametrize(("env", "options"), RUNS.values(), ids=RUNS)
-def test_runs_are_the_same_in_machine_code_and_in_torch(env: str, options: dict[str, Any]):
+def test_runs_are_the_same_in_machine_code_and_in_torch(env: str | Callable[[], gym.Env], options: dict[str, Any]):
     # Few and small steps: rounding grows with every update, and a single other action would make another run.
     settings: dict[str, Any] = dict(n_steps=64, batch_size=32, n_epochs=4, seed=3, device="cpu", **options)
     watchers = [Actions(), Actions()]
     policies: list[Any] = ["MlpPolicy", InTorch]
     models = [
-        GRPO(policy, env, **settings).learn(192, callback=watcher) for policy, watcher in zip(policies, watchers, strict=True)
+        GRPO(policy, env if isinstance(env, str) else env(), **settings).learn(192, callback=watcher)
+        for policy, watcher in zip(policies, watchers, strict=True)
     ]
     assert [isinstance(compiled_policy(model.policy), str) for model in models] == [False, True]
     np.testing.assert_allclose(watchers[0].actions, watchers[1].actions, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(watchers[0].log_probs, watchers[1].log_probs, rtol=1e-3, atol=1e-4)
     th.testing.assert_close(*(dict(model.policy.named_parameters()) for model in models), rtol=1e-3, atol=1e-5)
     assert models[0].update_metrics == pytest.approx(models[1].update_metrics, rel=1e-2, abs=1e-4)
-    initial = GRPO("MlpPolicy", env, **settings).policy
+    initial = GRPO("MlpPolicy", env if isinstance(env, str) else env(), **settings).policy
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(initial.parameters(), models[0].policy.parameters(), strict=True))
 
 
