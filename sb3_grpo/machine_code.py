@@ -187,6 +187,24 @@ RATIO, RATIO_SQUARED, KL, SURROGATE, GRAD_NORM, LOSS = range(7, N_METRICS)
 
 
 @compilable
+def add_products(a: np.ndarray, b: np.ndarray, out: np.ndarray, first: int) -> None:
+    """
+    Add rows of ``a b`` to those of ``out``, one term of the sums after the other.
+
+    :param a: Shape ``(m, l)``, of any layout
+    :param b: Shape ``(l, n)``, contiguous
+    :param out: Shape ``(m, n)``, contiguous
+    :param first: First row
+    """
+    for i in range(first, len(a)):
+        row = out[i]
+        for k in range(len(b)):
+            factor, terms = a[i, k], b[k]
+            for j in range(len(terms)):
+                row[j] += factor * terms[j]
+
+
+@compilable
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """
     ``out = a b``.
@@ -221,43 +239,7 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
                 o1[j] += a10 * x0
                 o2[j] += a20 * x0
                 o3[j] += a30 * x0
-    for i in range(m - m % 4, m):
-        o0 = out[i]
-        for k in range(n_terms):
-            a00, b0 = a[i, k], b[k]
-            for j in range(n):
-                o0[j] += a00 * b0[j]
-
-
-@compilable
-def matmul_in_order(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """
-    ``out = a b``, adding the terms of a sum one after the other, as the rest of :func:`matmul_transposed` does.
-
-    :param a: Shape ``(m, l)``, contiguous
-    :param b: Shape ``(l, n)``, contiguous
-    :param out: Shape ``(m, n)``, contiguous
-    """
-    m, n_terms = a.shape
-    n = b.shape[1]
-    out[:] = ZERO
-    for i in range(0, m - m % 4, 4):
-        o0, o1, o2, o3 = out[i], out[i + 1], out[i + 2], out[i + 3]
-        for k in range(n_terms):
-            b0 = b[k]
-            a0, a1, a2, a3 = a[i, k], a[i + 1, k], a[i + 2, k], a[i + 3, k]
-            for j in range(n):
-                x = b0[j]
-                o0[j] += a0 * x
-                o1[j] += a1 * x
-                o2[j] += a2 * x
-                o3[j] += a3 * x
-    for i in range(m - m % 4, m):
-        o0 = out[i]
-        for k in range(n_terms):
-            a0, b0 = a[i, k], b[k]
-            for j in range(n):
-                o0[j] += a0 * b0[j]
+    add_products(a, b, out, m - m % 4)
 
 
 @compilable
@@ -279,8 +261,9 @@ def matmul_transposed(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
                     transposed[k, j] = b[j, k]
         if m >= 16:
             matmul(a, transposed, out)
-        else:
-            matmul_in_order(a, transposed, out)
+        else:  # in the order of the loops below
+            out[:] = ZERO
+            add_products(a, transposed, out, 0)
         return
     for i in range(0, m - m % 4, 4):
         a0, a1, a2, a3 = a[i], a[i + 1], a[i + 2], a[i + 3]
