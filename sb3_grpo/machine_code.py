@@ -421,11 +421,17 @@ def add_bias(outputs: np.ndarray, bias: np.ndarray) -> None:
     :param outputs: Outputs of a layer, shape ``(n, n_out)``, to which the bias is added
     :param bias: One number for each unit, or for each channel
     """
-    n_each = outputs.shape[1] // len(bias)
-    for i in range(len(outputs)):
+    n, n_units = outputs.shape
+    if n_units == len(bias):  # a loop that compilers vectorise
+        for i in range(n):
+            for j in range(n_units):
+                outputs[i, j] += bias[j]
+        return
+    channels = outputs.reshape(n, len(bias), n_units // len(bias))
+    for i in range(n):
         for j in range(len(bias)):
-            for k in range(j * n_each, (j + 1) * n_each):
-                outputs[i, k] += bias[j]
+            for k in range(channels.shape[2]):
+                channels[i, j, k] += bias[j]
 
 
 @compilable
@@ -434,12 +440,18 @@ def add_bias_backward(grad: np.ndarray, grad_bias: np.ndarray) -> None:
     :param grad: Gradient with respect to the outputs of a layer, shape ``(n, n_out)``
     :param grad_bias: Receives that with respect to the bias
     """
-    n_each = grad.shape[1] // len(grad_bias)
+    n, n_units = grad.shape
     grad_bias[:] = ZERO
-    for i in range(len(grad)):
+    if n_units == len(grad_bias):
+        for i in range(n):
+            for j in range(n_units):
+                grad_bias[j] += grad[i, j]
+        return
+    channels = grad.reshape(n, len(grad_bias), n_units // len(grad_bias))
+    for i in range(n):
         for j in range(len(grad_bias)):
-            for k in range(j * n_each, (j + 1) * n_each):
-                grad_bias[j] += grad[i, k]
+            for k in range(channels.shape[2]):
+                grad_bias[j] += channels[i, j, k]
 
 
 @compilable
