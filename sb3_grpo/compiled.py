@@ -274,7 +274,7 @@ def _parts(policy: ActorPolicy) -> Parts | str:
     family = FAMILIES.get(type(policy.action_dist))
     if family is None:
         return f"the action distribution is {type(policy.action_dist).__name__}"
-    modules = _modules(policy)
+    modules = _layers(policy)
     if isinstance(modules, str):
         return modules
     layers, between = modules[::2], modules[1::2]
@@ -310,7 +310,7 @@ def _parts(policy: ActorPolicy) -> Parts | str:
     return Parts(network, tensors)
 
 
-def _modules(policy: ActorPolicy) -> list[Any] | str:
+def _layers(policy: ActorPolicy) -> list[Any] | str:
     """
     :param policy: Policy
     :return: The layers of its network, with what is between them, or a reason why they are not suitable
