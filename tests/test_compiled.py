@@ -557,7 +557,7 @@ class Lamp(gym.Env):
         return self._board(), reward, self.t == 20, False, {}
 
 
-gym.register("Lamp-v0", Lamp)
+gym.register("Lamp-v0", lambda **_: Lamp())
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "Discrete, entropy, weights": ("CartPole-v1", dict(ent_coef=0.01, loss_aggregation="trajectory")),
