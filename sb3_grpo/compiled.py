@@ -330,7 +330,7 @@ def _layers(policy: ActorPolicy) -> list[Any] | str:
 
 
 def _inputs(policy: ActorPolicy, observations: PyTorchObs) -> th.Tensor:
-    """:return: The inputs of the network in machine code, before they are standardised in acting"""
+    """:return: Inputs of the network: flattened pictures for ``SmallCNN``, else features, shape ``(n, n_inputs)``"""
     if not isinstance(policy.features_extractor, SmallCNN):
         return policy.extract_features(observations)
     pictures = preprocess_obs(observations, policy.observation_space, policy.normalize_images)
