@@ -54,10 +54,25 @@ CASES = [
 
 
 def samples(space: spaces.Space, n: int) -> Any:
-    """:return: ``n`` observations"""
+    """:return: ``n`` observations, the same in each run"""
     if isinstance(space, spaces.Dict):
         return {key: samples(part, n) for key, part in space.spaces.items()}
+    space.seed(0)
     return np.stack([space.sample() for _ in range(n)])
+
+
+def decide(model: Any, observations: Any) -> None:
+    """
+    Make an actor choose different actions for these observations, and discrete ones by margins. Otherwise noise for an image
+    leads to the same action every time, and an untrained actor's logits, which are small, may differ by a rounding error.
+    """
+    actor = model.policy
+    with th.no_grad():
+        outputs = actor.action_net(actor._latent(actor.obs_to_tensor(observations)[0]))
+        actor.action_net.bias.sub_(outputs.mean(dim=0))
+        if not isinstance(model.action_space, spaces.Box):
+            for parameter in actor.action_net.parameters():
+                parameter.div_(outputs.std())
 
 
 def played(path: pathlib.Path, observations: Any, **further: Any) -> np.ndarray:
@@ -74,10 +89,7 @@ def test_the_file_has_the_actions_of_predict(
         warnings.simplefilter("ignore")  # some of these models learn nothing
         model.learn(64)
     observations = samples(model.observation_space, N)
-    with th.no_grad():  # otherwise noise for an image leads to the same action every time
-        actor = model.policy
-        outputs = actor.action_net(actor._latent(actor.obs_to_tensor(observations)[0]))
-        actor.action_net.bias.sub_(outputs.mean(dim=0))
+    decide(model, observations)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         export_onnx(model, tmp_path / "actor.onnx")
@@ -116,9 +128,11 @@ np.save(sys.argv[3], actions)
 
 @pytest.mark.parametrize("action_space", [space for space in ACTION_SPACES if space.id != "Box"])
 def test_a_file_of_a_model_with_masks_takes_masks(action_space: spaces.Space, tmp_path: pathlib.Path):
-    model = MaskableGRPO("MlpPolicy", make_envs(observation_space=VECTOR, action_space=action_space), device="cpu")
-    export_onnx(model, tmp_path / "actor.onnx")
+    envs = make_envs(observation_space=VECTOR, action_space=action_space)
+    model = MaskableGRPO("MlpPolicy", envs, seed=0, device="cpu")
     observations, choices = samples(VECTOR, N), choices_of(action_space)
+    decide(model, observations)
+    export_onnx(model, tmp_path / "actor.onnx")
     masks = np.random.default_rng(0).random((N, sum(choices))) < 0.5
     masks[:, np.cumsum([0, *choices[:-1]])] = True
     actions = played(tmp_path / "actor.onnx", observations, action_masks=masks)
@@ -128,10 +142,11 @@ def test_a_file_of_a_model_with_masks_takes_masks(action_space: spaces.Space, tm
 def test_a_model_with_normalisation_and_masks_is_saved_loaded_and_played_elsewhere(tmp_path: pathlib.Path):
     env = make_vec_env("sb3_grpo/FullServers-v0", n_envs=2, env_kwargs=dict(n_jobs=32))
     model = MaskableGRPO("MlpPolicy", env, n_steps=64, seed=0, device="cpu").learn(256)
+    observations = samples(model.observation_space, N)
+    decide(model, observations)
     loaded = MaskableGRPO.load(saved(model), device="cpu")
     assert loaded.policy.normalizer is not None and loaded.policy.normalizer.count > 0
     export_onnx(loaded, tmp_path / "actor.onnx")
-    observations = samples(model.observation_space, N)
     masks = np.random.default_rng(0).random((N, 10)) < 0.3
     masks[~masks.any(axis=1), 0] = True
     np.savez(tmp_path / "data.npz", observation=observations, action_masks=masks)
