@@ -28,33 +28,9 @@ LEVEL_RIDGE = 1e-12
 MAX_CORRECTION = 1e-2
 #: The default bandwidth is this number over the root of the number of inputs that vary.
 BANDWIDTH = 1.1
-#: A fit has at most this many inputs. More are hashed, see :func:`hashed_inputs`.
-MAX_INPUTS = 512
 #: Number of steps, and number of columns, that are multiplied at a time.
 BLOCK_STEPS = 32
 BLOCK_COLUMNS = 192
-
-
-def hashed_inputs(inputs: th.Tensor) -> th.Tensor:
-    """
-    Feature hashing (Weinberger et al. 2009, https://arxiv.org/abs/0902.2206): input ``i`` is added to sum ``i mod MAX_INPUTS``
-    with a fixed random sign.
-
-    Squared distances keep their expectation over the signs. An input whose sum has no other input that varies keeps all its
-    information, so little is lost where most inputs are constant.
-
-    :param inputs: Inputs, shape ``(n, d)``
-    :return: Sums, shape ``(n, MAX_INPUTS)``; the inputs themselves if they are not more than that
-    """
-    n_inputs = inputs.shape[1]
-    if n_inputs <= MAX_INPUTS:
-        return inputs
-    # The stream of this generator is the same in all versions of numpy.
-    signs = th.as_tensor(2.0 * np.random.RandomState(0).randint(2, size=n_inputs) - 1.0).to(inputs)
-    sums = inputs.new_zeros(len(inputs), MAX_INPUTS)
-    for part, part_signs in zip(inputs.split(MAX_INPUTS, dim=1), signs.split(MAX_INPUTS), strict=True):
-        sums[:, : part.shape[1]].addcmul_(part, part_signs)
-    return sums
 
 
 def fourier_features(

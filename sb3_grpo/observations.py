@@ -8,6 +8,8 @@ from gymnasium import spaces
 
 #: A batch of observations: an array, or a dict of arrays for a Dict space. The first axis counts observations.
 Observations = np.ndarray | dict[str, np.ndarray]
+#: Height and width from which images count as large. SB3's ``NatureCNN`` takes no smaller ones
+LARGE_IMAGE = 36
 
 
 def map_observations(function: Callable[..., Any], *batches: Any) -> Any:
@@ -50,6 +52,11 @@ def space_parts(space: spaces.Space) -> dict[Any, spaces.Space]:
 def has_images(space: spaces.Space) -> bool:
     """:return: Whether observations are images or boards, or contain some: arrays with three axes, of whatever type"""
     return any(isinstance(part, spaces.Box) and len(part.shape) > 2 for part in space_parts(space).values())
+
+
+def is_large_image(space: spaces.Space) -> bool:
+    """:return: Whether observations are arrays with three axes, of which two have at least :data:`LARGE_IMAGE` entries"""
+    return isinstance(space, spaces.Box) and len(space.shape) == 3 and sorted(space.shape)[1] >= LARGE_IMAGE
 
 
 def with_axes(observations: Any, space: spaces.Space) -> Any:

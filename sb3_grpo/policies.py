@@ -31,15 +31,13 @@ from torch import nn
 from sb3_grpo.extractors import SmallCNN, has_channels_first
 from sb3_grpo.masks import masked_logits
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
-from sb3_grpo.observations import space_parts, take_observations, with_axes
+from sb3_grpo.observations import is_large_image, space_parts, take_observations, with_axes
 from sb3_grpo.validation import require_between, require_bool, require_positive
 
 #: Largest number of observations that are encoded at a time, and about how many numbers they may have.
 ENCODING_BATCH = 1024
 ENCODING_NUMBERS = 2**21
 
-#: Smallest height and width of pictures that SB3's ``NatureCNN`` takes.
-NATURE_CNN_SIZE = 36
 
 #: Part of the limit of a natural-gradient step that the change of a log standard deviation may use up. For small changes,
 #: the divergence of two Gaussians with the same mean is the square of the change.
@@ -475,7 +473,7 @@ class ActorCnnPolicy(ActorPolicy):
     def default_features_extractor(cls, observation_space: spaces.Space) -> type[BaseFeaturesExtractor]:
         """:return: A network that takes pictures of this size"""
         shape = observation_space.shape or ()
-        is_small = len(shape) == 3 and sorted(shape)[1] < NATURE_CNN_SIZE
+        is_small = len(shape) == 3 and not is_large_image(observation_space)
         return SmallCNN if is_small else super().default_features_extractor(observation_space)
 
 

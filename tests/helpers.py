@@ -193,6 +193,14 @@ def make_envs(n_envs: int = 2, **kwargs: Any) -> DummyVecEnv:
     return DummyVecEnv([lambda: AnyEnv(**kwargs)] * n_envs)
 
 
+def samples(space: spaces.Space, n: int) -> Any:
+    """:return: ``n`` observations, the same in each run"""
+    if isinstance(space, spaces.Dict):
+        return {key: samples(part, n) for key, part in space.spaces.items()}
+    space.seed(0)
+    return np.stack([space.sample() for _ in range(n)])
+
+
 def make_model(env: Any = None, policy: str = "MlpPolicy", **kwargs: Any) -> Any:
     small: dict[str, Any] = dict(
         n_steps=16, batch_size=16, n_epochs=2, learning_rate=0.01, policy_kwargs=SMALL, seed=0, device="cpu"

@@ -12,20 +12,19 @@ from sb3_grpo.baseline import (
     BLOCK_COLUMNS,
     BLOCK_STEPS,
     LEVEL_RIDGE,
-    MAX_INPUTS,
     FitStatistics,
     KernelBaseline,
     calibration_slope,
     cholesky,
     eligibility_traces,
     fourier_features,
-    hashed_inputs,
     lower_gram,
     lstd_weights,
     metric_factor,
     predict_by_fold,
 )
 from sb3_grpo.buffers.kernel import MIN_RIDGE
+from sb3_grpo.fit_inputs import MAX_INPUTS
 
 RIDGE = 0.01
 TIME_OR_NOT = pytest.mark.parametrize("time_feature", [pytest.param(True, id="time"), pytest.param(False, id="no time")])
@@ -69,35 +68,6 @@ def test_inner_products_of_many_cosines_approximate_the_gaussian_kernel_of_stand
             squared_distance = ((standardised[i] - standardised[j]) ** 2).sum() + time_feature * 4 * (times[i] - times[j]) ** 2
             expected = math.exp(-(bandwidth**2) * squared_distance / 2)
             assert (cosines[i] @ cosines[j]).item() == pytest.approx(expected, abs=0.07)
-
-
-# --- hashing ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n_inputs", [MAX_INPUTS + 1, 2 * MAX_INPUTS, 3 * MAX_INPUTS + 7])
-def test_each_input_is_added_to_one_sum_with_a_sign_that_does_not_depend_on_the_others(n_inputs: int):
-    unit_sums = hashed_inputs(th.eye(n_inputs))
-    assert unit_sums.shape == (n_inputs, MAX_INPUTS)
-    for i, sums in enumerate(unit_sums):
-        assert abs(sums[i % MAX_INPUTS]) == 1.0 and sums.abs().sum() == 1.0
-    inputs = tensor(np.random.default_rng(0).normal(size=(4, n_inputs)))
-    th.testing.assert_close(hashed_inputs(inputs), inputs @ unit_sums.double())
-
-
-def test_inputs_that_are_few_enough_are_not_hashed():
-    inputs = th.randn(3, MAX_INPUTS)
-    assert hashed_inputs(inputs) is inputs
-
-
-@pytest.mark.parametrize("similar", [False, True], ids=["independent", "smooth as an image"])
-def test_hashing_keeps_distances(similar: bool):
-    inputs = np.random.default_rng(0).normal(size=(2, 100, 30_000))
-    if similar:
-        inputs = inputs.cumsum(axis=2) / 100.0
-    differences = tensor(inputs[0] - inputs[1])
-    ratios = hashed_inputs(differences).norm(dim=1) / differences.norm(dim=1)
-    # Without signs, the distances of the smooth inputs would be fifteen times as large
-    assert (ratios.mean() - 1.0).abs() < 0.15 and (ratios - 1.0).abs().max() < 0.4
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

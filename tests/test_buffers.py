@@ -52,6 +52,7 @@ ROLLOUT_LENGTHS = [pytest.param(4, id="rollouts shorter than episodes"), pytest.
 DISCRETE = spaces.Discrete(2)
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
 IMAGE = spaces.Box(0, 255, (3, 36, 36), np.uint8)
+BOARD = spaces.Box(0.0, 1.0, (3, 9, 9), np.float32)
 
 #: Environment, episode and step: what the observations of :class:`IdEnv` say.
 Id = tuple[int, ...]
@@ -635,6 +636,7 @@ COMBINED: dict[str, Any] = dict(features_extractor_kwargs=dict(cnn_output_dim=8)
         pytest.param(DISCRETE, "MlpPolicy", {}, id="Discrete"),
         pytest.param(spaces.Dict(b=VECTOR, a=DISCRETE), "MultiInputPolicy", {}, id="Dict"),
         pytest.param(IMAGE, "CnnPolicy", CNN, id="image"),
+        pytest.param(BOARD, "CnnPolicy", CNN, id="board"),
         pytest.param(spaces.Dict(camera=IMAGE, speed=VECTOR), "MultiInputPolicy", COMBINED, id="Dict with an image"),
         pytest.param(MANY_NUMBERS, "MlpPolicy", {}, id="more than 5,000 numbers"),
     ],
@@ -664,12 +666,13 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
 @pytest.mark.parametrize(
     ("space", "policy", "policy_kwargs", "expected"),
     [
-        pytest.param(IMAGE, RecordingCnn, CNN, 20 + 6, id="image"),
+        pytest.param(BOARD, RecordingCnn, CNN, 20 + 6, id="board"),
+        pytest.param(IMAGE, RecordingCnn, CNN, 0, id="image"),
         pytest.param(MANY_NUMBERS, RecordingMlp, {}, 0, id="more than 5,000 numbers"),
         pytest.param(VECTOR, RecordingMlp, {}, 0, id="observations"),
     ],
 )
-def test_only_images_are_encoded_for_the_baseline_and_each_of_them_once(
+def test_only_boards_are_encoded_for_the_baseline_and_each_of_them_once(
     space: spaces.Space, policy: type[ActorPolicy], policy_kwargs: dict[str, Any], expected: int
 ):
     # Two environments of 10 steps with episodes of 4 steps: four time limits within the rollout and two ends of it
@@ -683,8 +686,8 @@ def test_only_images_are_encoded_for_the_baseline_and_each_of_them_once(
         assert acted_on | {obs.tobytes() for obs in observations_of(model)} <= set(encoded)
 
 
-@pytest.mark.parametrize("space", [IMAGE, spaces.Box(0.0, 1.0, (3, 36, 36), np.float32)], ids=["bytes", "floats"])
-def test_of_images_the_baseline_sees_the_output_of_the_features_extractor(space: spaces.Space):
+@pytest.mark.parametrize("space", [spaces.Box(0, 255, (3, 9, 9), np.uint8), BOARD], ids=["bytes", "floats"])
+def test_of_small_pictures_the_baseline_sees_the_output_of_the_features_extractor(space: spaces.Space):
     envs = DummyVecEnv([lambda: SpaceEnv(space, length=5)] * 2)
     normalize_images = space.dtype == np.uint8
     model = make_model(envs, "kernel", "CnnPolicy", 8, policy_kwargs=dict(**CNN, normalize_images=normalize_images)).learn(16)

@@ -23,6 +23,7 @@ from helpers import (
     VECTOR,
     make_envs,
     make_model,
+    samples,
     saved,
     weights,
 )
@@ -51,14 +52,6 @@ CASES = [
     pytest.param("CnnPolicy", HWC, spaces.Discrete(3), dict(learning_rate=1e-5, policy_kwargs=SMALL_CNN), id="channels last"),
     pytest.param("MultiInputPolicy", EVERYTHING, BOX, dict(policy_kwargs=SMALL_COMBINED), id="Dict"),
 ]
-
-
-def samples(space: spaces.Space, n: int) -> Any:
-    """:return: ``n`` observations, the same in each run"""
-    if isinstance(space, spaces.Dict):
-        return {key: samples(part, n) for key, part in space.spaces.items()}
-    space.seed(0)
-    return np.stack([space.sample() for _ in range(n)])
 
 
 def decide(model: Any, observations: Any) -> None:

@@ -134,7 +134,7 @@ def test_a_model_that_is_saved_and_loaded_judges_pictures_as_before():
     file.seek(0)
     loaded = GRPO.load(file, env=make_vec_env(Quadrants, 4, seed=0), device="cpu")
     pictures = np.stack([Quadrants().reset(seed=seed)[0] for seed in range(8)])
-    ours, theirs = (each.rollout_buffer._encode(pictures, each.policy) for each in (model, loaded))
+    ours, theirs = (each.rollout_buffer.inputs(pictures, each.policy) for each in (model, loaded))
     np.testing.assert_array_equal(ours, theirs)
     # It is not the present network of the policy that judges
     assert np.abs(ours - model.policy.encode(pictures)).max() > 1e-2

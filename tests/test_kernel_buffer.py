@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,14 +13,15 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_grpo.advantages import generalized_advantages
-from sb3_grpo.baseline import MAX_INPUTS, hashed_inputs
 from sb3_grpo.buffers import KernelRolloutBuffer
-from sb3_grpo.observations import take_observations
+from sb3_grpo.fit_inputs import MAX_INPUTS, FitInputs, hashed_inputs
+from sb3_grpo.observations import map_observations, take_observations
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MlpPolicy, MultiInputActorPolicy
 from sb3_grpo.starts import Position
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
 IMAGE = spaces.Box(0, 255, (3, 36, 36), np.uint8)
+BOARD = spaces.Box(0.0, 1.0, (5, 4, 3), np.float32)
 DISCRETE = spaces.Discrete(2)
 POLICY = MlpPolicy(VECTOR, DISCRETE, lambda _: 1e-3)
 
@@ -347,13 +349,17 @@ def extracted(policy: ActorPolicy, observation: Any) -> np.ndarray:
         return policy.extract_features(tensors, policy.features_extractor)[0].double().numpy()
 
 
-@pytest.mark.parametrize("space", [IMAGE, spaces.Dict(camera=IMAGE, speed=VECTOR)], ids=["image", "Dict with an image"])
-def test_for_images_the_inputs_are_the_features_of_the_actor_at_the_first_fit(space: spaces.Space):
+@pytest.mark.parametrize(
+    "space",
+    [BOARD, IMAGE, spaces.Dict(board=BOARD, speed=VECTOR), spaces.Dict(camera=IMAGE, speed=VECTOR)],
+    ids=["board", "image", "Dict with a board", "Dict with an image"],
+)
+def test_the_inputs_of_pictures_are_pooled_or_features_of_the_actor_at_the_first_fit(space: spaces.Space):
     policy: ActorPolicy
-    if space is IMAGE:
-        policy = ActorCnnPolicy(space, DISCRETE, lambda _: 1e-3, features_extractor_kwargs=dict(features_dim=8))
-    else:
+    if isinstance(space, spaces.Dict):
         policy = MultiInputActorPolicy(space, DISCRETE, lambda _: 1e-3, features_extractor_kwargs=dict(cnn_output_dim=8))
+    else:
+        policy = ActorCnnPolicy(space, DISCRETE, lambda _: 1e-3, features_extractor_kwargs=dict(features_dim=8))
     first = deepcopy(policy)
 
     def learn() -> None:
@@ -361,9 +367,13 @@ def test_for_images_the_inputs_are_the_features_of_the_actor_at_the_first_fit(sp
             for parameter in policy.parameters():
                 parameter.add_(th.randn_like(parameter))
 
+    def pooled(observation: Any) -> np.ndarray:
+        return FitInputs(space)(map_observations(lambda array: array[None], observation), first)[0]
+
     # A network rounds differently for one observation and for many, which a fit with a smaller ridge amplifies
     rollouts = run(space, policy=policy, n_rollouts=3, ridge=0.1, after_rollout=learn)
-    assert_as_from_scratch(rollouts, Rules(ridge=0.1), encode=lambda observation: extracted(first, observation))
+    encode = partial(extracted, first) if "board" in str(space) or space is BOARD else pooled
+    assert_as_from_scratch(rollouts, Rules(ridge=0.1), encode=encode)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +389,7 @@ def test_the_size_of_the_fit_is_bounded_however_many_numbers_an_observation_has(
 
 
 def test_pixels_that_an_mlp_passes_on_are_hashed():
-    space = spaces.Box(0, 255, (3, 40, 40), np.uint8)
+    space = spaces.Box(0, 255, (3, 30, 30), np.uint8)
     policy = MlpPolicy(space, DISCRETE, lambda _: 1e-3)
     rollouts = run(space, policy=policy, n_rollouts=2, ridge=0.1)
     assert rollouts[-1].state["frequencies"].shape == (MAX_INPUTS + 1, 12)

@@ -1,21 +1,18 @@
 """The buffer of the kernel baseline."""
 
-import copy
 import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
-from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_grpo import advantages as A
-from sb3_grpo.baseline import MAX_INPUTS, KernelBaseline, calibration_slope, eligibility_traces, hashed_inputs, predict_by_fold
+from sb3_grpo.baseline import KernelBaseline, calibration_slope, eligibility_traces, predict_by_fold
 from sb3_grpo.buffers.base import Defaults, GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
+from sb3_grpo.fit_inputs import FitInputs
 from sb3_grpo.losses import UpdateRule
-from sb3_grpo.observations import Observations, map_observations, space_parts, take_observations
+from sb3_grpo.observations import Observations, map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
 from sb3_grpo.validation import require_at_least, require_between, require_bool, require_positive
@@ -85,14 +82,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     regression of returns on predictions, see :func:`~sb3_grpo.baseline.calibration_slope`. If the fit predicts nothing, a
     constant remains.
 
-    The inputs are the flattened observations, with one-hot encoding of discrete ones. For spaces with images, which are arrays
-    with three axes, the output of a features extractor takes their place: a copy of the policy's as it was at the first fit,
-    which is random unless the policy was trained before. Features of the policy itself explain less, because they change and
-    statistics of earlier rollouts do not.
-
-    More than :data:`~sb3_grpo.baseline.MAX_INPUTS` inputs are hashed, see :func:`~sb3_grpo.baseline.hashed_inputs`.
-
-    Inputs are standardised with the statistics of the policy's
+    The inputs are those of :class:`~sb3_grpo.fit_inputs.FitInputs`. They are standardised with the statistics of the policy's
     :class:`~sb3_grpo.normalization.ObservationNormalizer`, including those of the rollout. The baseline keeps statistics of
     its own only of inputs that the policy does not standardise, and of hashed ones.
 
@@ -143,9 +133,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self._dtype = th.float64  # of the next fit, see RESOLUTION
         # The fit keeps its unit of time, also in environments with another time limit.
         self._fixed_time_unit = self.horizon
-        # Of images, which it encodes: the policy's features extractor, as it was at the first fit, and its saved weights
-        self._extractor: BaseFeaturesExtractor | None = None
-        self._saved_extractor: dict[str, th.Tensor] | None = None
+        self.inputs = FitInputs(self.observation_space)
 
     @classmethod
     def update_rule(cls, is_continuous: bool) -> UpdateRule:
@@ -184,14 +172,13 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
     ) -> tuple[Transitions, np.ndarray]:
         time_unit = self._time_unit(rollout.steps)
-        inputs = self._encode(rollout.observations, policy)
-        self.baseline.observe(inputs, self._standardised_by(policy))
+        inputs = self.inputs(rollout.observations, policy)
+        self.baseline.observe(inputs, self.inputs.standardised_by(policy))
         features = self.baseline.features(inputs, rollout.steps / time_unit, self._dtype)
 
         cuts, cut_obs = self._cut_observations(last_obs)
-        cut_features = self.baseline.features(
-            self._encode(cut_obs, policy), (rollout.steps[cuts] + 1) / time_unit, self._dtype
-        )
+        cut_inputs = self.inputs(cut_obs, policy)
+        cut_features = self.baseline.features(cut_inputs, (rollout.steps[cuts] + 1) / time_unit, self._dtype)
 
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
@@ -261,42 +248,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             return np.empty(0, dtype=np.int64), take_observations(last_obs, slice(0))
         return np.array(cuts, dtype=np.int64), map_observations(lambda *arrays: np.stack(arrays), *final)
 
-    def _encode(self, observations: Observations, policy: ActorPolicy) -> np.ndarray:
-        """
-        :return: Inputs of the baseline, shape ``(n, d)``. For images they are features
-        """
-        if self.has_images:
-            encoded = th.from_numpy(policy.encode(observations, self._extractor_of(policy)))
-        else:
-            tensors = obs_as_tensor(observations, policy.device)
-            if policy.normalizer is not None:
-                # The policy keeps to the statistics that it acted with, and a fit need not.
-                tensors = policy.normalizer(tensors, latest=True)
-            by_part = preprocess_obs(tensors, self.observation_space, normalize_images=False)
-            parts = [by_part[name] for name in space_parts(self.observation_space)] if isinstance(by_part, dict) else [by_part]
-            encoded = th.cat([part.unsqueeze(-1).flatten(start_dim=1).cpu() for part in parts], dim=1)
-        return hashed_inputs(encoded).double().numpy()
-
-    def _extractor_of(self, policy: ActorPolicy) -> BaseFeaturesExtractor:
-        """:return: The features extractor of the fit. It never changes, so statistics of earlier rollouts stay valid"""
-        if self._extractor is None:
-            self._extractor = copy.deepcopy(policy.features_extractor).requires_grad_(False).eval()
-            if self._saved_extractor is not None:
-                self._extractor.load_state_dict(self._saved_extractor)
-        return self._extractor.to(policy.device)
-
-    def _standardised_by(self, policy: ActorPolicy) -> np.ndarray | bool:
-        """:return: Which inputs the policy's normaliser has standardised, shape ``(d,)``; ``False`` for none"""
-        if policy.normalizer is None or self.has_images:
-            return False
-        names, parts = zip(*space_parts(self.observation_space).items(), strict=True)
-        covered = np.repeat([name in policy.normalizer.slices for name in names], [get_flattened_obs_dim(p) for p in parts])
-        return covered if len(covered) <= MAX_INPUTS else False
-
     def get_state(self) -> dict[str, Any]:
-        extractor = self._saved_extractor
-        if self._extractor is not None:
-            extractor = {name: weights.cpu() for name, weights in self._extractor.state_dict().items()}
         return {
             "baseline": self.baseline.get_state(),
             "longest": self._longest,
@@ -304,12 +256,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             "time_unit": self._fixed_time_unit,
             "options": self._options_of_features(),
             "relative": None if self.relative_term is None else self.relative_term.get_state(),
-            "extractor": extractor,
+            "extractor": self.inputs.get_state(),
         }
 
     def _options_of_features(self) -> dict[str, Any]:
         options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
-        return {**options, "layout": STATE_LAYOUT, **({"extractor": "of the first fit"} if self.has_images else {})}
+        return {**options, "layout": STATE_LAYOUT, **self.inputs.kind}
 
     def set_state(self, state: dict[str, Any]) -> None:
         if self.relative_term is not None and state["relative"] is not None:
@@ -324,5 +276,5 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.baseline.set_state(state["baseline"])
         self._longest = state["longest"]
         self._dtype = state["dtype"]
-        self._saved_extractor, self._extractor = state.get("extractor"), None
+        self.inputs.set_state(state.get("extractor"))
         self._fixed_time_unit = state["time_unit"]

@@ -1,0 +1,152 @@
+"""What the kernel baseline sees of observations."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from stable_baselines3.common.utils import obs_as_tensor
+from torch.nn import functional as F
+
+from sb3_grpo.extractors import has_channels_first
+from sb3_grpo.observations import Observations, has_images, is_large_image, observation_parts, space_parts
+from sb3_grpo.policies import ActorPolicy
+
+#: A fit has at most this many inputs. More are hashed, see :func:`hashed_inputs`.
+MAX_INPUTS = 512
+#: Height and width of the pictures that :func:`pooled_pictures` makes of images
+PICTURE_SIZE = 14
+#: Number of images that are pooled at a time
+POOLING_BATCH = 64
+
+
+def hashed_inputs(inputs: th.Tensor) -> th.Tensor:
+    """
+    Feature hashing (Weinberger et al. 2009, https://arxiv.org/abs/0902.2206): input ``i`` is added to sum ``i mod MAX_INPUTS``
+    with a fixed random sign.
+
+    Squared distances keep their expectation over the signs. An input whose sum has no other input that varies keeps all its
+    information, so little is lost where most inputs are constant.
+
+    :param inputs: Inputs, shape ``(n, d)``
+    :return: Sums, shape ``(n, MAX_INPUTS)``; the inputs themselves if they are not more than that
+    """
+    n_inputs = inputs.shape[1]
+    if n_inputs <= MAX_INPUTS:
+        return inputs
+    # The stream of this generator is the same in all versions of numpy.
+    signs = th.as_tensor(2.0 * np.random.RandomState(0).randint(2, size=n_inputs) - 1.0).to(inputs)
+    sums = inputs.new_zeros(len(inputs), MAX_INPUTS)
+    for part, part_signs in zip(inputs.split(MAX_INPUTS, dim=1), signs.split(MAX_INPUTS), strict=True):
+        sums[:, : part.shape[1]].addcmul_(part, part_signs)
+    return sums
+
+
+def pooled_pictures(images: np.ndarray) -> th.Tensor:
+    """
+    Two coarse pictures of each image: the mean over the channels, averaged over the pixels of a cell, and the largest
+    difference of neighbouring channels in a cell. If the channels are successive frames, the first picture shows where things
+    are, and the second what moves, however small it is.
+
+    :param images: Images, of which the channels' axis is the shortest, shape ``(n, *image_shape)``
+    :return: The pictures, each of ``PICTURE_SIZE * PICTURE_SIZE`` cells; only the first if there is a single channel,
+        shape ``(n, d)``
+    """
+    has_change = min(images.shape[1:]) > 1
+    pictures = th.empty(len(images), 1 + has_change, PICTURE_SIZE, PICTURE_SIZE)
+    for batch, part in zip(th.from_numpy(images).split(POOLING_BATCH), pictures.split(POOLING_BATCH), strict=True):
+        frames = (batch if has_channels_first(images.shape[1:]) else batch.movedim(-1, 1)).float()
+        part[:, :1] = F.adaptive_avg_pool2d(frames.mean(dim=1, keepdim=True), PICTURE_SIZE)
+        if has_change:
+            change = frames.diff(dim=1).abs_().amax(dim=1, keepdim=True)
+            part[:, 1:] = F.adaptive_max_pool2d(change, PICTURE_SIZE)
+    return pictures.flatten(start_dim=1)
+
+
+class FitInputs:
+    """
+    The inputs of the kernel baseline.
+
+    They are the flattened observations, with one-hot encoding of discrete ones and standardisation by the policy's
+    :class:`~sb3_grpo.normalization.ObservationNormalizer`. Large images (see :func:`~sb3_grpo.observations.is_large_image`)
+    are replaced by :func:`pooled_pictures`.
+
+    Of boards and small images, the inputs are the output of a features extractor: a copy of the policy's as it was at the
+    first fit, which is random unless the policy was trained before. It never changes, so statistics of earlier rollouts stay
+    valid. Features of the policy itself explain less.
+
+    More than :data:`MAX_INPUTS` inputs are hashed, see :func:`hashed_inputs`.
+
+    :param observation_space: Observation space
+    """
+
+    def __init__(self, observation_space: spaces.Space):
+        self._parts = space_parts(observation_space)
+        small = {name: part for name, part in self._parts.items() if not is_large_image(part)}
+        self._uses_network = any(has_images(part) for part in small.values())
+        self._pictures = self._parts.keys() - small.keys()
+        self._extractor: BaseFeaturesExtractor | None = None
+        self._saved_extractor: dict[str, th.Tensor] | None = None
+
+    @property
+    def kind(self) -> dict[str, str]:
+        """What images are to the fit, for its saved state. Empty if there are none."""
+        if self._uses_network:
+            return {"extractor": "of the first fit"}
+        return {"images": "pooled"} if self._pictures else {}
+
+    def __call__(self, observations: Observations, policy: ActorPolicy) -> np.ndarray:
+        """
+        :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
+        :param policy: The actor
+        :return: Inputs, shape ``(n, d)``
+        """
+        if self._uses_network:
+            return hashed_inputs(th.from_numpy(policy.encode(observations, self._extractor_of(policy)))).numpy()
+        arrays = observation_parts(observations)
+        tensors = obs_as_tensor({name: arrays[name] for name in self._parts.keys() - self._pictures}, policy.device)
+        if policy.normalizer is not None:
+            # The policy keeps to the statistics that it acted with, and a fit need not.
+            tensors = policy.normalizer(tensors, latest=True)
+
+        def inputs_of(name: Any, part: spaces.Space) -> th.Tensor:
+            if name in self._pictures:
+                return pooled_pictures(arrays[name])
+            values = preprocess_obs(tensors[name], part, normalize_images=False)
+            assert isinstance(values, th.Tensor)
+            return values.unsqueeze(-1).flatten(start_dim=1).cpu()
+
+        return hashed_inputs(th.cat([inputs_of(*each) for each in self._parts.items()], dim=1)).double().numpy()
+
+    def standardised_by(self, policy: ActorPolicy) -> np.ndarray | bool:
+        """:return: Which inputs the policy's normaliser has standardised, shape ``(d,)``; ``False`` for none"""
+        if policy.normalizer is None or self._uses_network:
+            return False
+        sizes = [self._size_of(*each) for each in self._parts.items()]
+        covered = np.repeat([name in policy.normalizer.slices for name in self._parts], sizes)
+        return covered if len(covered) <= MAX_INPUTS else False
+
+    def _size_of(self, name: Any, part: spaces.Space) -> int:
+        if name not in self._pictures:
+            return get_flattened_obs_dim(part)
+        return pooled_pictures(np.zeros((1, *part.shape), part.dtype)).shape[1]  # type: ignore[misc]
+
+    def _extractor_of(self, policy: ActorPolicy) -> BaseFeaturesExtractor:
+        if self._extractor is None:
+            self._extractor = copy.deepcopy(policy.features_extractor).requires_grad_(False).eval()
+            if self._saved_extractor is not None:
+                self._extractor.load_state_dict(self._saved_extractor)
+        return self._extractor.to(policy.device)
+
+    def get_state(self) -> dict[str, th.Tensor] | None:
+        """:return: Weights of the features extractor; ``None`` if there is none"""
+        if self._extractor is None:
+            return self._saved_extractor
+        return {name: weights.cpu() for name, weights in self._extractor.state_dict().items()}
+
+    def set_state(self, state: dict[str, th.Tensor] | None) -> None:
+        """Take weights of :meth:`get_state`."""
+        self._saved_extractor, self._extractor = state, None
