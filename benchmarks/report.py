@@ -106,6 +106,8 @@ CONSTANT = {"GRPO, constant limit": ["now, constant limit"]}
 ENTRY_CONSTANT = {"the same, constant limit": ["grpo, constant limit"]}
 #: What GRPO is compared with on boards
 BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
+#: Columns of the tables of Atari games
+ATARI = {"GRPO": ["grpo"], "PPO, same rate": ["ppo, our rate"], "PPO, rl-zoo3": ["ppo"]}
 #: Which starts are repeated
 REPEATED, FRESH = "starts, repeated", "starts, fresh"
 STARTS_RIVALS = {"fresh starts only": [FRESH], "PPO": ["starts, ppo"]}
@@ -158,8 +160,10 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "boards_evaluation": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_area": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "auc"),
         "boards_summary": lambda: summary_table(boards, OURS, BOARD_RIVALS),
+        "boards_million": lambda: environments_table(Suite("minatar_million", results), {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_seconds": lambda: seconds.environments_table(boards, OURS, BOARD_RIVALS),
-        "atari": lambda: environments_table(atari, {"GRPO": ["grpo"], "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),
+        "atari_evaluation": lambda: environments_table(atari, ATARI, "eval_mean"),
+        "atari_area": lambda: environments_table(atari, ATARI, "auc"),
         "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
         "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
