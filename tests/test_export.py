@@ -50,7 +50,7 @@ CASES = [
     pytest.param("MlpPolicy", spaces.Discrete(4), spaces.Discrete(3), {}, id="Discrete-obs"),
     pytest.param("CnnPolicy", CHW, spaces.Discrete(3), dict(learning_rate=1e-5, policy_kwargs=SMALL_CNN), id="image"),
     pytest.param("CnnPolicy", HWC, spaces.Discrete(3), dict(learning_rate=1e-5, policy_kwargs=SMALL_CNN), id="channels last"),
-    pytest.param("MultiInputPolicy", EVERYTHING, BOX, dict(policy_kwargs=SMALL_COMBINED), id="Dict"),
+    pytest.param("MultiInputPolicy", EVERYTHING, BOX, dict(learning_rate=1e-5, policy_kwargs=SMALL_COMBINED), id="Dict"),
 ]
 
 

@@ -13,7 +13,7 @@ from helpers import AnyEnv
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.torch_layers import FlattenExtractor
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_grpo import GRPO, ActorPolicy, load_actor
@@ -192,28 +192,42 @@ def test_importance_ratios_of_the_first_update_begin_at_one(use_sde: bool, monke
     np.testing.assert_allclose(np.concatenate(ratios), 1.0, rtol=1e-4)
 
 
-class Camera(gym.Env):
-    """An image, and a vector far from zero."""
+class Board(gym.Env):
+    """A board, and a vector far from zero."""
 
-    observation_space = spaces.Dict(image=spaces.Box(0, 255, (36, 36, 1), np.uint8), vector=spaces.Box(-np.inf, np.inf, (3,)))
+    observation_space = spaces.Dict(board=spaces.Box(0.0, 1.0, (5, 5, 3)), vector=spaces.Box(-np.inf, np.inf, (3,)))
     action_space = spaces.Discrete(2)
 
     def _observe(self) -> dict[str, np.ndarray]:
-        image = self.np_random.integers(256, size=(36, 36, 1), dtype=np.uint8)
-        return {"image": image, "vector": self.np_random.normal(50.0, 5.0, 3).astype(np.float32)}
+        board = self.np_random.random((5, 5, 3), dtype=np.float32)
+        return {"board": board, "vector": self.np_random.normal(50.0, 5.0, 3).astype(np.float32)}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         return self._observe(), {}
 
     def step(self, action: Any) -> Any:
-        return self._observe(), 1.0, bool(self.np_random.random() < 0.1), False, {}
+        return self._observe(), self.np_random.random(), bool(self.np_random.random() < 0.1), False, {}
+
+
+class Mixed(BaseFeaturesExtractor):
+    """A layer that sees the board and the vector."""
+
+    def __init__(self, observation_space: spaces.Dict):
+        super().__init__(observation_space, 8)
+        self.combined = CombinedExtractor(observation_space)
+        self.layer = th.nn.Linear(self.combined.features_dim, 8)
+
+    def forward(self, observations: dict[str, th.Tensor]) -> th.Tensor:
+        return self.layer(self.combined(observations)).tanh()
 
 
 def test_the_first_fit_sees_the_features_of_the_policy_and_later_fits_keep_to_this_network(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    model = GRPO("MultiInputPolicy", make_vec_env(Camera, 2, seed=0), n_steps=16, batch_size=16, seed=0, device="cpu")
+    policy_kwargs = dict(features_extractor_class=Mixed)
+    envs = make_vec_env(Board, 2, seed=0)
+    model = GRPO("MultiInputPolicy", envs, n_steps=16, batch_size=16, policy_kwargs=policy_kwargs, seed=0, device="cpu")
     observe, differences = KernelBaseline.observe, []
     first: list[Any] = []
 
