@@ -45,6 +45,11 @@ def hashed_inputs(inputs: th.Tensor) -> th.Tensor:
     return sums
 
 
+def n_pictures(shape: tuple[int, ...]) -> int:
+    """:return: Number of pictures that :func:`pooled_pictures` makes of an image of a shape"""
+    return 2 if min(shape) > 1 else 1
+
+
 def pooled_pictures(images: np.ndarray) -> th.Tensor:
     """
     Two coarse pictures of each image: the mean over the channels, averaged over the pixels of a cell, and the largest
@@ -55,12 +60,12 @@ def pooled_pictures(images: np.ndarray) -> th.Tensor:
     :return: The pictures, each of ``PICTURE_SIZE * PICTURE_SIZE`` cells; only the first if there is a single channel,
         shape ``(n, d)``
     """
-    has_change = min(images.shape[1:]) > 1
-    pictures = th.empty(len(images), 1 + has_change, PICTURE_SIZE, PICTURE_SIZE)
+    shape = images.shape[1:]
+    pictures = th.empty(len(images), n_pictures(shape), PICTURE_SIZE, PICTURE_SIZE)
     for batch, part in zip(th.from_numpy(images).split(POOLING_BATCH), pictures.split(POOLING_BATCH), strict=True):
-        frames = (batch if has_channels_first(images.shape[1:]) else batch.movedim(-1, 1)).float()
+        frames = (batch if has_channels_first(shape) else batch.movedim(-1, 1)).float()
         part[:, :1] = F.adaptive_avg_pool2d(frames.mean(dim=1, keepdim=True), PICTURE_SIZE)
-        if has_change:
+        if n_pictures(shape) > 1:
             change = frames.diff(dim=1).abs_().amax(dim=1, keepdim=True)
             part[:, 1:] = F.adaptive_max_pool2d(change, PICTURE_SIZE)
     return pictures.flatten(start_dim=1)
@@ -125,14 +130,12 @@ class FitInputs:
         """:return: Which inputs the policy's normaliser has standardised, shape ``(d,)``; ``False`` for none"""
         if policy.normalizer is None or self._uses_network:
             return False
-        sizes = [self._size_of(*each) for each in self._parts.items()]
+        sizes = [
+            n_pictures(part.shape) * PICTURE_SIZE**2 if name in self._pictures else get_flattened_obs_dim(part)  # type: ignore[arg-type]
+            for name, part in self._parts.items()
+        ]
         covered = np.repeat([name in policy.normalizer.slices for name in self._parts], sizes)
         return covered if len(covered) <= MAX_INPUTS else False
-
-    def _size_of(self, name: Any, part: spaces.Space) -> int:
-        if name not in self._pictures:
-            return get_flattened_obs_dim(part)
-        return pooled_pictures(np.zeros((1, *part.shape), part.dtype)).shape[1]  # type: ignore[misc]
 
     def _extractor_of(self, policy: ActorPolicy) -> BaseFeaturesExtractor:
         if self._extractor is None:

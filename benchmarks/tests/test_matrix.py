@@ -60,6 +60,15 @@ def test_tuned_ppo_has_the_settings_of_rl_zoo3(suite: str) -> None:
         assert run.entry == {**shipped[name], "n_timesteps": run.timesteps}
 
 
+def test_ppo_with_our_rate_on_atari_has_the_settings_of_our_entry() -> None:
+    entries = {run.arm: run.entry for run in expand(MATRIX, "atari") if run.seed == 100 and "Breakout" in run.env}
+    ours, theirs, rl_zoo3 = (entries[arm] for arm in ("grpo", "ppo, our rate", "ppo"))
+    without = ("repeat_starts", "share_starts", "gae_lambda")  # PPO's default lambda is that of the entry
+    assert {name: value for name, value in ours.items() if name not in without} | {"vf_coef": rl_zoo3["vf_coef"]} == theirs
+    assert ours["gae_lambda"] == 0.95
+    assert {name for name in theirs if theirs[name] != rl_zoo3[name]} == {"learning_rate", "clip_range"}
+
+
 def test_an_arm_is_left_out_where_rl_zoo3_has_no_entry() -> None:
     arms: dict[str, set[str]] = {}
     for run in expand(MATRIX, "proof"):
