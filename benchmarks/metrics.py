@@ -40,9 +40,9 @@ RUNS = {
     "sb3_grpo/LoadBalancing-v0": 200_000,
 }
 FIELDS = ("env", "metric", "first", "low", "high")
-#: Of the run on boards
+#: Of the runs on boards
 BOARDS_CSV = RESULTS / "board_fits.csv"
-BOARDS: dict[str, int] = load_matrix()["suites"]["minatar"]["timesteps"]
+BOARDS = dict.fromkeys(load_matrix()["suites"]["minatar"]["timesteps"], 200_000)
 #: What is recorded there, by its meaning
 FITS = {"explained variance": "train/explained_variance", "share of variance removed": "train/baseline_variance_reduction"}
 N_PARTS = 20

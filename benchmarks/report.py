@@ -160,7 +160,6 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "boards_evaluation": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_area": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "auc"),
         "boards_summary": lambda: summary_table(boards, OURS, BOARD_RIVALS),
-        "boards_million": lambda: environments_table(Suite("minatar_million", results), {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_seconds": lambda: seconds.environments_table(boards, OURS, BOARD_RIVALS),
         "atari_evaluation": lambda: environments_table(atari, ATARI, "eval_mean"),
         "atari_area": lambda: environments_table(atari, ATARI, "auc"),

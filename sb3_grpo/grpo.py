@@ -105,7 +105,7 @@ class GRPO(PersistentAlgorithm):
     :param update_rule: ``"clipped"``: gradient steps with minibatches of a clipped surrogate, as in PPO. ``"natural"``: one
         natural-gradient step inside a trust region with all transitions of the update, as in TRPO. It does not use
         ``learning_rate``, ``batch_size``, ``n_epochs``, ``clip_range``, ``clip_range_high`` and ``max_grad_norm``. ``None``:
-        ``"natural"`` for continuous actions with ``"kernel"``, unless gSDE, one of these arguments or
+        ``"natural"`` for continuous actions and for boards with ``"kernel"``, unless gSDE, one of these arguments or
         ``importance_sampling_level`` is set, else ``"clipped"``
     :param target_kl: Limit of the KL divergence of an update. ``"clipped"``: an update stops once the approximate divergence
         exceeds 1.5 times this value; ``None`` for no limit. ``"natural"``: the size of the trust region, a mean over the
@@ -246,9 +246,8 @@ class GRPO(PersistentAlgorithm):
         self.rollout_buffer_kwargs = self.rollout_buffer_kwargs or {}
         self.policy_kwargs = self.policy_kwargs or {}
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
-        is_continuous = isinstance(self.action_space, spaces.Box)
         parameters = inspect.signature(GRPO.__init__).parameters
-        self.update_rule = self.update_rule or chosen_update_rule(vars(self), parameters, is_continuous)
+        self.update_rule = self.update_rule or chosen_update_rule(vars(self), parameters)
         check_settings(vars(self), self._chooses_n_steps)
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda

@@ -59,6 +59,11 @@ def is_large_image(space: spaces.Space) -> bool:
     return isinstance(space, spaces.Box) and len(space.shape) == 3 and sorted(space.shape)[1] >= LARGE_IMAGE
 
 
+def has_boards(space: spaces.Space) -> bool:
+    """:return: Whether observations have boards or small images, and no large ones"""
+    return has_images(space) and not any(map(is_large_image, space_parts(space).values()))
+
+
 def with_axes(observations: Any, space: spaces.Space) -> Any:
     """:return: The same batch, but numbers of a Box of shape ``()`` have shape ``(n, 1)``, because networks need an axis"""
     scalars = [key for key, part in space_parts(space).items() if isinstance(part, spaces.Box) and part.shape == ()]

@@ -148,9 +148,10 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     # --- what buffers may do differently ------------------------------------------------------------------------------
 
     @classmethod
-    def update_rule(cls, is_continuous: bool) -> losses.UpdateRule:
+    def update_rule(cls, observation_space: spaces.Space, action_space: spaces.Space) -> losses.UpdateRule:
         """
-        :param is_continuous: Whether actions are continuous
+        :param observation_space: Observation space
+        :param action_space: Action space
         :return: ``update_rule`` for ``None``
         """
         return "clipped"
