@@ -66,7 +66,8 @@ class Run:
     :param n_episodes: Episodes of the evaluation
     :param entry: Hyperparameters, as in a file of rl-zoo3
     :param is_continuous: Whether actions have a standard deviation
-    :param has_images: Whether observations are images
+    :param has_images: Whether observations are images or boards
+    :param has_boards: Whether they are boards
     """
 
     arm: str
@@ -79,6 +80,7 @@ class Run:
     entry: dict[str, Any] = field(default_factory=dict)
     is_continuous: bool = False
     has_images: bool = False
+    has_boards: bool = False
 
     def settings_hash(self) -> str:
         """:return: Eight characters that change with whatever determines the outcome, except for seed and versions"""
@@ -86,7 +88,7 @@ class Run:
         if self.algo in RIVALS:
             settings = {**defaults(RIVALS[self.algo]), **settings}
         elif self.algo == "grpo":
-            settings = resolved(settings, self.is_continuous, self.has_images)
+            settings = resolved(settings, self.is_continuous, self.has_images, self.has_boards)
             settings["lr_follows_std"] = defaults(ActorPolicy)["lr_follows_std"] and self.is_continuous
             if LR_CONSTANT.search(policy_kwargs := str(settings["policy_kwargs"])):
                 others = LR_CONSTANT.sub("", policy_kwargs)
@@ -125,11 +127,12 @@ def defaults(callable_class: type) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
-def resolved(entry: dict[str, Any], is_continuous: bool, has_images: bool) -> dict[str, Any]:
+def resolved(entry: dict[str, Any], is_continuous: bool, has_images: bool, has_boards: bool) -> dict[str, Any]:
     """
     :param entry: Arguments of GRPO
     :param is_continuous: Whether actions are continuous
-    :param has_images: Whether observations are images
+    :param has_images: Whether observations are images or boards
+    :param has_boards: Whether they are boards
     :return: All arguments of GRPO, with what it chooses for ``None``
     """
     settings = {**defaults(GRPO), **entry}
@@ -137,7 +140,7 @@ def resolved(entry: dict[str, Any], is_continuous: bool, has_images: bool) -> di
     policy_kwargs = evaluated(settings["policy_kwargs"])
     about = {**settings, "rollout_buffer_class": buffer_class, "policy_kwargs": policy_kwargs, "num_timesteps": 0}
     settings["update_rule"] = settings["update_rule"] or chosen_update_rule(
-        about, inspect.signature(GRPO).parameters, is_continuous
+        about, inspect.signature(GRPO).parameters, is_continuous, has_boards
     )
     chosen = buffer_class.defaults(settings["update_rule"])
     if settings["gae_lambda"] is None:
@@ -218,7 +221,7 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
             entry[key] = {**entry[key], **value} if both_mappings else value
         about = matrix["environments"][env]
-        spaces = "half_range" in about, about.get("images", False)
+        spaces = "half_range" in about, about.get("images", False), about.get("boards", False)
         return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry, *spaces)
 
     thresholds = {**{env: about["threshold"] for env, about in matrix["environments"].items()}, **chosen.get("thresholds", {})}

@@ -77,7 +77,7 @@ def zoo_table(suite: Suite) -> str:
         if not (runs := suite.runs("grpo", env)):
             continue
         run = runs[0].run
-        n_steps = resolved(run.entry, run.is_continuous, run.has_images)["n_steps"]
+        n_steps = resolved(run.entry, run.is_continuous, run.has_images, run.has_boards)["n_steps"]
         rollout = int(n_steps.split()[0]) if isinstance(n_steps, str) else run.entry.get("n_envs", 1) * n_steps
         returns, target = suite.column("grpo", env, "eval_mean"), suite.settings["thresholds"][env]
         lines.append([

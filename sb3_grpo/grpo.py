@@ -24,7 +24,7 @@ from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
 from sb3_grpo.natural import default_limit
 from sb3_grpo.normalization import normalized_parts
-from sb3_grpo.observations import has_images
+from sb3_grpo.observations import has_boards, has_images
 from sb3_grpo.persistence import PersistentAlgorithm
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import (
@@ -247,7 +247,8 @@ class GRPO(PersistentAlgorithm):
         self.policy_kwargs = self.policy_kwargs or {}
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
         parameters = inspect.signature(GRPO.__init__).parameters
-        self.update_rule = self.update_rule or chosen_update_rule(vars(self), parameters)
+        kinds = isinstance(self.action_space, spaces.Box), has_boards(self.observation_space)
+        self.update_rule = self.update_rule or chosen_update_rule(vars(self), parameters, *kinds)
         check_settings(vars(self), self._chooses_n_steps)
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda

@@ -237,10 +237,14 @@ OF_CLIPPED_UPDATES = (
 OF_THE_OPTIMIZER = ("optimizer_class", "optimizer_kwargs", "lr_follows_std")
 
 
-def chosen_update_rule(settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> losses.UpdateRule:
+def chosen_update_rule(
+    settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], is_continuous: bool, has_boards: bool
+) -> losses.UpdateRule:
     """
-    :param settings: Arguments of GRPO by name, with the class of the buffer, both spaces and ``num_timesteps``
+    :param settings: Arguments of GRPO by name, with the class of the buffer, and ``num_timesteps``
     :param parameters: Parameters of its constructor by name, with their defaults
+    :param is_continuous: Whether actions are continuous
+    :param has_boards: Whether observations have boards or small images, and no large ones
     :return: The update rule that suits the buffer and the spaces, but ``"clipped"`` if an argument has been set that would
         have no effect otherwise, with gSDE, or if the model was trained before there was a choice
     """
@@ -249,7 +253,7 @@ def chosen_update_rule(settings: Mapping[str, Any], parameters: Mapping[str, ins
         return "clipped"
     if settings["use_sde"] or settings["num_timesteps"] > 0:
         return "clipped"
-    return settings["rollout_buffer_class"].update_rule(settings["observation_space"], settings["action_space"])
+    return settings["rollout_buffer_class"].update_rule(is_continuous, has_boards)
 
 
 def warn_of_idle_arguments(settings: Mapping[str, Any], changed: Iterable[str]) -> None:

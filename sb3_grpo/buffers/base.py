@@ -148,10 +148,10 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
     # --- what buffers may do differently ------------------------------------------------------------------------------
 
     @classmethod
-    def update_rule(cls, observation_space: spaces.Space, action_space: spaces.Space) -> losses.UpdateRule:
+    def update_rule(cls, is_continuous: bool, has_boards: bool) -> losses.UpdateRule:
         """
-        :param observation_space: Observation space
-        :param action_space: Action space
+        :param is_continuous: Whether actions are continuous
+        :param has_boards: Whether observations have boards or small images, and no large ones
         :return: ``update_rule`` for ``None``
         """
         return "clipped"

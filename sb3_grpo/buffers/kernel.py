@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
-from gymnasium import spaces
 
 from sb3_grpo import advantages as A
 from sb3_grpo.baseline import KernelBaseline, calibration_slope, eligibility_traces, predict_by_fold
@@ -13,7 +12,7 @@ from sb3_grpo.buffers.base import Defaults, GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
 from sb3_grpo.fit_inputs import FitInputs
 from sb3_grpo.losses import UpdateRule
-from sb3_grpo.observations import Observations, has_boards, map_observations, take_observations
+from sb3_grpo.observations import Observations, map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.relative import RelativeTerm
 from sb3_grpo.validation import require_at_least, require_between, require_bool, require_positive
@@ -137,8 +136,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.inputs = FitInputs(self.observation_space)
 
     @classmethod
-    def update_rule(cls, observation_space: spaces.Space, action_space: spaces.Space) -> UpdateRule:
-        return "natural" if isinstance(action_space, spaces.Box) or has_boards(observation_space) else "clipped"
+    def update_rule(cls, is_continuous: bool, has_boards: bool) -> UpdateRule:
+        return "natural" if is_continuous or has_boards else "clipped"
 
     @classmethod
     def defaults(cls, update_rule: UpdateRule) -> Defaults:
