@@ -14,7 +14,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo.buffers import GroupRolloutBuffer
-from sb3_grpo.compiled import actor
+from sb3_grpo.graphs import actor
 from sb3_grpo.observations import map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Ledger, Position, RolloutLost, SeededVecEnv

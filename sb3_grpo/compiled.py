@@ -186,23 +186,6 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
 
 
-def actor(policy: ActorPolicy) -> Actor:
-    """
-    :param policy: Policy
-    :return: The function that chooses actions during a rollout, in machine code if that is possible, else in torch
-    """
-    compiled = compiled_policy(policy)
-    if not isinstance(compiled, str):
-        return compiled.actor(policy)
-
-    @th.no_grad()
-    def act(_: Any, obs_tensor: Any, **masking: Any) -> tuple[np.ndarray, th.Tensor]:
-        actions, log_prob = policy(obs_tensor, **masking)
-        return actions.cpu().numpy(), log_prob.cpu()
-
-    return act
-
-
 def compiled_policy(
     policy: ActorPolicy,
     rollout_buffer: GroupRolloutBuffer | None = None,
@@ -238,7 +221,7 @@ def compiled_policy(
             return f"`importance_sampling_level` is {importance_sampling_level!r}"
         if kl_estimator != "exact":
             return f"`kl_estimator` is {kl_estimator!r}"
-        if reason := _unusual_optimizer(policy):
+        if reason := unusual_optimizer(policy):
             return reason
     functions = compile_functions()
     if isinstance(functions, str):
@@ -338,7 +321,7 @@ def _inputs(policy: ActorPolicy, observations: PyTorchObs) -> th.Tensor:
     return pictures.flatten(start_dim=1)
 
 
-def _unusual_optimizer(policy: ActorPolicy) -> str:
+def unusual_optimizer(policy: ActorPolicy) -> str:
     """
     :param policy: Policy
     :return: A reason why its optimizer is not suitable; empty if it is

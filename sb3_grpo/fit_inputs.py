@@ -21,6 +21,7 @@ MAX_INPUTS = 512
 PICTURE_SIZE = 14
 #: Number of images that are pooled at a time
 POOLING_BATCH = 64
+CPU = th.device("cpu")
 
 
 def hashed_inputs(inputs: th.Tensor) -> th.Tensor:
@@ -50,25 +51,26 @@ def n_pictures(shape: tuple[int, ...]) -> int:
     return 2 if min(shape) > 1 else 1
 
 
-def pooled_pictures(images: np.ndarray) -> th.Tensor:
+def pooled_pictures(images: np.ndarray, device: th.device = CPU) -> th.Tensor:
     """
     Two coarse pictures of each image: the mean over the channels, averaged over the pixels of a cell, and the largest
     difference of neighbouring channels in a cell. If the channels are successive frames, the first picture shows where things
     are, and the second what moves, however small it is.
 
     :param images: Images, of which the channels' axis is the shortest, shape ``(n, *image_shape)``
+    :param device: Device that does the arithmetic
     :return: The pictures, each of ``PICTURE_SIZE * PICTURE_SIZE`` cells; only the first if there is a single channel,
         shape ``(n, d)``
     """
     shape = images.shape[1:]
-    pictures = th.empty(len(images), n_pictures(shape), PICTURE_SIZE, PICTURE_SIZE)
+    pictures = th.empty(len(images), n_pictures(shape), PICTURE_SIZE, PICTURE_SIZE, device=device)
     for batch, part in zip(th.from_numpy(images).split(POOLING_BATCH), pictures.split(POOLING_BATCH), strict=True):
-        frames = (batch if has_channels_first(shape) else batch.movedim(-1, 1)).float()
+        frames = (batch if has_channels_first(shape) else batch.movedim(-1, 1)).to(device).float()
         part[:, :1] = F.adaptive_avg_pool2d(frames.mean(dim=1, keepdim=True), PICTURE_SIZE)
         if n_pictures(shape) > 1:
             change = frames.diff(dim=1).abs_().amax(dim=1, keepdim=True)
             part[:, 1:] = F.adaptive_max_pool2d(change, PICTURE_SIZE)
-    return pictures.flatten(start_dim=1)
+    return pictures.flatten(start_dim=1).cpu()
 
 
 class FitInputs:
@@ -119,7 +121,8 @@ class FitInputs:
 
         def inputs_of(name: Any, part: spaces.Space) -> th.Tensor:
             if name in self._pictures:
-                return pooled_pictures(arrays[name])
+                # Not every other device can pool images of every size
+                return pooled_pictures(arrays[name], policy.device if policy.device.type == "cuda" else CPU)
             values = preprocess_obs(tensors[name], part, normalize_images=False)
             assert isinstance(values, th.Tensor)
             return values.unsqueeze(-1).flatten(start_dim=1).cpu()

@@ -404,19 +404,22 @@ class ActorPolicy(BasePolicy):
         return self._distribution(self._latent(obs), **masking)
 
     def _distribution(self, latent: th.Tensor, action_masks: Any = None) -> Distribution:
-        params = [self.action_net(latent)]
+        return self._distribution_of(self.action_net(latent), latent, action_masks)
+
+    def _distribution_of(self, output: th.Tensor, latent: th.Tensor | None = None, action_masks: Any = None) -> Distribution:
+        """:return: The distribution for an output of the action layer. Only that of gSDE needs the layer's input too"""
         # Torch checks this as well, but not once anything was compiled by it. An update checks its gradient at the end: here,
         # the CPU would wait for the GPU at each minibatch.
-        if not self.training and not th.isfinite(params[0]).all():
+        if not self.training and not th.isfinite(output).all():
             raise ValueError(
-                f"The output of the policy is not finite: {params[0].tolist()}. Check the weights and the features extractor."
+                f"The output of the policy is not finite: {output.tolist()}. Check the weights and the features extractor."
             )
-        if action_masks is not None:
-            params = [masked_logits(params[0], action_masks, self.action_space)]
+        params = [output if action_masks is None else masked_logits(output, action_masks, self.action_space)]
         if isinstance(self.action_dist, StateDependentNoiseDistribution):
+            assert latent is not None
             params += [self.log_std, latent]
         elif isinstance(self.action_dist, DiagGaussianDistribution):
-            params += [self.log_std]
+            params += [self.log_std.to(output.device)]
         return self.action_dist.proba_distribution(*params)
 
     # --- predicting ---------------------------------------------------------------------------------------------------

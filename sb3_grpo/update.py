@@ -18,6 +18,7 @@ from torch.nn.utils import parameters_to_vector
 from sb3_grpo import losses
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.compiled import CompiledPolicy, compiled_policy, is_unaltered
+from sb3_grpo.graphs import Captured, gradient_step, may_capture_steps
 from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.losses import MinibatchLoss
 from sb3_grpo.machine_code import Metrics, Settings
@@ -158,7 +159,18 @@ class TorchUpdate:
         minibatches: list[MinibatchLoss] = []
         gradient_norms: list[th.Tensor] = []
         approx_kl = 0.0
+        rates = [group["lr"] for group in policy.optimizer.param_groups]
+        numbers = th.tensor([*rates, *objective.clip_range], device=policy.device)
+        graph: Captured | None = None
         for rollout_data in self._rollout_buffer.get(batch_size, self._whole_trajectories):
+            is_full = len(rollout_data.advantages) == batch_size
+            if graph is None and is_full and self._may_capture():
+                graph = self._graph(rollout_data, numbers)
+            if graph is not None and is_full:
+                *fields, norm = graph([*rollout_data.tensors(), numbers])
+                minibatches.append(MinibatchLoss(*fields))
+                gradient_norms.append(norm)
+                continue
             minibatch = objective.evaluate(policy, rollout_data)
             minibatches.append(MinibatchLoss(*(field.detach() for field in minibatch)))
             if self._max_kl < math.inf:
@@ -170,6 +182,28 @@ class TorchUpdate:
             gradient_norms.append(th.nn.utils.clip_grad_norm_(policy.parameters(), objective.max_grad_norm))
             policy.optimizer.step()
         return _epoch(minibatches, gradient_norms, objective.clip_range), approx_kl
+
+    def _may_capture(self) -> bool:
+        """:return: Whether nothing in a step but numbers changes from one minibatch to the next, and nothing waits for them"""
+        is_plain = self._objective.kl_coef == 0 and self._max_kl == math.inf and not self._whole_trajectories
+        return is_plain and may_capture_steps(self._policy)
+
+    def _graph(self, batch: GroupRolloutBufferSamples, numbers: th.Tensor) -> Captured | None:
+        """
+        :param batch: A minibatch
+        :param numbers: Learning rates and clip range, shape ``(k,)``
+        :return: A gradient step with a minibatch of this size as a graph, or ``None`` if there can be none
+        """
+        objective, policy = self._objective, self._policy
+
+        def evaluate(*arguments: th.Tensor) -> MinibatchLoss:
+            *tensors, low, high = arguments
+            given = iter(tensors)
+            samples = batch.map(lambda _: next(given))
+            return replace(objective, clip_range=ClipRange(low, high)).evaluate(policy, samples)  # type: ignore[arg-type]
+
+        state = objective.ent_coef, batch.action_masks is None, batch.weights is None
+        return gradient_step(policy, state, objective.max_grad_norm, numbers, batch.tensors(), evaluate)
 
     # --- the policy as a natural-gradient step sees it ----------------------------------------------------------------
 

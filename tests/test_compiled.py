@@ -35,11 +35,11 @@ from sb3_grpo.compiled import (
     CompiledPolicy,
     Parts,
     _parts,
-    actor,
     compile_functions,
     compiled_policy,
 )
 from sb3_grpo.extractors import SmallCNN
+from sb3_grpo.graphs import actor
 from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.update import ClipRange, Objective, describe_update
 

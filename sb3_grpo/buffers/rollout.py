@@ -51,6 +51,12 @@ class GroupRolloutBufferSamples(NamedTuple):
             *(None if each[0] is None else map_observations(function, *each) for each in fields)  # type: ignore[arg-type]
         )
 
+    def tensors(self) -> list[th.Tensor]:
+        """:return: All tensors, in the order in which :meth:`map` passes them to its function"""
+        found: list[th.Tensor] = []
+        self.map(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return found
+
     def take(self, index: th.Tensor | slice) -> "GroupRolloutBufferSamples":
         """:return: The transitions at an index"""
         return self.map(lambda tensor: tensor[index])
