@@ -13,8 +13,8 @@ Measure speed and memory on one core.
   does not count. The bare environment is a `DummyVecEnv` with `Monitor` that takes random actions: nobody who steps it can be
   faster. sbx's PPO, on JAX, takes part where it is installed (`pip install sbx-rl`).
 - `profile`: stopwatches around the parts of GRPO's training, whose overhead is in the figures.
-- `images`: GRPO and PPO take turns, with GRPO's defaults for images. Peak memory is that of a process of its own, and on a GPU
-  that of its tensors there.
+- `images`: GRPO, PPO and the environments alone take turns, with GRPO's defaults for images. Peak memory is that of a process
+  of its own, and on a GPU that of its tensors there.
 - `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for `benchmarks.seconds`.
 """
 
@@ -265,11 +265,14 @@ def images(args: argparse.Namespace) -> None:
     for batch_size in (64, 256):
         setting = IMAGES._replace(batch_size=batch_size, n_epochs=None, device=args.device)
         models = {"GRPO": make_grpo(setting), "PPO": make_rival(PPO, setting)}
-        turns = take_turns({name: training(model, IMAGE_ROLLOUT) for name, model in models.items()}, args.rounds)
+        contestants = {name: training(model, IMAGE_ROLLOUT) for name, model in models.items()}
+        contestants["environments"] = stepping(setting.make_env(), IMAGE_ROLLOUT)
+        turns = take_turns(contestants, args.rounds)
         peaks = compare_memory(setting, rollouts=2)
         rates = {name: f"{IMAGE_ROLLOUT / np.median(turns[name]):.0f} steps/s, {peaks[name]:.0f} MB" for name in ALGORITHMS}
-        rows.append([str(batch_size), *rates.values(), f"{np.median(turns['PPO'] / turns['GRPO']):.2f}"])
-    print(markdown_table(["minibatch", *ALGORITHMS, "ratio of rates"], rows))
+        alone = f"{IMAGE_ROLLOUT / np.median(turns['environments']):.0f} steps/s"
+        rows.append([str(batch_size), *rates.values(), f"{np.median(turns['PPO'] / turns['GRPO']):.2f}", alone])
+    print(markdown_table(["minibatch", *ALGORITHMS, "ratio of rates", "environments alone"], rows))
 
 
 def turns_of(runs: list[Run]) -> list[dict[str, Any]]:

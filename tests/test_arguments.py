@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from helpers import BOX, VECTOR, AnyEnv, assert_trained, make_envs, make_model, weights
+from helpers import BOX, HWC, VECTOR, AnyEnv, assert_trained, make_envs, make_model, weights
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -410,6 +410,7 @@ def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer
 # --- What is chosen, and what stays -------------------------------------------------------------------------------------
 
 
+BOARD = spaces.Box(0.0, 1.0, (5, 4, 3), np.float32)
 CLIPPED, NATURAL = ("clipped", 0.98, 1024, 128, 0.8), ("natural", 0.95, 2048, 512, 0.9)
 CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "discrete actions": (dict(env="CartPole-v1"), CLIPPED),
@@ -428,6 +429,11 @@ CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "gSDE": (dict(use_sde=True), CLIPPED),
     "asked for": (dict(update_rule="natural"), NATURAL),
     "asked for otherwise": (dict(env="CartPole-v1", update_rule="natural"), NATURAL),
+    "boards": (dict(policy="CnnPolicy", env=AnyEnv(BOARD)), NATURAL),
+    "boards among vectors": (dict(policy="MultiInputPolicy", env=AnyEnv(spaces.Dict(board=BOARD, speed=VECTOR))), NATURAL),
+    "boards beside an image": (dict(policy="MultiInputPolicy", env=AnyEnv(spaces.Dict(board=BOARD, eye=HWC))), CLIPPED),
+    "images": (dict(policy="CnnPolicy", env=AnyEnv(HWC)), CLIPPED),
+    "boards with a learning rate": (dict(policy="CnnPolicy", env=AnyEnv(BOARD), learning_rate=1e-3), CLIPPED),
     "own lambda and steps": (dict(gae_lambda=0.9, n_steps=64), ("natural", 0.9, 64, 512, 0.9)),
     "own features": (dict(rollout_buffer_kwargs=dict(n_features=64)), ("natural", 0.95, 2048, 64, 0.9)),
 }
@@ -437,7 +443,7 @@ CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 def test_the_update_rule_suits_the_actions_and_everything_that_was_asked_for(
     options: dict[str, Any], expected: tuple[Any, ...]
 ):
-    model = GRPO("MlpPolicy", **{"env": "Pendulum-v1", **options})
+    model = GRPO(**{"policy": "MlpPolicy", "env": "Pendulum-v1", **options})
     baseline = model.rollout_buffer.baseline  # type: ignore[attr-defined]
     found = model.update_rule, model.gae_lambda, model.n_steps, baseline.n_features, baseline.forgetting
     assert found == expected

@@ -4,7 +4,7 @@ import copy
 import io
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ EYE_AND_SPEED = spaces.Dict(eye=HWC, speed=VECTOR)
 class StandIn(graphs.Captured):
     """Calls the function of the graph anew, with arguments in the same memory each time."""
 
-    captures: list["StandIn"] = []
+    captures: ClassVar[list["StandIn"]] = []
 
     def __init__(self, function: Any, arguments: Any, warm_up: Any):
         self._function, self._arguments, self.n_calls = function, [argument.clone() for argument in arguments], 0
@@ -82,7 +82,7 @@ def twin(model: GRPO, **options: Any) -> GRPO:
         ("CnnPolicy", CHW, spaces.Discrete(3), dict(ent_coef=0.01)),
         ("CnnPolicy", CHW, spaces.MultiDiscrete([2, 3]), dict(learning_rate=lambda left: 1e-3 * (left + 0.5))),
         ("CnnPolicy", HWC, spaces.Box(-1.0, 1.0, (2,)), dict(learning_rate=1e-3, policy_kwargs=dict(log_std_lr_factor=2.0))),
-        ("MultiInputPolicy", EYE_AND_SPEED, spaces.MultiBinary(2), dict(clip_range=lambda left: 0.2 * (left + 0.5), clip_range_high=0.3)),
+        ("MultiInputPolicy", EYE_AND_SPEED, spaces.MultiBinary(2), dict(clip_range=lambda left: left + 0.1)),
         ("MultiInputPolicy", EYE_AND_SPEED, spaces.Discrete(3), dict(loss_aggregation="trajectory", max_grad_norm=0.01)),
     ],
 )  # fmt: skip
@@ -155,7 +155,7 @@ def test_there_is_no_graph_of_what_could_change_without_notice(policy: Any, opti
 
 def test_a_frozen_weight_and_a_hook_are_respected(device: str):
     model = make_model(device).learn(40)
-    frozen = model.policy.action_net.weight.requires_grad_(False)
+    frozen = next(model.policy.action_net.parameters()).requires_grad_(False)
     before, seen = frozen.clone(), []
     update(model)
     assert th.equal(frozen, before)
@@ -182,10 +182,13 @@ def test_a_failed_capture_is_warned_of_once_and_training_goes_on(device: str, mo
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    def linear(self: Any, inputs: th.Tensor) -> th.Tensor:
+        return nn.functional.linear(inputs, self.weight, self.bias * float(inputs.isfinite().all()))  # waits for the GPU
+
     if device == "cpu":
         monkeypatch.setattr(graphs.Captured, "__init__", fail)
     else:
-        monkeypatch.setattr(graphs.nn.Linear, "forward", lambda self, x: nn.functional.linear(x, self.weight, self.bias + x.sum().item() * 0))  # fmt: skip
+        monkeypatch.setattr(nn.Linear, "forward", linear)
     model = make_model(device)
     with pytest.warns(UserWarning, match="There is no CUDA graph for .*, which goes on without one, more slowly") as all_:
         model.learn(120)
@@ -197,7 +200,7 @@ def test_a_failed_capture_is_warned_of_once_and_training_goes_on(device: str, mo
 def test_an_output_that_is_not_finite_is_found_when_a_graph_acts(device: str):
     model = make_model(device).learn(80)
     with th.no_grad():
-        model.policy.action_net.bias[0] = np.nan
+        next(model.policy.action_net.parameters())[0] = np.nan
     with pytest.raises(ValueError, match="The output of the policy is not finite"):
         model.learn(40)
 

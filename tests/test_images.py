@@ -53,7 +53,7 @@ class Quadrants(gym.Env):
     ids=["channels last", "channels first", "integers"],
 )
 def test_boards_are_learned_with_the_default_settings(space: spaces.Space):
-    model = GRPO("CnnPolicy", make_vec_env(lambda: Quadrants(space), 8), learning_rate=1e-3, seed=0, device="cpu")
+    model = GRPO("CnnPolicy", make_vec_env(lambda: Quadrants(space), 8), seed=0, device="cpu")
     before, _ = evaluate_policy(model, make_vec_env(lambda: Quadrants(space), 1, seed=1), 20)
     after, _ = evaluate_policy(model.learn(12_000), make_vec_env(lambda: Quadrants(space), 1, seed=1), 20)
     assert np.mean(before) < 5.0 and np.mean(after) > 9.5
