@@ -71,19 +71,21 @@ class Captured:
         warm_up: Callable[..., object],
     ):
         self._arguments = [argument.clone() for argument in arguments]
-        stream = side_stream(self._arguments[0].device)
-        stream.wait_stream(th.cuda.current_stream())
+        device = self._arguments[0].device
+        stream, present = side_stream(device), th.cuda.current_stream(device)
+        stream.wait_stream(present)
         with th.cuda.stream(stream):
             for _ in range(N_WARM_UP):
                 warm_up(*self._arguments)
-        th.cuda.current_stream().wait_stream(stream)
+        present.wait_stream(stream)
         self._graph = th.cuda.CUDAGraph()
         try:
             with th.cuda.graph(self._graph, stream=stream):
                 self._results = function(*self._arguments)
         except RuntimeError:
-            with th.cuda.graph(th.cuda.CUDAGraph()):  # the random generator still waits for the end of a capture
-                th.zeros(1, device=self._arguments[0].device)
+            # The random generator still waits for the end of a capture.
+            with th.cuda.graph(th.cuda.CUDAGraph(), stream=th.cuda.Stream(device)):
+                th.zeros(1, device=device)
             raise
 
     def fits(self, arguments: Sequence[th.Tensor]) -> bool:
