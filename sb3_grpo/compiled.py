@@ -62,7 +62,10 @@ MAX_WEIGHTS = 300_000
 LONG = 3.0
 
 #: Methods that choose actions. A subclass that overrides one of them acts in its own way.
-ACTING = ("__call__", "forward", "extract_features", "get_distribution", "_distribution", "_latent")
+ACTING = (
+    *("__call__", "forward", "extract_features", "get_distribution"),
+    *("_distribution", "_distribution_of", "_latent", "_sample"),
+)
 #: Methods that evaluate actions.
 EVALUATING = ("evaluate_actions", "evaluate_distribution")
 #: Options of Adam that :func:`~sb3_grpo.machine_code.adam` does not have.

@@ -21,6 +21,7 @@ MAX_INPUTS = 512
 PICTURE_SIZE = 14
 #: Number of images that are pooled at a time
 POOLING_BATCH = 64
+#: Where pictures are pooled, unless the policy is on a GPU of NVIDIA or AMD
 CPU = th.device("cpu")
 
 
