@@ -88,7 +88,7 @@ class Run:
         if self.algo in RIVALS:
             settings = {**defaults(RIVALS[self.algo]), **settings}
         elif self.algo == "grpo":
-            settings = resolved(settings, self.is_continuous, self.has_images, self.has_boards)
+            settings = self.resolved()
             settings["lr_follows_std"] = defaults(ActorPolicy)["lr_follows_std"] and self.is_continuous
             if LR_CONSTANT.search(policy_kwargs := str(settings["policy_kwargs"])):
                 others = LR_CONSTANT.sub("", policy_kwargs)
@@ -100,6 +100,25 @@ class Run:
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+
+    def resolved(self) -> dict[str, Any]:
+        """:return: All arguments of GRPO, with what it chooses for ``None``"""
+        settings = {**defaults(GRPO), **self.entry}
+        buffer_class = resolve_buffer_class(settings["rollout_buffer_class"])
+        policy_kwargs = evaluated(settings["policy_kwargs"])
+        about = {**settings, "rollout_buffer_class": buffer_class, "policy_kwargs": policy_kwargs, "num_timesteps": 0}
+        settings["update_rule"] = settings["update_rule"] or chosen_update_rule(
+            about, inspect.signature(GRPO).parameters, self.is_continuous, self.has_boards
+        )
+        chosen = buffer_class.defaults(settings["update_rule"])
+        if settings["gae_lambda"] is None:
+            settings["gae_lambda"] = chosen.gae_lambda
+        if settings["n_epochs"] is None:
+            settings["n_epochs"] = chosen_n_epochs(self.has_images)
+        if settings["n_steps"] is None:
+            settings["n_steps"] = f"{chosen.rollout_size} in all"
+        settings["rollout_buffer_kwargs"] = {**chosen.arguments, **evaluated(settings["rollout_buffer_kwargs"])}
+        return settings
 
     def key(self) -> tuple[str, str, str]:
         """:return: Environment, seed and hash as they are in the CSV, which identify the row of the run"""
@@ -125,32 +144,6 @@ def defaults(callable_class: type) -> dict[str, Any]:
     """
     parameters = inspect.signature(callable_class).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty}
-
-
-def resolved(entry: dict[str, Any], is_continuous: bool, has_images: bool, has_boards: bool) -> dict[str, Any]:
-    """
-    :param entry: Arguments of GRPO
-    :param is_continuous: Whether actions are continuous
-    :param has_images: Whether observations are images or boards
-    :param has_boards: Whether they are boards
-    :return: All arguments of GRPO, with what it chooses for ``None``
-    """
-    settings = {**defaults(GRPO), **entry}
-    buffer_class = resolve_buffer_class(settings["rollout_buffer_class"])
-    policy_kwargs = evaluated(settings["policy_kwargs"])
-    about = {**settings, "rollout_buffer_class": buffer_class, "policy_kwargs": policy_kwargs, "num_timesteps": 0}
-    settings["update_rule"] = settings["update_rule"] or chosen_update_rule(
-        about, inspect.signature(GRPO).parameters, is_continuous, has_boards
-    )
-    chosen = buffer_class.defaults(settings["update_rule"])
-    if settings["gae_lambda"] is None:
-        settings["gae_lambda"] = chosen.gae_lambda
-    if settings["n_epochs"] is None:
-        settings["n_epochs"] = chosen_n_epochs(has_images)
-    if settings["n_steps"] is None:
-        settings["n_steps"] = f"{chosen.rollout_size} in all"
-    settings["rollout_buffer_kwargs"] = {**chosen.arguments, **evaluated(settings["rollout_buffer_kwargs"])}
-    return settings
 
 
 def buffer_defaults(buffer: str | None) -> dict[str, Any]:

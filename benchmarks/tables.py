@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.matrix import resolved
 from benchmarks.results import Suite
 from benchmarks.statistics import mean_over_seeds
 
@@ -77,7 +76,7 @@ def zoo_table(suite: Suite) -> str:
         if not (runs := suite.runs("grpo", env)):
             continue
         run = runs[0].run
-        n_steps = resolved(run.entry, run.is_continuous, run.has_images, run.has_boards)["n_steps"]
+        n_steps = run.resolved()["n_steps"]
         rollout = int(n_steps.split()[0]) if isinstance(n_steps, str) else run.entry.get("n_envs", 1) * n_steps
         returns, target = suite.column("grpo", env, "eval_mean"), suite.settings["thresholds"][env]
         lines.append([
