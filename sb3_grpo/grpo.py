@@ -111,7 +111,7 @@ class GRPO(PersistentAlgorithm):
         exceeds 1.5 times this value; ``None`` for no limit. ``"natural"``: the size of the trust region, a mean over the
         components of an action as in sb3-contrib's TRPO; ``None`` for 0.02 at first, falling in long runs, see
         :func:`~sb3_grpo.natural.default_limit`
-    :param normalize_observations: Whether the policy standardises observations that are vectors of floating point numbers, see
+    :param normalize_observations: Whether the policy standardises vectors of floating point numbers and large images, see
         :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
     :param tensorboard_log: Folder for TensorBoard logs; ``None`` for no logs

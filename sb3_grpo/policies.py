@@ -16,7 +16,7 @@ from stable_baselines3.common.distributions import (
     make_proba_distribution,
 )
 from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.preprocessing import get_action_dim, get_flattened_obs_dim, is_image_space
+from stable_baselines3.common.preprocessing import get_action_dim, get_flattened_obs_dim, is_image_space, preprocess_obs
 from stable_baselines3.common.torch_layers import (
     BaseFeaturesExtractor,
     CombinedExtractor,
@@ -80,8 +80,8 @@ class ActorPolicy(BasePolicy):
     :param features_extractor_class: Features extractor; ``None`` for ``default_features_extractor_class`` of this class
     :param features_extractor_kwargs: Keyword arguments of the features extractor
     :param normalize_images: Whether to divide images by 255
-    :param normalize_observations: Whether to standardise vectors of floating point numbers with the statistics that GRPO
-        collects, see :class:`~sb3_grpo.normalization.ObservationNormalizer`
+    :param normalize_observations: Whether to standardise vectors of floating point numbers and large images with the
+        statistics that GRPO collects, see :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param optimizer_class: Optimizer
     :param optimizer_kwargs: Keyword arguments of the optimizer without the learning rate. ``None`` for ``eps=1e-5`` and
         ``fused=True`` with ``Adam``, and for no arguments with other optimizers
@@ -314,10 +314,13 @@ class ActorPolicy(BasePolicy):
         :return: Its output for the standardised observations, shape ``(n, features_dim)``
         """
         obs = with_axes(obs, self.observation_space)
-        obs = obs if self.normalizer is None else self.normalizer(obs)
         if self.training:
             obs = _channels_innermost(obs, self.observation_space)
-        return super().extract_features(obs, self.features_extractor if features_extractor is None else features_extractor)
+        space = self.observation_space
+        if self.normalizer is not None:
+            obs, space = self.normalizer(obs), self.normalizer.space
+        preprocessed = preprocess_obs(obs, space, normalize_images=self.normalize_images)
+        return (self.features_extractor if features_extractor is None else features_extractor)(preprocessed)
 
     # --- acting -------------------------------------------------------------------------------------------------------
 

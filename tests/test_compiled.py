@@ -1024,4 +1024,4 @@ def test_the_network_sees_images_to_act_and_to_learn_and_the_baseline_has_a_netw
     counter = CountingNet(*model.policy.features_extractor.cnn)
     model.policy.features_extractor.cnn = counter
     model.learn(16)
-    assert counter.n_observations == 16 + 16
+    assert counter.n_observations == 16 + 16 + 16  # the first rollout is evaluated again, with its own statistics

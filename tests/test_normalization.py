@@ -13,10 +13,11 @@ from helpers import AnyEnv
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_grpo import GRPO, ActorPolicy, load_actor
+from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy, load_actor
 from sb3_grpo.baseline import KernelBaseline
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 
@@ -121,20 +122,22 @@ def test_far_away_observations_are_clipped():
 SPACES: dict[str, tuple[spaces.Space, list[str | None]]] = {
     "vector": (wide_box(4), [None]),
     "stacked vectors": (wide_box(3, 4), [None]),
-    "image": (wide_box(36, 36, 3, dtype=np.uint8), []),
-    "float image": (wide_box(36, 36, 3), []),
+    "image": (wide_box(36, 36, 3, dtype=np.uint8), [None]),
+    "float image": (wide_box(36, 36, 3), [None]),
+    "small image": (wide_box(35, 35, 3, dtype=np.uint8), []),
+    "board": (wide_box(10, 10, 4), []),
     "integers": (wide_box(4, dtype=np.int32), []),
     "small integers": (wide_box(147, dtype=np.uint8), []),
     "discrete": (spaces.Discrete(4), []),
     "dict": (
         spaces.Dict(a=wide_box(2), b=spaces.Discrete(3), c=wide_box(5), d=wide_box(36, 36, 3, dtype=np.uint8)),
-        ["a", "c"],
+        ["a", "c", "d"],
     ),
 }
 
 
 @pytest.mark.parametrize(("space", "names"), SPACES.values(), ids=SPACES)
-def test_vectors_of_floats_are_standardised_and_nothing_else(space: spaces.Space, names: list[str | None]):
+def test_vectors_of_floats_and_large_images_are_standardised_and_nothing_else(space: spaces.Space, names: list[str | None]):
     assert list(normalized_parts(space)) == names
 
 
@@ -411,3 +414,82 @@ def test_a_reference_with_statistics_is_forgotten_with_them(tmp_path: pathlib.Pa
     load_actor(model, ppo)
     model.learn(64).save(tmp_path / "model.zip")
     GRPO.load(tmp_path / "model.zip", env=model.get_env(), device="cpu").learn(64)
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+FRAMES = wide_box(2, 36, 40, dtype=np.uint8)
+
+
+def frames(n: int = 60) -> np.ndarray:
+    """Bright pictures, in which a square of three pixels is at another place each time."""
+    images = np.full((n, *FRAMES.shape), 200, dtype=np.uint8)
+    for image, (row, column) in zip(images, np.random.default_rng(2).integers(0, 30, (n, 2)), strict=True):
+        image[:, row : row + 3, column : column + 3] = 255
+    return images
+
+
+def test_images_have_a_mean_for_each_pixel_and_one_standard_deviation():
+    normalizer, images = ObservationNormalizer(FRAMES), frames()
+    assert th.equal(normalizer(th.from_numpy(images)), th.from_numpy(images) * th.tensor(1 / 255))
+    normalizer.observe(images)
+    centred = images - images.mean(axis=0)
+    expected = (centred / np.sqrt(np.mean(centred**2))).clip(-10, 10)
+    for memory_format in (th.contiguous_format, th.channels_last):
+        result = normalizer(th.from_numpy(images).contiguous(memory_format=memory_format))
+        np.testing.assert_allclose(result, expected, atol=1e-4)
+        assert result.is_contiguous(memory_format=memory_format)
+    assert (result[:, :, 34:] == 0).all()  # nothing moves there
+
+
+def test_statistics_of_many_images_are_those_of_a_part_of_them_and_count_all():
+    normalizer, images = ObservationNormalizer(FRAMES), frames(300)
+    normalizer.observe(images)
+    assert normalizer.count == 300
+    np.testing.assert_allclose(normalizer.mean.view(FRAMES.shape), images[::2].mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(normalizer.var.view(FRAMES.shape), images[::2].var(axis=0), rtol=1e-4, atol=1e-4)
+
+
+def test_images_and_vectors_of_a_dict_are_standardised_each_in_their_way():
+    space = spaces.Dict(a=FRAMES, b=VECTOR, c=wide_box(5, dtype=np.uint8))
+    batch = dict(a=frames(40), b=ROLLOUTS[0], c=np.full((40, 5), 51, dtype=np.uint8))
+    policy = MultiInputPolicy(space, spaces.Discrete(2), lambda _: 1e-3, normalize_observations=True)
+    assert policy.normalizer is not None
+    policy.normalizer.observe(batch)
+    seen: list[dict[str, th.Tensor]] = []
+    policy.features_extractor.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+    policy.extract_features({name: th.from_numpy(part) for name, part in batch.items()})
+    for name in ("a", "b"):
+        alone = ObservationNormalizer(space[name])
+        alone.observe(batch[name])
+        th.testing.assert_close(seen[0][name], alone(th.from_numpy(batch[name])))
+    assert (seen[0]["c"] == 51).all()
+
+
+class BrightRoom(gym.Env):
+    """A small square shows in a bright picture. The right action is the side on which it is."""
+
+    def __init__(self) -> None:
+        self.observation_space, self.action_space = wide_box(1, 36, 36, dtype=np.uint8), spaces.Discrete(2)
+
+    def picture(self) -> np.ndarray:
+        picture = np.full((1, 36, 36), 200, dtype=np.uint8)
+        self.side, row, column = (int(self.np_random.integers(n)) for n in (2, 33, 15))
+        picture[0, row : row + 3, 18 * self.side + column : 18 * self.side + column + 3] = 255
+        return picture
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.step_number = 0
+        return self.picture(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        reward = float(action == self.side)
+        self.step_number += 1
+        return self.picture(), reward, False, self.step_number == 16, {}
+
+
+def test_what_matters_may_be_a_small_part_of_a_bright_picture():
+    env = make_vec_env(BrightRoom, 8, seed=0)
+    model = GRPO("CnnPolicy", env, n_steps=64, learning_rate=1e-3, seed=0, device="cpu").learn(4096)
+    assert evaluate_policy(model, make_vec_env(BrightRoom, 4, seed=1), 20)[0] > 14  # 8 by chance, and without statistics
