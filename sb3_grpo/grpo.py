@@ -26,7 +26,7 @@ from sb3_grpo.natural import default_limit
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.observations import has_boards, has_images
 from sb3_grpo.persistence import PersistentAlgorithm
-from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import (
     changed_settings,
     check_policy_class,
@@ -499,7 +499,7 @@ class GRPO(PersistentAlgorithm):
             check_update(self.policy, steps.epochs)
             metrics = describe_update(steps)
             if self.adaptive_kl_target is not None:
-                kl = self.kl_penalty.mean(self.policy, self.rollout_buffer.get(ENCODING_BATCH))
+                kl = self.kl_penalty.mean(self.policy, self.rollout_buffer.get(self.policy.encoding_batch()))
                 metrics["train/kl_to_reference"] = kl
                 self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.adaptive_kl_target)
         if steps.excessive_kl is not None and self.verbose >= 1:

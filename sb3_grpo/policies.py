@@ -369,6 +369,11 @@ class ActorPolicy(BasePolicy):
         # SB3's categorical distribution would broadcast (n, 1) against (n,) to (n, n) without an error.
         return distribution.log_prob(actions.reshape((-1, *self._flat_action_shape))), distribution.entropy()
 
+    def encoding_batch(self) -> int:
+        """:return: Number of observations that are encoded at a time where no gradient is asked for"""
+        n_numbers = sum(get_flattened_obs_dim(part) for part in space_parts(self.observation_space).values())
+        return min(max(ENCODING_NUMBERS // n_numbers, 1), ENCODING_BATCH)
+
     def encode(
         self, observations: np.ndarray | dict[str, np.ndarray], features_extractor: BaseFeaturesExtractor | None = None
     ) -> np.ndarray:
@@ -380,9 +385,7 @@ class ActorPolicy(BasePolicy):
         :return: Features in double precision, shape ``(n, dim)``
         """
         n_observations = len(next(iter(observations.values())) if isinstance(observations, dict) else observations)
-        n_numbers = sum(get_flattened_obs_dim(part) for part in space_parts(self.observation_space).values())
-        size = min(max(ENCODING_NUMBERS // n_numbers, 1), ENCODING_BATCH)
-        parts = []
+        parts, size = [], self.encoding_batch()
         for first in range(0, max(n_observations, 1), size):
             batch = take_observations(observations, slice(first, first + size))
             with th.no_grad():

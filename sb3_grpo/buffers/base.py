@@ -23,7 +23,7 @@ from sb3_grpo.buffers.rollout import (
     reward_components,
 )
 from sb3_grpo.observations import Observations, has_images, map_observations
-from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
+from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Position
 from sb3_grpo.validation import require_at_least
 
@@ -320,7 +320,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         return th.cat(
             [
                 policy.evaluate_actions(each.observations, each.actions, **each.masking)[0]
-                for each in samples.split(ENCODING_BATCH)
+                for each in samples.split(policy.encoding_batch())
             ]
         )
 
