@@ -26,7 +26,7 @@ from stable_baselines3.common.distributions import (
     Distribution,
     MultiCategoricalDistribution,
 )
-from stable_baselines3.common.preprocessing import get_flattened_obs_dim, is_image_space, preprocess_obs
+from stable_baselines3.common.preprocessing import get_flattened_obs_dim, is_image_space
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
@@ -319,7 +319,7 @@ def _inputs(policy: ActorPolicy, observations: PyTorchObs) -> th.Tensor:
     """:return: Inputs of the network: flattened pictures for ``SmallCNN``, else features, shape ``(n, n_inputs)``"""
     if not isinstance(policy.features_extractor, SmallCNN):
         return policy.extract_features(observations)
-    pictures = preprocess_obs(observations, policy.observation_space, policy.normalize_images)
+    pictures = policy.preprocess(observations)
     assert isinstance(pictures, th.Tensor)
     return pictures.flatten(start_dim=1)
 

@@ -138,7 +138,8 @@ class FitInputs:
             n_pictures(part.shape) * PICTURE_SIZE**2 if name in self._pictures else get_flattened_obs_dim(part)  # type: ignore[arg-type]
             for name, part in self._parts.items()
         ]
-        covered = np.repeat([name in policy.normalizer.slices.keys() - self._pictures for name in self._parts], sizes)
+        standardised = policy.normalizer.slices.keys() - self._pictures
+        covered = np.repeat([name in standardised for name in self._parts], sizes)
         return covered if len(covered) <= MAX_INPUTS else False
 
     def _extractor_of(self, policy: ActorPolicy) -> BaseFeaturesExtractor:

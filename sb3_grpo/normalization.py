@@ -24,14 +24,14 @@ class ObservationNormalizer(nn.Module):
     Standardises observations: ``clip((x - mean) / std, -10, 10)``, with the mean and the standard deviation of each input over
     all observations so far. The statistics are buffers of the module, so they are saved, loaded and copied with the weights.
 
-    A large image has a mean for each pixel, and one standard deviation for all pixels, the root of their mean variance: what
-    is always there becomes zero, and what moves is large. Without this, the features of an actor without a critic can become
-    the same for all images, because the gradient is mostly noise in the direction of what they have in common. Statistics of
-    images are means over a part of them, evenly spaced.
+    Each pixel of a large image has its own mean, and all have the same standard deviation, the root of their mean variance.
+    So what never changes becomes zero, and what moves stands out. Without this, the features of an actor without a critic can
+    become the same for all images, because the gradient is mostly noise in the direction of what they have in common. The
+    statistics take in at most :data:`MAX_IMAGES` images of a rollout, evenly spaced.
 
     Observations that arrive change nothing until :meth:`renew`, so that the policy is the same function throughout a rollout
     and its update. The first call of :meth:`observe` is the exception, and takes effect at once: the first rollout acts on
-    observations that are only clipped, and its update uses their statistics.
+    observations that are only clipped (and divided by 255, if they are images), and its update uses their statistics.
 
     :param observation_space: Observation space. Vectors of floating point numbers and large images are standardised, also
         within a ``Dict``, see :func:`normalized_parts`

@@ -313,14 +313,19 @@ class ActorPolicy(BasePolicy):
         :param features_extractor: Features extractor; ``None`` for that of the policy
         :return: Its output for the standardised observations, shape ``(n, features_dim)``
         """
-        obs = with_axes(obs, self.observation_space)
         if self.training:
             obs = _channels_innermost(obs, self.observation_space)
-        space = self.observation_space
+        return (self.features_extractor if features_extractor is None else features_extractor)(self.preprocess(obs))
+
+    def preprocess(self, obs: PyTorchObs) -> PyTorchObs:
+        """
+        :param obs: Observations, shape ``(n, *obs_shape)``
+        :return: What the features extractor sees of them: standardised, or else as SB3 preprocesses them
+        """
+        obs, space = with_axes(obs, self.observation_space), self.observation_space
         if self.normalizer is not None:
             obs, space = self.normalizer(obs), self.normalizer.space
-        preprocessed = preprocess_obs(obs, space, normalize_images=self.normalize_images)
-        return (self.features_extractor if features_extractor is None else features_extractor)(preprocessed)
+        return preprocess_obs(obs, space, normalize_images=self.normalize_images)
 
     # --- acting -------------------------------------------------------------------------------------------------------
 

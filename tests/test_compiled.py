@@ -496,6 +496,7 @@ BOARDS = {
     "rows first": spaces.Box(0.0, 1.0, (5, 4, 3), np.float32),
     "yes or no": spaces.Box(0, 1, (5, 4, 2), np.bool_),  # type: ignore[arg-type]
     "bytes": spaces.Box(0, 255, (3, 5, 4), np.uint8),
+    "standardised": spaces.Box(0, 255, (1, 36, 36), np.uint8),
 }
 
 
@@ -503,9 +504,12 @@ BOARDS = {
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 @pytest.mark.parametrize("n", [1, 30])
 def test_the_same_random_numbers_give_the_same_actions_on_boards(board: spaces.Space, n: int):
-    policy, in_torch = pair(DISCRETE, **{**BOARD, "observation_space": board})
+    policy, in_torch = pair(DISCRETE, **{**BOARD, "observation_space": board, "normalize_observations": True})
     board.seed(0)
     obs = np.stack([board.sample() for _ in range(n)])
+    for each in (policy, in_torch):
+        if each.normalizer is not None:
+            each.normalizer.observe(obs // 2 + np.arange(n, dtype=np.uint8)[:, None, None, None])
     results = []
     for act in (actor(in_torch), actor(policy)):
         th.manual_seed(1)
