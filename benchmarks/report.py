@@ -107,7 +107,7 @@ ENTRY_CONSTANT = {"the same, constant limit": ["grpo, constant limit"]}
 #: What GRPO is compared with on boards
 BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
 #: Columns of the tables of Atari games
-ATARI = {"GRPO": ["grpo"], "PPO, same rate": ["ppo, our rate"], "PPO, rl-zoo3": ["ppo"]}
+ATARI = {"GRPO": ["grpo"], "PPO, same rate": ["ppo, our rate"], "PPO, 7.5e-4": ["ppo, 7.5e-4"], "PPO, rl-zoo3": ["ppo"]}
 #: Which starts are repeated
 REPEATED, FRESH = "starts, repeated", "starts, fresh"
 STARTS_RIVALS = {"fresh starts only": [FRESH], "PPO": ["starts, ppo"]}

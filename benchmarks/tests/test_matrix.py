@@ -61,7 +61,7 @@ def test_tuned_ppo_has_the_settings_of_rl_zoo3(suite: str) -> None:
 
 
 def test_ppo_with_our_rate_on_atari_has_the_settings_of_our_entry() -> None:
-    entries = {run.arm: run.entry for run in expand(MATRIX, "atari") if run.seed == 100 and "Breakout" in run.env}
+    entries = {run.arm: run.entry for run in expand(MATRIX, "atari") if "Breakout" in run.env}
     ours, theirs, rl_zoo3 = (entries[arm] for arm in ("grpo", "ppo, our rate", "ppo"))
     without = ("repeat_starts", "share_starts", "gae_lambda")  # PPO's default lambda is that of the entry
     assert {name: value for name, value in ours.items() if name not in without} | {"vf_coef": rl_zoo3["vf_coef"]} == theirs
