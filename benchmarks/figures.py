@@ -56,7 +56,7 @@ def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path, by_time: bool = Fa
             present = [arm for each in arms.values() if (arm := suite.arm_in(each, env))]
             minutes[env] = {arm: each / 60 for arm, each in seconds_per_step(suite, present, env).items()}
         envs = [env for env in envs if minutes[env]]
-    columns = 3
+    columns = max(1, min(3, len(envs)))
     rows = max(1, math.ceil(len(envs) / columns))
     handles: dict[str, Any] = {}
     with plt.style.context(STYLE):
@@ -144,5 +144,6 @@ def short_name(env: str) -> str:
         .removeprefix("MiniGrid-")
         .removeprefix("MinAtar/")
         .rpartition("-")[0]
+        .removesuffix("NoFrameskip")
         .replace("MountainCarContinuous", "MountainCarCont.")
     )

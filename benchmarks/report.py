@@ -244,6 +244,8 @@ def draw_figures(results: pathlib.Path, folder: pathlib.Path) -> None:
     draw_scores(curves, folder / "benchmark_scores.svg")
     profiles = {measure: scores_by_arm(proof, DRAWN, column) for column, measure in MEASURES.items()}
     draw_profiles(profiles, folder / "benchmark_profiles.svg")
+    draw_curves(Suite("minatar", results), {"GRPO": [OURS], **BOARD_RIVALS}, folder / "board_curves.svg")
+    draw_curves(Suite("atari", results), ATARI, folder / "atari_curves.svg")
     draw_panels(
         metrics.fit_curves(read_rows(results / metrics.BOARDS_CSV.name)),
         np.linspace(0.0, 1.0, metrics.N_PARTS + 1)[1:],

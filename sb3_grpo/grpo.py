@@ -319,7 +319,8 @@ class GRPO(PersistentAlgorithm):
         return partial(self.policy_class, *spaces_and_rate, use_sde=self.use_sde, **self._policy_arguments())  # type: ignore[return-value]
 
     def _standardises(self) -> bool:
-        return self.normalize_observations and bool(normalized_parts(self.observation_space))
+        normalize_images = self.policy_kwargs.get("normalize_images", True)
+        return self.normalize_observations and bool(normalized_parts(self.observation_space, normalize_images))
 
     def _policy_arguments(self) -> dict[str, Any]:
         # Policies of users need not know the argument as long as there is nothing to standardise.

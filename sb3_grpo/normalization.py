@@ -35,6 +35,7 @@ class ObservationNormalizer(nn.Module):
 
     :param observation_space: Observation space. Vectors of floating point numbers and large images are standardised, also
         within a ``Dict``, see :func:`normalized_parts`
+    :param normalize_images: Whether images are among them
     """
 
     count: th.Tensor
@@ -43,11 +44,11 @@ class ObservationNormalizer(nn.Module):
     shift: th.Tensor
     scale: th.Tensor
 
-    def __init__(self, observation_space: spaces.Space):
+    def __init__(self, observation_space: spaces.Space, normalize_images: bool = True):
         super().__init__()
+        parts = normalized_parts(observation_space, normalize_images)
         #: Space of the standardised observations
-        self.space = standardised_space(observation_space)
-        parts = normalized_parts(observation_space)
+        self.space = standardised_space(observation_space, parts)
         self.images = [name for name, space in parts.items() if is_large_image(space)]
         self.slices: dict[str | None, slice] = {}
         n_inputs = 0
@@ -140,9 +141,10 @@ def image_moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return moments.mean, moments.var
 
 
-def normalized_parts(observation_space: spaces.Space) -> dict[str | None, spaces.Box]:
+def normalized_parts(observation_space: spaces.Space, normalize_images: bool = True) -> dict[str | None, spaces.Box]:
     """
     :param observation_space: Observation space
+    :param normalize_images: The policy's argument. Without it, images stay as they come
     :return: What is standardised in it, by its name in a ``Dict``, or ``None`` for the whole: vectors of floating point
         numbers, and large images (see :func:`~sb3_grpo.observations.is_large_image`). Boards, small images, integers and
         discrete observations are not among them
@@ -150,15 +152,20 @@ def normalized_parts(observation_space: spaces.Space) -> dict[str | None, spaces
     return {
         name: space
         for name, space in space_parts(observation_space).items()
-        if isinstance(space, spaces.Box) and (is_large_image(space) or (space.dtype.kind == "f" and len(space.shape) <= 2))
+        if isinstance(space, spaces.Box)
+        and ((space.dtype.kind == "f" and len(space.shape) <= 2) or (normalize_images and is_large_image(space)))
     }
 
 
-def standardised_space(observation_space: spaces.Space) -> spaces.Space:
-    """:return: The space of standardised observations: images are floating point numbers, which SB3 does not divide by 255"""
+def standardised_space(observation_space: spaces.Space, parts: dict[str | None, spaces.Box]) -> spaces.Space:
+    """
+    :param observation_space: Observation space
+    :param parts: What is standardised, see :func:`normalized_parts`
+    :return: The space of standardised observations: images are floating point numbers, which SB3 does not divide by 255
+    """
     images: dict[Any, spaces.Space] = {
         name: spaces.Box(-MAX_STANDARDISED, MAX_STANDARDISED, part.shape)
-        for name, part in normalized_parts(observation_space).items()
+        for name, part in parts.items()
         if is_large_image(part)
     }
     if None in images:

@@ -79,7 +79,8 @@ class ActorPolicy(BasePolicy):
     :param squash_output: With gSDE: whether to keep actions within their bounds with ``tanh()`` instead of clipping them
     :param features_extractor_class: Features extractor; ``None`` for ``default_features_extractor_class`` of this class
     :param features_extractor_kwargs: Keyword arguments of the features extractor
-    :param normalize_images: Whether to divide images by 255
+    :param normalize_images: Whether to divide images by 255, or to standardise large ones. ``False`` for a features extractor
+        that takes images as they come
     :param normalize_observations: Whether to standardise vectors of floating point numbers and large images with the
         statistics that GRPO collects, see :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param optimizer_class: Optimizer
@@ -185,8 +186,8 @@ class ActorPolicy(BasePolicy):
         self.action_dist = make_proba_distribution(action_space, use_sde=use_sde, dist_kwargs=dist_kwargs)
         #: Standardises observations; ``None`` if it is not asked for, or if there is nothing to standardise.
         self.normalizer: ObservationNormalizer | None = None
-        if normalize_observations and normalized_parts(observation_space):
-            self.normalizer = ObservationNormalizer(observation_space)
+        if normalize_observations and normalized_parts(observation_space, normalize_images):
+            self.normalizer = ObservationNormalizer(observation_space, normalize_images)
         self._first_log_std: th.Tensor | None = None
         self._masking: dict[str, Any] = {}  # the masks of a call of `predict`, which SB3 does not hand on to `_predict`
         self._build(lr_schedule)

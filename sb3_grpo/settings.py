@@ -104,6 +104,7 @@ def check_settings(settings: Mapping[str, Any], chooses_n_steps: bool) -> None:
     for name in ("learning_rate", "clip_range", "clip_range_high"):
         if settings[name] is not None or name != "clip_range_high":
             require_schedule(name, settings[name])
+    require_mapping("policy_kwargs", settings["policy_kwargs"])
     require_at_least("batch_size", settings["batch_size"], 1)
     if settings["n_epochs"] is not None:
         require_at_least("n_epochs", settings["n_epochs"], 1)
@@ -148,7 +149,6 @@ def check_policy_kwargs(policy_class: type, policy_kwargs: Mapping[str, Any], st
     :raises TypeError: If the policy does not take one of its arguments
     :raises ValueError: If the arguments contradict each other, or if the policy cannot standardise
     """
-    require_mapping("policy_kwargs", policy_kwargs)
     accepted = constructor_arguments(policy_class) - {"observation_space", "action_space"}
     refuse_unknown_arguments(
         {each: value for each, value in policy_kwargs.items() if each not in accepted},

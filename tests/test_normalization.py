@@ -20,6 +20,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy, load_actor
 from sb3_grpo.baseline import KernelBaseline
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
+from sb3_grpo.observations import has_images, space_parts
 
 VECTOR = spaces.Box(-np.inf, np.inf, (3,))
 ROLLOUTS = np.random.default_rng(0).normal(5.0, [0.1, 1.0, 100.0], (2, 40, 3)).astype(np.float32)
@@ -139,6 +140,8 @@ SPACES: dict[str, tuple[spaces.Space, list[str | None]]] = {
 @pytest.mark.parametrize(("space", "names"), SPACES.values(), ids=SPACES)
 def test_vectors_of_floats_and_large_images_are_standardised_and_nothing_else(space: spaces.Space, names: list[str | None]):
     assert list(normalized_parts(space)) == names
+    without_images = [name for name in names if not has_images(space_parts(space)[name])]
+    assert list(normalized_parts(space, normalize_images=False)) == without_images
 
 
 def test_parts_of_a_dict_have_statistics_of_their_own():
@@ -464,6 +467,25 @@ def test_images_and_vectors_of_a_dict_are_standardised_each_in_their_way():
         alone.observe(batch[name])
         th.testing.assert_close(seen[0][name], alone(th.from_numpy(batch[name])))
     assert (seen[0]["c"] == 51).all()
+
+
+class Looking(FlattenExtractor):
+    """Remembers the largest number that it has seen."""
+
+    largest = 0.0
+
+    def forward(self, observations: th.Tensor) -> th.Tensor:
+        self.largest = max(self.largest, float(observations.max()))
+        return super().forward(observations.float() / 255)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO])
+def test_a_features_extractor_gets_images_as_they_come_if_it_asks_for_that(algorithm: type[GRPO] | type[PPO]):
+    policy_kwargs = dict(features_extractor_class=Looking, normalize_images=False)
+    model = algorithm(
+        "CnnPolicy", make_vec_env(BrightRoom, 2), n_steps=16, batch_size=32, policy_kwargs=policy_kwargs, device="cpu"
+    )
+    assert model.learn(64).policy.features_extractor.largest == 255
 
 
 class BrightRoom(gym.Env):
