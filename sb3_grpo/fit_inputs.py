@@ -20,7 +20,7 @@ MAX_INPUTS = 512
 #: Height and width of the pictures that :func:`pooled_pictures` makes of images
 PICTURE_SIZE = 14
 #: Number of images that are pooled at a time
-POOLING_BATCH = 64
+POOLING_BATCH = 16
 #: Where pictures are pooled, unless the policy is on a GPU of NVIDIA or AMD
 CPU = th.device("cpu")
 
