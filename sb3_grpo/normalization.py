@@ -1,5 +1,6 @@
 """Standardisation of observations, as a part of the policy."""
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,9 @@ class ObservationNormalizer(nn.Module):
     def __init__(self, observation_space: spaces.Space, normalize_images: bool = True):
         super().__init__()
         parts = normalized_parts(observation_space, normalize_images)
-        #: Space of the standardised observations
-        self.space = standardised_space(observation_space, parts)
         self.images = [name for name, space in parts.items() if is_large_image(space)]
+        #: Space of the standardised observations
+        self.space = standardised_space(observation_space, self.images)
         self.slices: dict[str | None, slice] = {}
         n_inputs = 0
         for name, space in sorted(parts.items(), key=lambda part: part[0] in self.images):
@@ -157,17 +158,14 @@ def normalized_parts(observation_space: spaces.Space, normalize_images: bool = T
     }
 
 
-def standardised_space(observation_space: spaces.Space, parts: dict[str | None, spaces.Box]) -> spaces.Space:
+def standardised_space(observation_space: spaces.Space, images: Collection[str | None]) -> spaces.Space:
     """
     :param observation_space: Observation space
-    :param parts: What is standardised, see :func:`normalized_parts`
+    :param images: Names of the images that are standardised, as in :func:`normalized_parts`
     :return: The space of standardised observations: images are floating point numbers, which SB3 does not divide by 255
     """
-    images: dict[Any, spaces.Space] = {
-        name: spaces.Box(-MAX_STANDARDISED, MAX_STANDARDISED, part.shape)
-        for name, part in parts.items()
-        if is_large_image(part)
+    parts = {
+        name: spaces.Box(-MAX_STANDARDISED, MAX_STANDARDISED, part.shape) if name in images else part
+        for name, part in space_parts(observation_space).items()
     }
-    if None in images:
-        return images[None]
-    return spaces.Dict({**observation_space.spaces, **images}) if images else observation_space  # type: ignore[attr-defined]
+    return parts[None] if None in parts else spaces.Dict(parts)
