@@ -44,7 +44,7 @@ DOCS = ROOT / "docs"
 #: Names of the pages of `docs` with places to fill
 TABLES_ON = (
     "benchmark", "benchmark_details", "when_groups_win", "from_trl", "speed", "zoo", "diagnostics", "sparse_rewards",
-    "images_and_gpus", "trust_region", "long_runs",
+    "games", "trust_region", "long_runs",
 )  # fmt: skip
 PAGES = (
     ROOT / "README.md",
