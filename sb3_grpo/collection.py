@@ -13,8 +13,8 @@ from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
+from sb3_grpo.arithmetic.choice import choose_actor
 from sb3_grpo.buffers import GroupRolloutBuffer
-from sb3_grpo.graphs import actor
 from sb3_grpo.observations import map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Ledger, Position, RolloutLost, SeededVecEnv
@@ -207,7 +207,7 @@ def take_steps(
     :raises ValueError: If the output of the policy is not finite
     """
     policy.set_training_mode(False)
-    act, device, n_envs = actor(policy), policy.device, starts.venv.num_envs
+    act, device, n_envs = choose_actor(policy), policy.device, starts.venv.num_envs
     shares_memory = device.type == "cpu" and isinstance(obs, np.ndarray)
     if policy.use_sde:
         policy.reset_noise(n_envs)

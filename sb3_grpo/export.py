@@ -9,7 +9,7 @@ import torch as th
 from gymnasium import spaces
 from torch import nn
 
-from sb3_grpo.compiled import ACTING, is_unaltered
+from sb3_grpo.arithmetic.conditions import ACTING, is_unaltered
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.maskable import MaskableGRPO
 from sb3_grpo.masks import choices_of, masked_logits

@@ -17,12 +17,21 @@ from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
+from sb3_grpo.arithmetic.choice import describe_choice
+from sb3_grpo.arithmetic.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
+from sb3_grpo.arithmetic.metrics import describe_update
+from sb3_grpo.arithmetic.natural import default_limit
+from sb3_grpo.arithmetic.objective import ClipRange, Objective
+from sb3_grpo.arithmetic.update import (
+    check_update,
+    clipped_update,
+    natural_update,
+    rolled_back_on_error,
+    unchecked_distributions,
+)
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.collection import collect, prepare_starts
-from sb3_grpo.compiled import compiled_policy, describe_arithmetic
 from sb3_grpo.gymnasium_vector import wrap_vector_env
-from sb3_grpo.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
-from sb3_grpo.natural import default_limit
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.observations import has_boards, has_images
 from sb3_grpo.persistence import PersistentAlgorithm
@@ -43,7 +52,6 @@ from sb3_grpo.settings import (
     warn_without_vec_normalize,
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
-from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error, unchecked_distributions
 from sb3_grpo.validation import check_environment, check_registered
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
@@ -110,7 +118,7 @@ class GRPO(PersistentAlgorithm):
     :param target_kl: Limit of the KL divergence of an update. ``"clipped"``: an update stops once the approximate divergence
         exceeds 1.5 times this value; ``None`` for no limit. ``"natural"``: the size of the trust region, a mean over the
         components of an action as in sb3-contrib's TRPO; ``None`` for 0.02 at first, falling in long runs, see
-        :func:`~sb3_grpo.natural.default_limit`
+        :func:`~sb3_grpo.arithmetic.natural.default_limit`
     :param normalize_observations: Whether the policy standardises vectors of floating point numbers and large images, see
         :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
@@ -401,8 +409,8 @@ class GRPO(PersistentAlgorithm):
             {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None},
         )
         # What is not compiled yet is compiled here, before the clock of the first rollout runs.
-        updating = self._objective().compiled_policy(self.policy, self.rollout_buffer)
-        settings += "\n" + describe_arithmetic(compiled_policy(self.policy), updating)
+        rule: losses.UpdateRule = self.update_rule  # type: ignore[assignment]
+        settings += "\n" + describe_choice(self.policy, self._objective(), self.rollout_buffer, rule, self.verbose)
         if self.verbose >= 1 and self._printed_settings != settings:
             self._printed_settings = settings
             print(settings)
@@ -493,19 +501,19 @@ class GRPO(PersistentAlgorithm):
                 self.kl_penalty.renew(self.policy)
             if self.update_rule == "natural":
                 limit = self.target_kl or default_limit(self.num_timesteps)
-                steps = objective.take_natural_steps(self.policy, self.rollout_buffer, 1, limit)
+                report = natural_update(objective, self.policy, self.rollout_buffer, limit)
             else:
                 n_epochs, batch_size = self.n_epochs, self.batch_size
-                steps = objective.take_clipped_steps(self.policy, self.rollout_buffer, n_epochs, batch_size, self.target_kl)
-            check_update(self.policy, steps.epochs)
-            metrics = describe_update(steps)
+                report = clipped_update(objective, self.policy, self.rollout_buffer, n_epochs, batch_size, self.target_kl)
+            check_update(self.policy, report.epochs)
+            metrics = describe_update(report)
             if self.adaptive_kl_target is not None:
                 kl = self.kl_penalty.mean(self.policy, self.rollout_buffer.get(self.policy.encoding_batch()))
                 metrics["train/kl_to_reference"] = kl
                 self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.adaptive_kl_target)
-        if steps.excessive_kl is not None and self.verbose >= 1:
-            print(f"Early stopping at epoch {len(steps.epochs) - 1} due to reaching max kl: {steps.excessive_kl:.2f}")
-        self._n_updates += len(steps.epochs)
+        if report.excessive_kl is not None and self.verbose >= 1:
+            print(f"Early stopping at epoch {len(report.epochs) - 1} due to reaching max kl: {report.excessive_kl:.2f}")
+        self._n_updates += len(report.epochs)
         self.update_metrics = metrics
         self._log("train/", {**self.rollout_buffer.metrics, **metrics})
         if self.adaptive_kl_target is not None:
@@ -513,7 +521,7 @@ class GRPO(PersistentAlgorithm):
         if hasattr(self.policy, "log_std"):
             self.logger.record("train/std", th.exp(self.policy.log_std).mean().item())
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-        if steps.natural:
+        if report.natural is not None:
             return
         self.logger.record("train/clip_range", objective.clip_range.low)
         if self.clip_range_high is not None:

@@ -18,7 +18,7 @@ LossAggregation = Literal["step", "trajectory", "constant"]
 #: Level of the importance ratios. ``"step"``: one for each transition. ``"trajectory"``: see :func:`trajectory_log_ratio`.
 ImportanceSamplingLevel = Literal["step", "trajectory"]
 #: How an update improves the policy. ``"clipped"``: by gradient steps of :func:`clipped_surrogate`. ``"natural"``: by a
-#: natural-gradient step, see :func:`sb3_grpo.natural.natural_step`.
+#: natural-gradient step, see :func:`sb3_grpo.arithmetic.natural.natural_step`.
 UpdateRule = Literal["clipped", "natural"]
 
 #: Log-ratios are clamped to this magnitude before they are exponentiated, so that no ratio overflows.

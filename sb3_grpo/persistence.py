@@ -17,8 +17,8 @@ import torch as th
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.type_aliases import GymEnv
 
+from sb3_grpo.arithmetic.kl_penalty import KLPenalty
 from sb3_grpo.buffers import GroupRolloutBuffer
-from sb3_grpo.kl_penalty import KLPenalty
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.settings import refuse_arguments, warn_of_idle_arguments
 from sb3_grpo.starts import Ledger

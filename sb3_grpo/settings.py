@@ -11,8 +11,8 @@ import gymnasium as gym
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
+from sb3_grpo.arithmetic.kl_penalty import KL_COEF_BOUNDS
 from sb3_grpo.buffers import BUFFERS, GroupRolloutBuffer, buffer_options, check_buffer_arguments
-from sb3_grpo.kl_penalty import KL_COEF_BOUNDS
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import (
     constructor_arguments,

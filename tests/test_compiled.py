@@ -40,7 +40,7 @@ from sb3_grpo.compiled import (
 )
 from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.graphs import actor
-from sb3_grpo.kl_penalty import KLPenalty
+from sb3_grpo.arithmetic.kl_penalty import KLPenalty
 from sb3_grpo.update import ClipRange, Objective, describe_update
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,))

@@ -21,7 +21,7 @@ from stable_baselines3.common.distributions import (
 )
 
 from sb3_grpo import losses
-from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, adapted_kl_coef
+from sb3_grpo.arithmetic.kl_penalty import KL_COEF_BOUNDS, adapted_kl_coef
 
 CLIP = 0.2
 LN2 = math.log(2.0)

@@ -14,7 +14,7 @@ from test_compiled import ACTION_SPACES, InTorch, Samples, distant_reference, ma
 
 from sb3_grpo import GRPO, ActorPolicy
 from sb3_grpo.losses import exact_kl
-from sb3_grpo.natural import DAMPING, LIMIT, N_SIZES, SHRINKING, conjugate_gradient, fisher_stride, natural_step
+from sb3_grpo.arithmetic.natural import DAMPING, LIMIT, N_SIZES, SHRINKING, conjugate_gradient, fisher_stride, natural_step
 from sb3_grpo.update import NO_CLIPPING, Objective
 
 

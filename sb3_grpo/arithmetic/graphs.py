@@ -5,7 +5,8 @@ A GPU waits for the CPU, which needs several microseconds to launch each of the 
 graph launches all of them at once (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). The operations are the same,
 and so are the numbers.
 
-A graph repeats operations, not Python code, so it is for policies whose code is known: see :func:`is_capturable`.
+A graph repeats operations, not Python code, so it is for policies whose code is known: see
+:func:`~sb3_grpo.arithmetic.conditions.is_capturable`.
 """
 
 import functools
@@ -13,40 +14,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch as th
-from gymnasium import spaces
-from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from torch import nn
 
-from sb3_grpo.compiled import ACTING, EVALUATING, FAMILIES, Actor, compiled_policy, has_hooks, is_unaltered, unusual_optimizer
-from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.policies import ActorPolicy
 
-#: Modules whose operations depend on the shapes of their inputs alone, without randomness or a state. Exact classes
-KNOWN_MODULES = {
-    *(CombinedExtractor, FlattenExtractor, NatureCNN, SmallCNN),
-    *(nn.Sequential, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Linear, nn.Conv2d, nn.LayerNorm),
-    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
-}
-#: Types of devices that have such graphs
-DEVICES = {"cuda"}
 #: Runs before a capture, in which libraries choose their algorithms and allocate memory
 N_WARM_UP = 3
-
-
-def is_capturable(policy: ActorPolicy) -> bool:
-    """
-    :param policy: Policy
-    :return: Whether it is on a GPU of NVIDIA or AMD, acts and evaluates in the ordinary way, and consists of known modules
-        without hooks
-    """
-    if policy.device.type not in DEVICES or type(policy.action_dist) not in FAMILIES:
-        return False
-    if not is_unaltered(policy, (*ACTING, *EVALUATING)):
-        return False
-    parts = [part for part in policy.modules() if part is not policy and part is not policy.normalizer]
-    return all(type(part) in KNOWN_MODULES for part in parts) and not any(map(has_hooks, policy.modules()))
 
 
 @functools.cache
@@ -149,63 +123,6 @@ def graphs_of(policy: ActorPolicy) -> Graphs:
 def memory_of(tensors: Sequence[th.Tensor]) -> tuple[int, ...]:
     """:return: Where tensors are. A graph is for these addresses"""
     return tuple(tensor.data_ptr() for tensor in tensors)
-
-
-# --- acting -----------------------------------------------------------------------------------------------------------
-
-
-def actor(policy: ActorPolicy) -> Actor:
-    """
-    :param policy: Policy
-    :return: The function that chooses actions during a rollout: in machine code or by a CUDA graph if that is possible, else
-        in torch
-    """
-    compiled = compiled_policy(policy)
-    if not isinstance(compiled, str):
-        return compiled.actor(policy)
-    if is_capturable(policy):
-        return _graph_actor(policy)
-
-    @th.no_grad()
-    def act(_: Any, obs_tensor: Any, **masking: Any) -> tuple[np.ndarray, th.Tensor]:
-        actions, log_prob = policy(obs_tensor, **masking)
-        return actions.cpu().numpy(), log_prob.cpu()
-
-    return act
-
-
-def _graph_actor(policy: ActorPolicy) -> Actor:
-    """:return: An actor whose network is a graph. The few numbers that it gives are turned into actions on the CPU"""
-    names = list(policy.observation_space.spaces) if isinstance(policy.observation_space, spaces.Dict) else []
-    state = memory_of([*policy.parameters(), *policy.buffers()])
-
-    def network(*tensors: th.Tensor) -> list[th.Tensor]:
-        return [policy.action_net(policy._latent(dict(zip(names, tensors, strict=True)) if names else tensors[0]))]
-
-    @th.no_grad()
-    def act(_: Any, obs_tensor: Any, **masking: Any) -> tuple[np.ndarray, th.Tensor]:
-        tensors = [obs_tensor[name] for name in names] or [obs_tensor]
-        graph = graphs_of(policy).get("acting", state, tensors, network, network)
-        [output] = network(*tensors) if graph is None else graph(tensors)
-        actions, log_prob = policy._sample(policy._distribution_of(output.cpu(), **masking))
-        return actions.numpy(), log_prob
-
-    return act
-
-
-# --- updating ---------------------------------------------------------------------------------------------------------
-
-
-def may_capture_steps(policy: ActorPolicy) -> bool:
-    """
-    :param policy: Policy
-    :return: Whether it is capturable, and its optimizer is Adam without extras, on the GPU, which has taken a step
-    """
-    if not is_capturable(policy) or unusual_optimizer(policy):
-        return False
-    if not all(parameter.requires_grad for parameter in policy.parameters()):
-        return False
-    return bool(policy.optimizer.state) and all(group.get("fused") for group in policy.optimizer.param_groups)
 
 
 class _Evaluation(nn.Module):

@@ -1,0 +1,123 @@
+"""The choice who acts and who updates: machine code where that is possible, else torch."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch as th
+
+from sb3_grpo.arithmetic.conditions import is_from, parts_of, unusual_optimizer
+from sb3_grpo.arithmetic.machine import MachineLearner, MachinePolicy
+from sb3_grpo.arithmetic.machine_code.jit import compile_functions
+from sb3_grpo.arithmetic.objective import Objective
+from sb3_grpo.arithmetic.torch_learner import TorchLearner, torch_actor
+from sb3_grpo.buffers import GroupRolloutBuffer
+from sb3_grpo.losses import UpdateRule
+from sb3_grpo.policies import ActorPolicy
+
+#: Maps observations, as arrays and as tensors, and ``action_masks`` if there are any, to actions, shape
+#: ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``.
+Actor = Callable[..., tuple[np.ndarray, th.Tensor]]
+
+#: Seconds of compiling that are worth a word. Loading from numba's cache takes about half a second.
+LONG = 1.0
+
+
+def machine_policy(
+    policy: ActorPolicy,
+    update: tuple[Objective, GroupRolloutBuffer, UpdateRule] | None = None,
+    announce: Callable[[], None] = lambda: None,
+) -> MachinePolicy | str:
+    """
+    The conditions of machine code. It is for policies that
+
+    - have linear layers with a bias, and tanh or ReLU between them, on a CPU and in single precision;
+    - are not so large that torch is faster;
+    - have a ``FlattenExtractor`` and no images, or a ``SmallCNN``, and distributions from ``FAMILIES``, so no gSDE;
+    - choose and evaluate actions as :class:`~sb3_grpo.policies.ActorPolicy` does, without hooks;
+    - have no other parameters, and train all of them;
+
+    and for updates by Adam without extras, from minibatches that the buffer does not choose in its own way, with importance
+    ratios of steps and the exact KL penalty. What the run needs is compiled now.
+
+    :param policy: Policy
+    :param update: Objective, buffer and rule of an update; ``None`` for acting
+    :param announce: Called before a wait for the compiler
+    :return: The policy in machine code, which shares its memory, or a reason why torch is used, a clause
+    """
+    parts = parts_of(policy)
+    if isinstance(parts, str):
+        return parts
+    if update is not None and (reason := _unusual_update(policy, *update[:2])):
+        return reason
+    needed = parts.network.acting_entry_points() if update is None else parts.network.update_entry_points(update[2])
+    if reason := compile_functions(needed, announce):
+        return reason
+    machine: MachinePolicy | None = vars(policy).get("_machine")
+    if machine is None or not machine.fits(parts):
+        machine = vars(policy)["_machine"] = MachinePolicy(parts)
+    machine.take_over(None if update is None else policy.optimizer)
+    return machine
+
+
+def _unusual_update(policy: ActorPolicy, objective: Objective, rollout_buffer: GroupRolloutBuffer) -> str:
+    """:return: A reason why an update is not for machine code; empty if it is"""
+    own = [name for name in ("get", "permutation") if not is_from(rollout_buffer, GroupRolloutBuffer, name)]
+    if own:
+        return f"{type(rollout_buffer).__name__} overrides `{own[0]}`"
+    if objective.importance_sampling_level != "step":
+        return f"`importance_sampling_level` is {objective.importance_sampling_level!r}"
+    if objective.kl_coef > 0 and not objective.kl_penalty.is_exact:
+        return f"`kl_estimator` is {objective.kl_penalty.estimator!r}"
+    return unusual_optimizer(policy)
+
+
+def choose_actor(policy: ActorPolicy) -> Actor:
+    """
+    :param policy: Policy
+    :return: The function that chooses actions during a rollout
+    """
+    machine = machine_policy(policy)
+    return torch_actor(policy) if isinstance(machine, str) else machine.actor(policy)
+
+
+def choose_learner(
+    objective: Objective, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, rule: UpdateRule, max_kl: float
+) -> TorchLearner | MachineLearner:
+    """
+    :param objective: Objective of the update
+    :param policy: Policy
+    :param rollout_buffer: Buffer with the transitions of the update
+    :param rule: Update rule
+    :param max_kl: Limit of the approximate KL divergence of a minibatch
+    :return: What takes the steps of the update
+    """
+    machine = machine_policy(policy, (objective, rollout_buffer, rule))
+    if isinstance(machine, str):
+        return TorchLearner(objective, policy, rollout_buffer, max_kl)
+    return MachineLearner(objective, policy, rollout_buffer, max_kl, machine)
+
+
+def describe_choice(
+    policy: ActorPolicy, objective: Objective, rollout_buffer: GroupRolloutBuffer, rule: UpdateRule, verbose: int
+) -> str:
+    """
+    Compile what a run needs, and say before the wait that there is one.
+
+    :param verbose: Whether to print that
+    :return: A sentence about who acts and who updates
+    """
+    began = time.perf_counter()
+
+    def announce() -> None:
+        if verbose >= 1:
+            print("Compiling machine code, which takes a few seconds the first time", flush=True)
+
+    acting = machine_policy(policy, announce=announce)
+    if isinstance(acting, str):
+        return f"Acting and updating with torch, because {acting}"
+    updating = machine_policy(policy, (objective, rollout_buffer, rule), announce)
+    if isinstance(updating, str):
+        return f"Acting in machine code, and updating with torch, because {updating}"
+    seconds = time.perf_counter() - began
+    return "Acting and updating in machine code" + (f", compiled in {seconds:.0f} s" if seconds >= LONG else "")

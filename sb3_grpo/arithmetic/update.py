@@ -1,0 +1,124 @@
+"""An update of the policy: by clipped gradient steps or by a natural-gradient step, and undone if it fails."""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch as th
+from torch.distributions import Distribution as TorchDistribution
+
+from sb3_grpo.arithmetic.choice import choose_learner
+from sb3_grpo.arithmetic.kl_penalty import KLPenalty
+from sb3_grpo.arithmetic.metrics import Epoch, UpdateReport
+from sb3_grpo.arithmetic.natural import natural_step
+from sb3_grpo.arithmetic.objective import NO_CLIPPING, Objective
+from sb3_grpo.buffers import GroupRolloutBuffer
+from sb3_grpo.policies import ActorPolicy
+
+
+def clipped_update(
+    objective: Objective,
+    policy: ActorPolicy,
+    rollout_buffer: GroupRolloutBuffer,
+    n_epochs: int,
+    batch_size: int,
+    target_kl: float | None = None,
+) -> UpdateReport:
+    """
+    Take a gradient step with each minibatch of several epochs. The update ends at a minibatch whose approximate KL divergence
+    exceeds ``1.5 target_kl``.
+
+    :param objective: Objective
+    :param policy: Policy, which is changed
+    :param rollout_buffer: Buffer with the transitions of the update
+    :param n_epochs: Number of epochs
+    :param batch_size: Minibatch size
+    :param target_kl: See above; ``None`` for no limit
+    :return: Metrics of the epochs
+    """
+    max_kl = math.inf if target_kl is None else 1.5 * target_kl
+    learner = choose_learner(objective, policy, rollout_buffer, "clipped", max_kl)
+    epochs: list[Epoch] = []
+    for _ in range(n_epochs):
+        epoch, approx_kl = learner.take_epoch(batch_size)
+        epochs.append(epoch)
+        if approx_kl > max_kl:
+            return UpdateReport(epochs, excessive_kl=approx_kl)
+    return UpdateReport(epochs)
+
+
+def natural_update(
+    objective: Objective, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, limit: float
+) -> UpdateReport:
+    """
+    Take a natural-gradient step with all transitions of the update. Importance ratios are not clipped, because the limit of
+    the divergence keeps them close to one.
+
+    :param objective: Objective
+    :param policy: Policy, which is changed
+    :param rollout_buffer: Buffer with the transitions of the update
+    :param limit: Limit of the divergence, see :func:`~sb3_grpo.arithmetic.natural.natural_step`
+    :return: Metrics of the step, which counts as an epoch
+    """
+    objective = replace(objective, clip_range=NO_CLIPPING)
+    learner = choose_learner(objective, policy, rollout_buffer, "natural", math.inf)
+    step = natural_step(learner, limit)
+    if not step.is_accepted:
+        learner.loss()  # the metrics are those of the weights that stay
+    return UpdateReport([learner.epoch()._replace(n_steps=1.0, grad_norm=step.grad_norm)], natural=step)
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """
+    Torch's distributions check their arguments, and wait for a GPU to do so. In an update, all that could be wrong with them
+    is NaN, which :func:`check_update` finds.
+    """
+    before = TorchDistribution._validate_args
+    TorchDistribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        TorchDistribution.set_default_validate_args(before)
+
+
+@contextmanager
+def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator[None]:
+    """Undo an update that fails or is interrupted: the model is that before the update or after it, never in between."""
+    before = _copied(policy.state_dict()), _copied(policy.optimizer.state_dict())
+    kl_state = kl_penalty.get_state()
+    try:
+        yield
+    except BaseException:
+        policy.load_state_dict(before[0])
+        policy.optimizer.load_state_dict(before[1])
+        kl_penalty.set_state(kl_state, policy)
+        raise
+
+
+def _copied(state: Any) -> Any:
+    """:return: What ``copy.deepcopy`` gives for the state of a module or an optimizer, in a fraction of its time"""
+    if isinstance(state, th.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        copied = copy.copy(state)  # with the versions of a module's parts, which are an attribute
+        copied.update((key, _copied(value)) for key, value in state.items())
+        return copied
+    if isinstance(state, list):
+        return [_copied(value) for value in state]
+    return copy.deepcopy(state)
+
+
+def check_update(policy: ActorPolicy, epochs: list[Epoch]) -> None:
+    """Raise a ``ValueError`` if a gradient or a parameter is NaN or infinite."""
+    is_finite = all(math.isfinite(epoch.grad_norm) for epoch in epochs)
+    if is_finite and all(bool(th.isfinite(parameter).all()) for parameter in policy.parameters()):
+        return
+    what = "weights after the update are" if is_finite else "gradient of the update is"
+    raise ValueError(
+        f"The {what} not finite. The update has been undone, so the model can be saved. Lower `learning_rate`, or limit the "
+        "scale of observations and advantages (`normalize_observations`, `normalize_advantage`, `scale`)."
+    )
