@@ -195,15 +195,15 @@ def breakdown(setting: Setting, n_rollouts: int) -> dict[str, float]:
     with contextlib.ExitStack() as stack:
         for env in model.env.envs:  # type: ignore[attr-defined]
             stack.enter_context(inner.around("environment, with Monitor", env, "step"))
-        make_actor = collection.actor
+        make_actor = collection.choose_actor
 
         def timed_actor(policy: Any) -> Callable[..., Any]:
             owner = argparse.Namespace(act=make_actor(policy))
             stack.enter_context(inner.around("acting", owner, "act"))
             return lambda *args: owner.act(*args)
 
-        collection.actor = timed_actor
-        stack.callback(setattr, collection, "actor", make_actor)
+        collection.choose_actor = timed_actor
+        stack.callback(setattr, collection, "choose_actor", make_actor)
         stack.enter_context(inner.around("value estimate", model.rollout_buffer, "finish_rollout"))
         stack.enter_context(watch.around("collection", model, "collect_rollouts"))
         stack.enter_context(watch.around("update", model, "train"))

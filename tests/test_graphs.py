@@ -14,7 +14,8 @@ from helpers import CHW, HWC, VECTOR, AnyEnv
 from stable_baselines3.common.env_util import make_vec_env
 from torch import nn
 
-from sb3_grpo import GRPO, CnnPolicy, graphs
+from sb3_grpo import GRPO, CnnPolicy
+from sb3_grpo.arithmetic import conditions, graphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:batch_size=16 does not divide")
 NEEDS_GPU = pytest.mark.skipif(not th.cuda.is_available(), reason="there is no GPU")
@@ -41,7 +42,7 @@ class StandIn(graphs.Captured):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "cpu":
-        monkeypatch.setattr(graphs, "DEVICES", {"cpu"})
+        monkeypatch.setattr(conditions, "DEVICES", {"cpu"})
         monkeypatch.setattr(graphs, "Captured", StandIn)
         monkeypatch.setattr(StandIn, "captures", [])
     return request.param
@@ -94,7 +95,7 @@ def test_an_update_by_a_graph_is_that_of_torch(
     in_torch = twin(model)
     before = th.cat([parameter.detach().flatten() for parameter in model.policy.parameters()])
     ours = update(model)
-    monkeypatch.setattr(graphs, "DEVICES", set())
+    monkeypatch.setattr(conditions, "DEVICES", set())
     theirs = update(in_torch)
     assert not captured(in_torch) and (ours - before).abs().max() > 1e-4
     th.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

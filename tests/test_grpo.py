@@ -693,7 +693,7 @@ def dtypes_of(name: str, tensors: Any) -> set[tuple[str, th.dtype]]:
 )
 def test_everything_that_lives_on_the_device_is_in_single_precision(options: dict[str, Any]):
     """Devices such as Apple's GPUs have no double precision."""
-    from sb3_grpo.update import Objective
+    from sb3_grpo.arithmetic.objective import Objective
 
     seen: set[tuple[str, th.dtype]] = set()
     evaluate = Objective.evaluate
@@ -705,7 +705,7 @@ def test_everything_that_lives_on_the_device_is_in_single_precision(options: dic
 
     model = make_model(make_envs(action_space=BOX), **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sb3_grpo.update.compiled_policy", lambda *_: "machine code is for the CPU")
+        patch.setattr("sb3_grpo.arithmetic.choice.machine_policy", lambda *_, **__: "machine code is for the CPU")
         patch.setattr(Objective, "evaluate", watched)
         model.learn(64)
     assert seen == {("rollout", th.float32), ("loss", th.float32)}

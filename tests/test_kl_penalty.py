@@ -16,8 +16,8 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import FlattenExtractor
 
 from sb3_grpo import GRPO, ActorPolicy
-from sb3_grpo.buffers import GroupRolloutBufferSamples
 from sb3_grpo.arithmetic.kl_penalty import KL_COEF_BOUNDS, KLPenalty, adapted_kl_coef
+from sb3_grpo.buffers import GroupRolloutBufferSamples
 from sb3_grpo.losses import exact_kl
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,))

@@ -10,12 +10,15 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from helpers import CHW, SMALL_CNN, AnyEnv
-from test_compiled import ACTION_SPACES, InTorch, Samples, distant_reference, make_policy, needs_numba, random_update
+from test_machine_code import ACTION_SPACES, InTorch, Samples, distant_reference, make_policy, needs_numba, random_update
 
 from sb3_grpo import GRPO, ActorPolicy
-from sb3_grpo.losses import exact_kl
+from sb3_grpo.arithmetic.choice import choose_learner
+from sb3_grpo.arithmetic.machine import MachineLearner
 from sb3_grpo.arithmetic.natural import DAMPING, LIMIT, N_SIZES, SHRINKING, conjugate_gradient, fisher_stride, natural_step
-from sb3_grpo.update import NO_CLIPPING, Objective
+from sb3_grpo.arithmetic.objective import NO_CLIPPING, Objective
+from sb3_grpo.arithmetic.torch_learner import TorchLearner
+from sb3_grpo.losses import exact_kl
 
 
 def test_conjugate_gradients_solve_a_system_of_two_unknowns_in_two_steps():
@@ -171,12 +174,12 @@ def test_products_are_those_of_the_covariance_of_the_scores(name: str, cls: type
     policy = make_policy(ACTION_SPACES[name], cls, net_arch=[4])
     data = random_update(policy, 5)
     objective = Objective(NO_CLIPPING, "step", 0.0, 0.0, distant_reference(policy), 0.5)
-    update = objective._update(policy, Samples(data))
-    update.loss_and_gradient()
-    assert type(update).__name__ == ("CompiledUpdate" if cls is ActorPolicy else "TorchUpdate")
+    learner = choose_learner(objective, policy, Samples(data), "natural", math.inf)
+    learner.loss_and_gradient()
+    assert type(learner) is (MachineLearner if cls is ActorPolicy else TorchLearner)
     matrix = score_covariance(policy, data.observations, all_actions(ACTION_SPACES[name]))  # type: ignore[arg-type]
     for vector in th.randn(3, len(matrix)):
-        th.testing.assert_close(update.fisher_product(vector), matrix @ vector, rtol=1e-3, atol=1e-5)
+        th.testing.assert_close(learner.fisher_product(vector), matrix @ vector, rtol=1e-3, atol=1e-5)
 
 
 # --- a whole update ---

@@ -24,8 +24,10 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecNormalize
 
 from sb3_grpo import GRPO, EnvironmentFault, load_actor
+from sb3_grpo.arithmetic.choice import machine_policy
+from sb3_grpo.arithmetic.machine import MachinePolicy
+from sb3_grpo.arithmetic.machine_code.jit import UNAVAILABLE
 from sb3_grpo.buffers import BUFFERS
-from sb3_grpo.compiled import CompiledPolicy, compile_functions, compiled_policy
 
 BROKEN = 1  # index of the environment that fails
 Weights = dict[str, th.Tensor]
@@ -250,8 +252,8 @@ def test_without_a_fault_workers_give_what_one_process_gives(close):
 def test_an_update_whose_gradient_is_not_finite_is_undone(in_torch: bool):
     options = dict(kl_coef=1e-3, kl_estimator="k3") if in_torch else {}
     model = make_model(**options).learn(64)
-    compiled = compiled_policy(model.policy, model.rollout_buffer, kl_estimator=model.kl_estimator if in_torch else "exact")
-    assert isinstance(compiled, CompiledPolicy) != (in_torch or isinstance(compile_functions(), str))
+    machine = machine_policy(model.policy, (model._objective(), model.rollout_buffer, "clipped"))
+    assert isinstance(machine, MachinePolicy) != (in_torch or bool(UNAVAILABLE))
     before, moments = weights(model), copy.deepcopy(model.policy.optimizer.state_dict()["state"])
     buffer: Any = model.rollout_buffer  # which still holds the last update
     advantages = buffer._update.advantages.clone()

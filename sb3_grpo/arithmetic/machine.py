@@ -136,7 +136,7 @@ class MachinePolicy:
 
         def choose(obs: Any, obs_tensor: Any, action_masks: Any = None) -> tuple[np.ndarray, th.Tensor]:
             if not is_vector:  # numbers of categories, which the policy encodes, or pictures
-                obs = network_inputs(policy, obs_tensor)
+                obs = network_inputs(policy, obs_tensor).numpy()
             observations = np.array(obs, dtype=np.float64).reshape(len(obs), -1)
             n = len(observations)
             values, actions = values_for(n), np.empty((n, network.n_components), np.float32)

@@ -273,7 +273,7 @@ def convolve_backward(
         channels = grad[i].reshape(len(grad_bias), n_positions)
         matmul(channels, taken, part)
         for channel in range(len(grad_bias)):
-            for seen in range(part.shape[1]):
+            for seen in range(grad_weight.shape[1]):
                 grad_weight[channel, seen] += part[channel, seen]
             for position in range(n_positions):
                 grad_bias[channel] += channels[channel, position]

@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -25,23 +25,18 @@ from stable_baselines3.common.envs import FakeImageEnv
 from torch import nn
 
 from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy, losses, normalization
-from sb3_grpo import machine_code as mc
-from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
-from sb3_grpo.compiled import (
-    ENTRY_POINTS,
-    FAMILIES,
-    NO_PATCHES,
-    Compiled,
-    CompiledPolicy,
-    Parts,
-    _parts,
-    compile_functions,
-    compiled_policy,
-)
-from sb3_grpo.extractors import SmallCNN
-from sb3_grpo.graphs import actor
+from sb3_grpo.arithmetic.choice import choose_actor, machine_policy
+from sb3_grpo.arithmetic.conditions import FAMILIES
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
-from sb3_grpo.update import ClipRange, Objective, describe_update
+from sb3_grpo.arithmetic.machine import MachinePolicy
+from sb3_grpo.arithmetic.machine_code import distributions, layers, linear_algebra, optimizer
+from sb3_grpo.arithmetic.machine_code.jit import EntryPoint, compile_functions
+from sb3_grpo.arithmetic.metrics import describe_update
+from sb3_grpo.arithmetic.network import NO_PATCHES, NO_ROWS, Bernoulli, Categorical, Gaussian, Network, Reference
+from sb3_grpo.arithmetic.objective import ClipRange, Objective
+from sb3_grpo.arithmetic.update import clipped_update, natural_update
+from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
+from sb3_grpo.extractors import SmallCNN
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,))
 DISCRETE = spaces.Discrete(4)
@@ -55,7 +50,11 @@ ACTION_SPACES = {
 }
 N = 40
 
-needs_numba = pytest.mark.skipif(isinstance(compile_functions(), str), reason=str(compile_functions()))
+ENTRY_POINTS = [
+    each for of in (layers, distributions, optimizer) for each in vars(of).values() if isinstance(each, EntryPoint)
+]
+WITHOUT_NUMBA = compile_functions(ENTRY_POINTS)
+needs_numba = pytest.mark.skipif(bool(WITHOUT_NUMBA), reason=WITHOUT_NUMBA)
 
 
 class InTorch(ActorPolicy):
@@ -145,69 +144,87 @@ def differences(found: dict[str, th.Tensor], expected: dict[str, th.Tensor]) -> 
     return {name: (found[name] - expected[name]).abs().max().item() / (largest[kinds[name]] + 1e-12) for name in expected}
 
 
-# --- the arithmetic, as plain Python ---
+# --- the functions ---
 
 
-@pytest.mark.parametrize("m", [1, 4, 17])
-@pytest.mark.parametrize("k", [1, 6])
-@pytest.mark.parametrize("n", [1, 3, 16, 35])
-def test_products_of_matrices_are_those_of_numpy(m: int, k: int, n: int):
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(m, k)).astype(np.float32), rng.normal(size=(k, n)).astype(np.float32)
-    for product, arguments in (
-        (mc.matmul, (a, b)),
-        (mc.matmul, (np.ascontiguousarray(a.T).T, b)),
-        (mc.matmul_transposed, (a, np.ascontiguousarray(b.T))),
-    ):
-        out = np.full((m, n), np.nan, np.float32)
-        product(*arguments, out)
-        np.testing.assert_allclose(out, a @ b, rtol=1e-5, atol=1e-5)
+def from_python(function: Any) -> Callable[..., Any]:
+    """:return: An inner function of three arguments as Python can call it"""
+    numba = pytest.importorskip("numba")
+    return numba.njit(lambda a, b, c: function(a, b, c))
 
 
+@needs_numba
+def test_products_of_matrices_are_those_of_numpy():
+    rng, n_cases = np.random.default_rng(0), 0
+    products = [from_python(getattr(linear_algebra, name)) for name in ("matmul", "matmul_transposed", "transposed_matmul")]
+    for m, k, n in itertools.product([1, 4, 17], [1, 6], [1, 3, 16, 35]):
+        a, b = rng.normal(size=(m, k)).astype(np.float32), rng.normal(size=(k, n)).astype(np.float32)
+        left, right = np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
+        for product, arguments in zip(products, ((a, b), (a, right), (left, b)), strict=True):
+            out, n_cases = np.full((m, n), np.nan, np.float32), n_cases + 1
+            product(*arguments, out)
+            np.testing.assert_allclose(out, a @ b, rtol=1e-5, atol=1e-5, err_msg=f"{m} {k} {n}")
+    assert n_cases == 72
+
+
+@needs_numba
 def test_tanh_is_that_of_torch_to_rounding_and_keeps_nan():
     x = np.concatenate([np.linspace(-12, 12, 2001), np.logspace(-30, 0, 200), [0.0, np.inf, -np.inf]]).astype(np.float32)
-    values = x.copy()
-    mc.activate(values, mc.TANH)
-    np.testing.assert_allclose(values, th.from_numpy(x).tanh().numpy(), rtol=5e-7, atol=1e-37)
+    # The forward pass activates what a network of one layer, with a weight of one and no bias, gets as hidden values.
+    sizes, one = np.array([1, 1]), np.array([1.0, 0.0], np.float32)
+
+    def activated(values: np.ndarray, activation: int) -> np.ndarray:
+        both = np.concatenate([values, np.empty_like(values)])
+        layers.forward.run(sizes, activation, True, one, both, len(values))
+        return both[len(values) :]
+
+    np.testing.assert_allclose(activated(x, layers.TANH), th.from_numpy(x).tanh().numpy(), rtol=5e-7, atol=1e-37)
     nan = np.array([np.nan], np.float32)
-    for activation in (mc.TANH, mc.RELU):
-        mc.activate(nan, activation)
-        assert np.isnan(nan).all()
+    for activation in (layers.TANH, layers.RELU):
+        assert np.isnan(activated(nan, activation)).all()
 
 
 def test_limits_are_those_of_torch():
-    assert (mc.MAX_LOG_RATIO, mc.MAX_STANDARDISED) == (losses.MAX_LOG_RATIO, normalization.MAX_STANDARDISED)
+    assert (optimizer.MAX_LOG_RATIO, layers.MAX_STANDARDISED) == (losses.MAX_LOG_RATIO, normalization.MAX_STANDARDISED)
 
 
+NO_NUMBERS, NO_CHOICES = np.zeros(0, np.float32), np.zeros(0, np.int64)
+
+
+@needs_numba
 def test_a_gaussian_agrees_with_numbers_worked_out_by_hand():
     # Standard deviations 1 and 2, each action one deviation from the mean: -1/2 - 1/2 - log 1 - log 2 - log(2 pi).
     # The reference has twice the deviations and means of 0: twice log 2 + (1/4 + (0 and 4) / (4 and 16)) / 2 - 1/2.
     log_std = np.log(np.array([1.0, 2.0], np.float32))
-    means, actions, found = (
+    means, actions, terms = (
         np.array([[0.0, 2.0]], np.float32),
         np.array([[1.0, 0.0]], np.float32),
         np.zeros((3, 1), np.float32),
     )
-    mc.evaluate_gaussian(means, log_std, 0.0 * means, log_std + np.float32(math.log(2.0)), actions, found)
-    assert found[0, 0] == pytest.approx(-1.0 - math.log(2.0) - math.log(2 * math.pi), abs=1e-6)
-    assert found[1, 0] == pytest.approx(1.0 + math.log(2 * math.pi) + math.log(2.0), abs=1e-6)
-    assert found[2, 0] == pytest.approx(2 * math.log(2.0) - 0.75 + 0.125, abs=1e-6)
+    reference = Reference(0.0 * means, log_std + np.float32(math.log(2.0)))
+    Gaussian(log_std, NO_CHOICES).evaluate(means, reference, actions, terms)
+    assert terms[0, 0] == pytest.approx(-1.0 - math.log(2.0) - math.log(2 * math.pi), abs=1e-6)
+    assert terms[1, 0] == pytest.approx(1.0 + math.log(2 * math.pi) + math.log(2.0), abs=1e-6)
+    assert terms[2, 0] == pytest.approx(2 * math.log(2.0) - 0.75 + 0.125, abs=1e-6)
 
 
+@needs_numba
 def test_a_categorical_agrees_with_numbers_worked_out_by_hand():
     log_p, log_q = np.log(np.array([[0.25, 0.25, 0.5]], np.float32)) + 3, np.log(np.array([[0.5, 0.25, 0.25]], np.float32))
-    found, choices = np.zeros((3, 1), np.float32), np.array([3])
-    mc.log_softmax(log_p, choices)
-    mc.evaluate_categorical(log_p, log_q, choices, np.array([[2.0]], np.float32), found)
-    assert found[:, 0] == pytest.approx([-math.log(2.0), 1.5 * math.log(2.0), 0.25 * math.log(2.0)], abs=1e-6)
+    terms, distribution = np.zeros((3, 1), np.float32), Categorical(NO_NUMBERS, np.array([3]))
+    distribution.prepare(log_p)
+    distribution.evaluate(log_p, Reference(log_q, NO_NUMBERS), np.array([[2.0]], np.float32), terms)
+    assert terms[:, 0] == pytest.approx([-math.log(2.0), 1.5 * math.log(2.0), 0.25 * math.log(2.0)], abs=1e-6)
 
 
+@needs_numba
 def test_a_bernoulli_variable_agrees_with_numbers_worked_out_by_hand():
     # p = 3/4, and 1/4 for the reference: KL = 3/4 log 3 - 1/4 log 3
-    logits, found = np.log(np.array([[3.0]], np.float32)), np.zeros((3, 1), np.float32)
-    mc.evaluate_bernoulli(logits, -logits, np.ones((1, 1), np.float32), found)
+    logits, terms = np.log(np.array([[3.0]], np.float32)), np.zeros((3, 1), np.float32)
+    reference = Reference(-logits, NO_NUMBERS)
+    Bernoulli(NO_NUMBERS, NO_CHOICES).evaluate(logits, reference, np.ones((1, 1), np.float32), terms)
     entropy = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
-    assert found[:, 0] == pytest.approx([math.log(0.75), entropy, 0.5 * math.log(3.0)], abs=1e-6)
+    assert terms[:, 0] == pytest.approx([math.log(0.75), entropy, 0.5 * math.log(3.0)], abs=1e-6)
 
 
 def close(found: np.ndarray, expected: th.Tensor | None) -> None:
@@ -222,129 +239,108 @@ def torch_distribution(action_space: spaces.Space, outputs: th.Tensor, log_std: 
     return distribution.proba_distribution(outputs)
 
 
+@needs_numba
 @pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
 @pytest.mark.parametrize("has_reference", [False, True], ids=["alone", "with a reference"])
 def test_values_and_gradients_of_distributions_are_those_of_autograd(space: spaces.Space, has_reference: bool):
     family = FAMILIES[type(make_proba_distribution(space))]
     choices = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0))).astype(np.int64)
-    k = int(choices.sum()) if family == mc.CATEGORICAL else int(np.prod(space.shape))  # type: ignore[arg-type]
-    outputs, reference = th.randn(N, k, requires_grad=True), th.randn(N, k)
+    k = int(choices.sum()) if family is Categorical else int(np.prod(space.shape))  # type: ignore[arg-type]
+    outputs, reference_outputs = th.randn(N, k, requires_grad=True), th.randn(N, k)
     log_std, reference_log_std = th.randn(k, requires_grad=True), th.randn(k)
-    pi, q = torch_distribution(space, outputs, log_std), torch_distribution(space, reference, reference_log_std)
+    pi, q = torch_distribution(space, outputs, log_std), torch_distribution(space, reference_outputs, reference_log_std)
     actions, up = pi.sample().detach(), th.randn(3, N)
     kl = losses.exact_kl(pi, q) if has_reference else th.zeros(N)
     expected = th.stack([pi.log_prob(actions), pi.entropy(), kl])
     (up * expected).sum().backward()
 
-    found, gradient, grad_log_std = np.zeros((3, N), np.float32), np.zeros((N, k), np.float32), np.zeros(k, np.float32)
-    rows = outputs.detach().numpy().copy(), (reference.numpy() if has_reference else np.zeros((0, k), np.float32))
+    terms, gradient, grad_log_std = np.zeros((3, N), np.float32), np.zeros((N, k), np.float32), np.zeros(k, np.float32)
+    distribution, rows = family(log_std.detach().numpy(), choices), outputs.detach().numpy().copy()
+    reference = Reference(reference_outputs.numpy() if has_reference else NO_ROWS, reference_log_std.numpy())
+    for each in (rows, reference.outputs):
+        distribution.prepare(each)
     taken = actions.reshape(N, -1).float().numpy()
-    if family == mc.GAUSSIAN:
-        deviations = log_std.detach().numpy(), reference_log_std.numpy()
-        arguments = rows[0], deviations[0], rows[1], deviations[1], taken
-        mc.evaluate_gaussian(*arguments, found)
-        mc.backward_gaussian(*arguments, up.numpy(), gradient, grad_log_std)
-        close(grad_log_std, log_std.grad)
-    elif family == mc.CATEGORICAL:
-        for logits in rows:
-            mc.log_softmax(logits, choices)
-        mc.evaluate_categorical(*rows, choices, taken, found)
-        mc.backward_categorical(*rows, choices, taken, up.numpy(), gradient)
-    else:
-        mc.evaluate_bernoulli(*rows, taken, found)
-        mc.backward_bernoulli(*rows, taken, up.numpy(), gradient)
-    close(found, expected)
+    distribution.evaluate(rows, reference, taken, terms)
+    distribution.backward(rows, reference, taken, up.numpy(), gradient, grad_log_std)
+    close(terms, expected)
     close(gradient, outputs.grad)
+    close(grad_log_std, th.zeros(k) if log_std.grad is None else log_std.grad)
 
 
+@needs_numba
 def test_a_forbidden_action_spoils_neither_entropy_nor_divergence_nor_gradient():
-    log_p, choices = np.array([[0.0, 0.0, -np.inf]], np.float32), np.array([3])
-    mc.log_softmax(log_p, choices)
-    found, gradient, action = np.zeros((3, 1), np.float32), np.ones((1, 3), np.float32), np.zeros((1, 1), np.float32)
-    mc.evaluate_categorical(log_p, log_p.copy(), choices, action, found)
-    mc.backward_categorical(log_p, log_p.copy(), choices, action, np.ones((3, 1), np.float32), gradient)
-    assert found[:, 0] == pytest.approx([-math.log(2.0), math.log(2.0), 0.0], abs=1e-6)
+    log_p, distribution = np.array([[0.0, 0.0, -np.inf]], np.float32), Categorical(NO_NUMBERS, np.array([3]))
+    distribution.prepare(log_p)
+    terms, gradient, action = np.zeros((3, 1), np.float32), np.ones((1, 3), np.float32), np.zeros((1, 1), np.float32)
+    reference = Reference(log_p.copy(), NO_NUMBERS)
+    distribution.evaluate(log_p, reference, action, terms)
+    distribution.backward(log_p, reference, action, np.ones((3, 1), np.float32), gradient, NO_NUMBERS)
+    assert terms[:, 0] == pytest.approx([-math.log(2.0), math.log(2.0), 0.0], abs=1e-6)
     assert gradient[0] == pytest.approx([0.5, -0.5, 0.0], abs=1e-6)
 
 
-@pytest.mark.parametrize("activation", [mc.TANH, mc.RELU], ids=["tanh", "relu"])
+def assert_the_network_is_that_of_torch(
+    network: Network, parts: Sequence[nn.Module], x: th.Tensor, torch_network: Callable[[th.Tensor], th.Tensor]
+) -> None:
+    """Compare outputs, the gradient, and the derivative in a direction of parameters, with those of autograd."""
+    tensors: list[Any] = [tensor for layer in parts for tensor in (layer.weight, layer.bias)]
+
+    def flat(of: Callable[[Any], Any]) -> np.ndarray:
+        return th.cat([of(tensor).flatten() for tensor in tensors]).detach().numpy()
+
+    expected = torch_network(x)
+    up, vector, n = th.randn_like(expected), [th.randn_like(tensor) for tensor in tensors], len(x)
+    (up * expected).sum().backward()
+    parameters, values = flat(lambda tensor: tensor), network.new_values(n)
+    values[: x.numel()] = x.flatten().numpy()
+    outputs = network.forward(parameters, values, n)
+    np.testing.assert_allclose(outputs, expected.detach(), rtol=1e-5, atol=1e-6)
+    tangent = network.tangent(parameters, values, th.cat([each.flatten() for each in vector]).numpy(), n)
+    gradient = np.full_like(parameters, np.nan)
+    network.backward(parameters, values, up.numpy(), gradient)
+    np.testing.assert_allclose(gradient, flat(lambda tensor: tensor.grad), rtol=1e-4, atol=1e-6)
+    # Two derivatives backward are one forward: of v' J' u with respect to u
+    weights = th.zeros_like(expected, requires_grad=True)
+    pulled = th.autograd.grad(torch_network(x), tensors, weights, create_graph=True)
+    along = sum((one * other).sum() for one, other in zip(pulled, vector, strict=True))
+    close(tangent, th.autograd.grad(along, weights)[0])  # type: ignore[arg-type]
+
+
+@needs_numba
+@pytest.mark.parametrize("activation", [layers.TANH, layers.RELU], ids=["tanh", "relu"])
 @pytest.mark.parametrize("hidden", [[], [5], [4, 6, 3]], ids=str)
-def test_the_gradient_of_a_network_is_that_of_autograd(activation: int, hidden: list[int]):
+def test_a_network_and_its_derivatives_are_those_of_torch(activation: int, hidden: list[int]):
     sizes = [3, *hidden, 2]
-    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
-    x, up = th.randn(7, 3), th.randn(7, 2)
-    expected = layers[0](x)
-    for layer in layers[1:]:
-        expected = layer((th.tanh if activation == mc.TANH else th.relu)(expected))
-    (up * expected).sum().backward()
-
-    def flat(of: Callable[[Any], Any]) -> np.ndarray:
-        return th.cat([of(tensor).flatten() for layer in layers for tensor in (layer.weight, layer.bias)]).detach().numpy()
-
-    network = mc.Network(np.array(sizes), NO_PATCHES, activation, mc.BERNOULLI, np.zeros(0, np.int64))
-    values, parameters = np.zeros(7 * sum(sizes), np.float32), flat(lambda tensor: tensor)
-    values[:21] = x.flatten().numpy()
-    outputs = mc.forward(network, parameters, values, 7, np.zeros((0, network.sizes[-1]), np.float32))
-    np.testing.assert_allclose(outputs, expected.detach(), rtol=1e-5, atol=1e-6)
-    gradient = np.zeros_like(parameters)
-    mc.backward(network, parameters, values, up.numpy(), gradient)
-    np.testing.assert_allclose(gradient, flat(lambda tensor: tensor.grad), rtol=1e-4, atol=1e-6)
+    linear = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    between = nn.Tanh if activation == layers.TANH else nn.ReLU
+    in_torch = nn.Sequential(linear[0], *(each for layer in linear[1:] for each in (between(), layer)))
+    network = Network(np.array(sizes), NO_PATCHES, activation, Bernoulli, NO_CHOICES)
+    assert_the_network_is_that_of_torch(network, linear, th.randn(7, 3), in_torch)
 
 
+@needs_numba
 @pytest.mark.parametrize("shape", [(4, 5, 2), (2, 4, 5)], ids=["channels last", "channels first"])
-def test_a_convolution_sees_what_that_of_torch_sees_and_its_gradient_is_that_of_autograd(shape: tuple[int, int, int]):
+def test_a_convolution_and_its_derivatives_are_those_of_torch(shape: tuple[int, int, int]):
     extractor = SmallCNN(spaces.Box(0.0, 1.0, shape), features_dim=3, n_channels=4)
-    layers = [extractor.cnn[0], extractor.linear[0]]
-    x, up = th.randn(7, *shape), th.randn(7, 3)
-    expected = layers[1](extractor.cnn(x if extractor.channels_first else x.permute(0, 3, 1, 2)))
-    (up * expected).sum().backward()
+    convolution, linear = extractor.cnn[0], extractor.linear[0]
+    assert isinstance(linear, nn.Linear)
 
-    def flat(of: Callable[[Any], Any]) -> np.ndarray:
-        return th.cat([of(tensor).flatten() for layer in layers for tensor in (layer.weight, layer.bias)]).detach().numpy()
+    def in_torch(x: th.Tensor) -> th.Tensor:
+        return linear(extractor.cnn(x if extractor.channels_first else x.permute(0, 3, 1, 2)))
 
-    sizes = np.array([40, 4 * 6, 3])
-    network = mc.Network(sizes, extractor.patches(), mc.RELU, mc.BERNOULLI, np.zeros(0, np.int64))
-    values, parameters = np.zeros(7 * sizes.sum(), np.float32), flat(lambda tensor: tensor)
-    values[:280] = x.flatten().numpy()
-    outputs = mc.forward(network, parameters, values, 7, np.zeros((0, 3), np.float32))
-    np.testing.assert_allclose(outputs, expected.detach(), rtol=1e-5, atol=1e-6)
-    gradient = np.zeros_like(parameters)
-    mc.backward(network, parameters, values, up.numpy(), gradient)
-    np.testing.assert_allclose(gradient, flat(lambda tensor: tensor.grad), rtol=1e-4, atol=1e-6)
+    network = Network(np.array([40, 4 * 6, 3]), extractor.patches(), layers.RELU, Bernoulli, NO_CHOICES)
+    assert_the_network_is_that_of_torch(network, [convolution, linear], th.randn(7, *shape), in_torch)
 
 
+@needs_numba
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
 def test_the_gradient_is_clipped_as_torch_does_it(max_norm: float):
     parameter = nn.Parameter(th.zeros(9))
     parameter.grad = th.randn(9)
     gradient = parameter.grad.clone().numpy()
     norm = nn.utils.clip_grad_norm_([parameter], max_norm)
-    assert mc.clip_gradient(gradient, max_norm) == pytest.approx(norm.item(), rel=1e-6)
+    assert optimizer.clip_gradient.run(gradient, max_norm) == pytest.approx(norm.item(), rel=1e-6)
     np.testing.assert_allclose(gradient, parameter.grad, rtol=1e-6)
-
-
-@pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
-@pytest.mark.parametrize("max_grad_norm", [0.05, 1e6], ids=["clipped", "not clipped"])
-def test_an_update_in_plain_python_is_that_of_torch(space: spaces.Space, max_grad_norm: float):
-    policies = pair(space, net_arch=[5, 4])
-    update = random_update(policies[1], N, weighted=True)
-    penalty = distant_reference(policies[1])
-    objective = Objective(ClipRange(0.1, 0.3), "step", 0.2, 0.5, penalty, max_grad_norm)
-    expected = objective.take_clipped_steps(policies[1], Samples(update), 2, N).epochs[-1]
-    plain = CompiledPolicy(
-        Compiled._make([*(getattr(mc, name) for name in ENTRY_POINTS), 0.0]), cast(Parts, _parts(policies[0]))
-    )
-    plain.take_over(policies[0].optimizer)
-    settings = mc.Settings(0.1, 0.3, 0.2, 0.5, max_grad_norm, math.inf)
-    batch = plain.batch(policies[0], update, penalty.policy)
-    for _ in range(2):
-        sums, _ = plain.epoch(batch, np.random.permutation(N), N, settings)
-    assert max(differences(numbers(policies[0]), numbers(policies[1])).values()) < 1e-4
-    gradients = [th.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]) for policy in policies]
-    th.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5 * gradients[1].abs().max().item())
-    assert (sums.loss, sums.grad_norm, sums.kl / N) == pytest.approx(
-        (expected.loss, expected.grad_norm, expected.kl), rel=1e-4
-    )
 
 
 # --- the same numbers ---
@@ -367,8 +363,8 @@ PENALTIES = dict(ent_coef=st.sampled_from([0.0, 0.05]), kl_coef=st.sampled_from(
 
 
 def assert_each_its_way(objective: Objective, policies: tuple[ActorPolicy, ActorPolicy], update: Any) -> None:
-    assert isinstance(objective.compiled_policy(policies[0], Samples(update)), CompiledPolicy)
-    assert isinstance(objective.compiled_policy(policies[1], Samples(update)), str)
+    ours, theirs = (machine_policy(policy, (objective, Samples(update), "clipped")) for policy in policies)
+    assert isinstance(ours, MachinePolicy) and isinstance(theirs, str)
 
 
 @needs_numba
@@ -413,9 +409,9 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
         for policy in policies:
             state = np.random.get_state()
             np.random.seed(options["seed"])
-            steps = objective.take_clipped_steps(policy, Samples(update), 2, options["batch_size"], options["target_kl"])
+            report = clipped_update(objective, policy, Samples(update), 2, options["batch_size"], options["target_kl"])
             np.random.set_state(state)
-            results.append((describe_update(steps), steps.excessive_kl, len(steps.epochs)))
+            results.append((describe_update(report), report.excessive_kl, len(report.epochs)))
     assert_each_its_way(objective, policies, update)
     far = {name: each for name, each in differences(numbers(policies[0]), numbers(policies[1])).items() if each > 1e-5}
     assert not far
@@ -449,12 +445,12 @@ def test_a_natural_gradient_step_gives_the_parameters_and_metrics_of_torch(
         penalty = distant_reference(policies[1])
         objective = Objective(ClipRange(0.2, 0.2), "step", options["ent_coef"], options["kl_coef"], penalty, 0.5)
         before = copy.deepcopy(policies[1])
-        results = [objective.take_natural_steps(policy, Samples(update), 2, options["limit"]) for policy in policies]
+        results = [natural_update(objective, policy, Samples(update), options["limit"]) for policy in policies]
     assert_each_its_way(objective, policies, update)
-    tried = [[(step.n_tried, step.is_accepted) for step in result.natural] for result in results]
+    tried = [(result.natural.n_tried, result.natural.is_accepted) for result in results if result.natural is not None]
     if tried[0] == tried[1]:  # rounding may decide whether a step that is about as long as allowed is taken
         found, expected = (dict(policy.named_parameters()) for policy in policies)
-        assert all(step.is_accepted for step in results[0].natural)
+        assert tried[0][1]
         changes = {name: (expected[name] - old).abs().max().item() for name, old in before.named_parameters()}
         for name, change in changes.items():
             assert (found[name] - expected[name]).abs().max().item() <= 0.01 * max(changes.values()), (name, change)
@@ -482,14 +478,14 @@ def test_the_same_random_numbers_give_the_same_actions(space: spaces.Space, obse
         policy.normalizer.observe(3.0 * obs + 1.0)
         in_torch.load_state_dict(policy.state_dict())
     results = []
-    for act in (actor(in_torch), actor(policy)):
+    for act in (choose_actor(in_torch), choose_actor(policy)):
         th.manual_seed(1)
         actions, log_prob = act(obs, th.as_tensor(obs))
         results.append([th.as_tensor(actions), log_prob, th.randn(1)])
     for theirs, ours in zip(*results, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and not theirs.requires_grad
         th.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert isinstance(compiled_policy(in_torch), str) and isinstance(compiled_policy(policy), CompiledPolicy)
+    assert isinstance(machine_policy(in_torch), str) and isinstance(machine_policy(policy), MachinePolicy)
 
 
 BOARDS = {
@@ -511,11 +507,11 @@ def test_the_same_random_numbers_give_the_same_actions_on_boards(board: spaces.S
         if each.normalizer is not None:
             each.normalizer.observe(obs // 2 + np.arange(n, dtype=np.uint8)[:, None, None, None])
     results = []
-    for act in (actor(in_torch), actor(policy)):
+    for act in (choose_actor(in_torch), choose_actor(policy)):
         th.manual_seed(1)
         results.append([th.as_tensor(each) for each in act(obs, th.as_tensor(obs))])
     th.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-    assert isinstance(compiled_policy(in_torch), str) and isinstance(compiled_policy(policy), CompiledPolicy)
+    assert isinstance(machine_policy(in_torch), str) and isinstance(machine_policy(policy), MachinePolicy)
 
 
 @needs_numba
@@ -523,7 +519,7 @@ def test_actions_are_as_frequent_as_they_are_probable():
     policy = make_policy(spaces.Discrete(3), net_arch=[])
     policy.action_net.weight.data.zero_()
     policy.action_net.bias.data.copy_(th.tensor([0.0, math.log(3.0), -math.inf]))
-    actions, log_prob = actor(policy)(np.zeros((20_000, 3)), th.zeros(20_000, 3))
+    actions, log_prob = choose_actor(policy)(np.zeros((20_000, 3)), th.zeros(20_000, 3))
     assert np.bincount(actions, minlength=3) / 20_000 == pytest.approx([0.25, 0.75, 0.0], abs=0.01)
     th.testing.assert_close(log_prob.exp(), th.tensor([0.25, 0.75, 0.0])[actions])
 
@@ -585,7 +581,7 @@ def test_runs_are_the_same_in_machine_code_and_in_torch(env: str, options: dict[
     models = [
         GRPO(policy, env, **settings).learn(192, callback=watcher) for policy, watcher in zip(policies, watchers, strict=True)
     ]
-    assert [isinstance(compiled_policy(model.policy), str) for model in models] == [False, True]
+    assert [isinstance(machine_policy(model.policy), str) for model in models] == [False, True]
     np.testing.assert_allclose(watchers[0].actions, watchers[1].actions, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(watchers[0].log_probs, watchers[1].log_probs, rtol=1e-3, atol=1e-4)
     th.testing.assert_close(*(dict(model.policy.named_parameters()) for model in models), rtol=1e-3, atol=1e-5)
@@ -596,11 +592,39 @@ def test_runs_are_the_same_in_machine_code_and_in_torch(env: str, options: dict[
 
 @needs_numba
 def test_nothing_is_compiled_after_the_warm_up():
-    functions: Any = compile_functions()
     for env, options in RUNS.values():
         GRPO("MlpPolicy", env, n_steps=32, batch_size=16, n_epochs=1, seed=0, device="cpu", **options).learn(32)
     GRPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=16, update_rule="natural", seed=0, device="cpu").learn(32)
-    assert [len(getattr(functions, name).signatures) for name in ENTRY_POINTS] == [1] * len(ENTRY_POINTS)
+    assert [len(each.run.signatures) for each in ENTRY_POINTS] == [1] * len(ENTRY_POINTS)
+
+
+INNER = [each for of in (linear_algebra, layers, distributions) for each in vars(of).values() if hasattr(each, "py_func")]
+
+
+@needs_numba
+def test_inner_functions_are_compiled_once_each():
+    """Each specialisation costs every user seconds at the first run. A function that is inlined may have none."""
+    counts = {each.py_func.__name__: len(each.signatures) for each in INNER}
+    assert len(counts) > 8 and max(counts.values()) == 1, counts
+
+
+def needed(network: Network, rule: Any) -> set[str]:
+    return {each.function.__name__ for each in network.update_entry_points(rule)}
+
+
+def test_a_run_needs_only_the_functions_of_its_policy_and_its_update():
+    networks = {
+        family: Network(np.array([3, 4, 2]), NO_PATCHES, layers.TANH, family, NO_CHOICES)
+        for family in (Gaussian, Categorical, Bernoulli)
+    }
+    common = {"standardise", "forward", "surrogate", "backward"}
+    for family, network in networks.items():
+        own = {f"{name}_{family.__name__.lower()}" for name in ("sample", "evaluate", "backward")}
+        own |= {"log_softmax"} if family is Categorical else set()
+        assert needed(network, "clipped") == common | own | {"clip_gradient", "adam"}
+        assert needed(network, "natural") == common | own | {"forward_tangent", f"fisher_{family.__name__.lower()}"}
+    pictures = Network(np.array([40, 24, 3]), np.zeros((18, 6), np.int64), layers.RELU, Gaussian, NO_CHOICES)
+    assert needed(pictures, "clipped") - needed(networks[Gaussian], "clipped") == {"convolve", "convolve_backward"}
 
 
 # --- one memory ---
@@ -700,7 +724,7 @@ def test_a_copy_and_a_pickle_of_a_policy_have_their_own_memory():
     before = numbers(policy)
     for other in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
         th.testing.assert_close(dict(other.named_parameters()), dict(policy.named_parameters()), rtol=0, atol=0)
-        assert isinstance(compiled_policy(other), CompiledPolicy)
+        assert isinstance(machine_policy(other), MachinePolicy)
         write(other)
         assert max(differences(numbers(policy), before).values()) == 0.0
 
@@ -718,7 +742,7 @@ def test_a_run_may_change_between_both_ways():
         weight.requires_grad_(True)
         model.learn(32, reset_num_timesteps=False)
         found.append(numbers(model.policy))
-    assert isinstance(compiled_policy(model.policy), CompiledPolicy)
+    assert isinstance(machine_policy(model.policy), MachinePolicy)
     assert max(differences(*found).values()) < 3e-3
 
 
@@ -837,25 +861,25 @@ NOT_FOR_MACHINE_CODE = {
 @needs_numba
 @pytest.mark.parametrize("make", NOT_FOR_MACHINE_CODE.values(), ids=NOT_FOR_MACHINE_CODE)
 def test_an_unusual_policy_stays_with_torch(make: Callable[[], Any]):
-    assert isinstance(compiled_policy(make_policy()), CompiledPolicy)
-    assert isinstance(compiled_policy(make()), str)
+    assert isinstance(machine_policy(make_policy()), MachinePolicy)
+    assert isinstance(machine_policy(make()), str)
 
 
 @needs_numba
 def test_a_hook_on_all_modules_is_noticed():
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert compiled_policy(make_policy()) == "there are hooks on the policy"
+        assert machine_policy(make_policy()) == "there are hooks on the policy"
     finally:
         handle.remove()
-    assert isinstance(compiled_policy(make_policy()), CompiledPolicy)
+    assert isinstance(machine_policy(make_policy()), MachinePolicy)
 
 
 @pytest.mark.parametrize("make", ACTS_IN_ITS_OWN_WAY.values(), ids=ACTS_IN_ITS_OWN_WAY)
 def test_a_policy_that_acts_in_its_own_way_is_asked_itself(make: Callable[[], ActorPolicy]):
     policy, obs = make(), th.randn(N, 3)
     th.manual_seed(1)
-    actions, log_prob = actor(policy)(obs.numpy(), obs)
+    actions, log_prob = choose_actor(policy)(obs.numpy(), obs)
     th.manual_seed(1)
     th.testing.assert_close((th.as_tensor(actions), log_prob), policy(obs), rtol=0, atol=0)
 
@@ -875,34 +899,39 @@ def with_scheduler() -> ActorPolicy:
     return policy
 
 
-UNUSUAL_UPDATES: dict[str, tuple[Callable[[], ActorPolicy], type[Samples], tuple[str, ...], str]] = {
-    "optimizer": (lambda: with_optimizer(th.optim.AdamW), Samples, (), "the optimizer is AdamW"),
-    "weight decay": (lambda: with_optimizer(weight_decay=0.1), Samples, (), "the optimizer has weight_decay=0.1"),
-    "amsgrad": (lambda: with_optimizer(amsgrad=True), Samples, (), "the optimizer has amsgrad=True"),
-    "maximize": (lambda: with_optimizer(maximize=True), Samples, (), "the optimizer has maximize=True"),
-    "scheduler": (with_scheduler, Samples, (), "there are hooks on the optimizer"),
-    "minibatches": (make_policy, OwnMinibatches, (), "OwnMinibatches overrides `get`"),
-    "GSPO": (make_policy, Samples, ("trajectory",), "`importance_sampling_level` is 'trajectory'"),
-    "estimated divergence": (make_policy, Samples, ("step", "k3"), "`kl_estimator` is 'k3'"),
+def an_update(level: Any = "step", estimator: Any = "exact") -> Objective:
+    return Objective(ClipRange(0.2, 0.2), level, 0.0, 0.1, KLPenalty("initial", estimator), 0.5)
+
+
+UNUSUAL_UPDATES: dict[str, tuple[Callable[[], ActorPolicy], type[Samples], Objective, str]] = {
+    "optimizer": (lambda: with_optimizer(th.optim.AdamW), Samples, an_update(), "the optimizer is AdamW"),
+    "weight decay": (lambda: with_optimizer(weight_decay=0.1), Samples, an_update(), "the optimizer has weight_decay=0.1"),
+    "amsgrad": (lambda: with_optimizer(amsgrad=True), Samples, an_update(), "the optimizer has amsgrad=True"),
+    "maximize": (lambda: with_optimizer(maximize=True), Samples, an_update(), "the optimizer has maximize=True"),
+    "scheduler": (with_scheduler, Samples, an_update(), "there are hooks on the optimizer"),
+    "minibatches": (make_policy, OwnMinibatches, an_update(), "OwnMinibatches overrides `get`"),
+    "GSPO": (make_policy, Samples, an_update("trajectory"), "`importance_sampling_level` is 'trajectory'"),
+    "estimated divergence": (make_policy, Samples, an_update(estimator="k3"), "`kl_estimator` is 'k3'"),
 }
 
 
 @needs_numba
-@pytest.mark.parametrize(("make", "buffer", "options", "reason"), UNUSUAL_UPDATES.values(), ids=UNUSUAL_UPDATES)
+@pytest.mark.parametrize(("make", "buffer", "objective", "reason"), UNUSUAL_UPDATES.values(), ids=UNUSUAL_UPDATES)
 def test_an_unusual_update_is_left_to_torch_and_acting_is_not(
-    make: Callable[[], ActorPolicy], buffer: type[Samples], options: tuple[str, ...], reason: str
+    make: Callable[[], ActorPolicy], buffer: type[Samples], objective: Objective, reason: str
 ):
     policy = make()
     samples = buffer(random_update(policy, N))
-    assert compiled_policy(policy, samples, *options) == reason
-    assert isinstance(compiled_policy(policy), CompiledPolicy)
-    assert isinstance(compiled_policy(with_optimizer(eps=1e-7, fused=True), Samples(samples.update)), CompiledPolicy)
+    assert machine_policy(policy, (objective, samples, "clipped")) == reason
+    assert isinstance(machine_policy(policy), MachinePolicy)
+    usual = with_optimizer(eps=1e-7, fused=True)
+    assert isinstance(machine_policy(usual, (an_update(), Samples(samples.update), "clipped")), MachinePolicy)
 
 
 # --- what the user is told ---
 
 SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
-    "usual": ({}, "Acting and updating in machine code"),
+    "usual": ({}, "Acting and updating in machine code\n"),
     "estimated divergence": (
         dict(kl_coef=0.1, kl_estimator="k3"),
         "Acting in machine code, and updating with torch, because `kl_estimator` is 'k3'\n",
