@@ -33,7 +33,6 @@ CORE = {
     "buffers",
     "compiled",
     "doctor",
-    "envs",
     "export",
     "grpo",
     "kl_penalty",
@@ -41,6 +40,7 @@ CORE = {
     "maskable",
     "persistence",
     "policies",
+    "scenarios",
     "shared_inputs",
     "starts",
     "transfer",
@@ -51,7 +51,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "advantages": set(),
     "baseline": set(),
     "doctor": {"persistence", "shared_inputs"},
-    "envs": {"envs", "validation"},
     "extractors": set(),
     "fit_inputs": {"extractors", "observations", "policies"},
     "export": {"compiled", "grpo", "maskable", "masks", "observations", "policies"},
@@ -65,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observations": set(),
     "persistence": {"buffers", "kl_penalty", "policies", "settings", "starts"},
     "relative": {"advantages"},
+    "scenarios": set(),
     "shared_inputs": {"observations", "validation"},
     "starts": {"masks", "observations", "starts", "validation", "vec_wrappers"},
     "graphs": {"compiled", "extractors", "policies"},
@@ -262,7 +262,7 @@ def logged_keys() -> set[str]:
             model = GRPO("MlpPolicy", env, n_steps=420, batch_size=60, n_epochs=1, **options)
             model.learn(840, callback=watcher, log_interval=100)
     GRPO("MlpPolicy", "Pendulum-v1", n_steps=64, update_rule="natural").learn(128, callback=watcher, log_interval=100)
-    tokens = GRPO("MlpPolicy", "sb3_grpo/TokenArithmetic-v0", n_steps=512, repeat_starts=1.0, seed=0)
+    tokens = GRPO("MlpPolicy", "benchmarks.tasks:sb3_grpo/TokenArithmetic-v0", n_steps=512, repeat_starts=1.0, seed=0)
     tokens.learn(2048, callback=watcher, log_interval=100)
     # These are recorded when the log is written, after the last call of a callback.
     return watcher.keys | {"rollout/ep_rew_mean", "rollout/ep_len_mean"}
