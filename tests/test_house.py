@@ -50,7 +50,7 @@ CORE = {
 MAY_IMPORT: dict[str, set[str]] = {
     "advantages": set(),
     "baseline": set(),
-    "doctor": {"persistence", "shared_inputs"},
+    "doctor": {"masks", "shared_inputs"},
     "extractors": set(),
     "fit_inputs": {"extractors", "observations", "policies"},
     "export": {"compiled", "grpo", "maskable", "masks", "observations", "policies"},
@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "persistence": {"buffers", "kl_penalty", "policies", "settings", "starts"},
     "relative": {"advantages"},
     "scenarios": set(),
-    "shared_inputs": {"observations", "validation"},
+    "shared_inputs": {"observations", "persistence", "validation"},
     "starts": {"masks", "observations", "starts", "validation", "vec_wrappers"},
     "graphs": {"compiled", "extractors", "policies"},
     "collection": {"buffers", "graphs", "observations", "policies", "starts", "validation", "vec_wrappers"},
