@@ -10,12 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from sb3_grpo.envs.bit_rate import BIT_RATES, BitRateEnv
-from sb3_grpo.envs.energy_storage import BUY, HOLD, SELL, EnergyStorageEnv
-from sb3_grpo.envs.load_balancing import LoadBalancingEnv
-from sb3_grpo.envs.lost_sales import LostSalesEnv
-from sb3_grpo.envs.queueing import QueueingEnv
-from sb3_grpo.envs.token_arithmetic import TokenArithmeticEnv
+from benchmarks.tasks.bit_rate import BIT_RATES, BitRateEnv
+from benchmarks.tasks.energy_storage import BUY, HOLD, SELL, EnergyStorageEnv
+from benchmarks.tasks.load_balancing import LoadBalancingEnv
+from benchmarks.tasks.lost_sales import LostSalesEnv
+from benchmarks.tasks.queueing import QueueingEnv
+from benchmarks.tasks.token_arithmetic import TokenArithmeticEnv
 
 
 def shortest_completion(env: LoadBalancingEnv) -> int:

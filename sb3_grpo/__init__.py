@@ -2,7 +2,6 @@
 
 from stable_baselines3.common.vec_env import SubprocVecEnv as SeededSubprocVecEnv
 
-from sb3_grpo import envs  # registers the environments
 from sb3_grpo.buffers import (
     CompleteGroupRolloutBuffer,
     GroupRolloutBuffer,
@@ -13,12 +12,12 @@ from sb3_grpo.buffers import (
     StepwiseRolloutBuffer,
 )
 from sb3_grpo.doctor import Doctor
-from sb3_grpo.envs.scenarios import Scenarios
 from sb3_grpo.export import export_onnx
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.maskable import MaskableGRPO
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_grpo.scenarios import Scenarios
 from sb3_grpo.shared_inputs import SharedInputs, check_shared_inputs
 from sb3_grpo.starts import EnvironmentFault
 from sb3_grpo.transfer import load_actor
@@ -45,7 +44,6 @@ __all__ = [
     "SharedInputs",
     "StepwiseRolloutBuffer",
     "check_shared_inputs",
-    "envs",
     "export_onnx",
     "load_actor",
 ]

@@ -2,15 +2,18 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch as th
+from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo.observations import same_values
+from sb3_grpo.persistence import random_state, set_random_state
 from sb3_grpo.validation import require_at_least
 
 ADVICE = (
@@ -27,11 +30,11 @@ class SharedInputs:
     Result of :func:`check_shared_inputs`.
 
     :param verdict: "shared" if inputs stay in step as far as can be seen, "lost" if they depend on the actions, "not
-        seeded" if some random numbers do not come from the seed alone
+        seeded" if some random numbers do not come from the seed alone, "unknown" if no copy could be checked
     :param message: What was seen, what it means for training, and how to mend it
     """
 
-    verdict: Literal["shared", "lost", "not seeded"]
+    verdict: Literal["shared", "lost", "not seeded", "unknown"]
     message: str
 
 
@@ -100,6 +103,34 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
             )
     what = "random generators" if first[0].inputs is None else "`inputs` and random generators"
     return SharedInputs("shared", f"The {what} of {n_members} members with the same seed and different actions stay equal.")
+
+
+def check_copy(venv: VecEnv) -> SharedInputs:
+    """
+    :param venv: Environments in use, which stay as they are, as do the global random generators
+    :return: The result of :func:`check_shared_inputs` for a fresh copy of the first of them
+    """
+    state = random_state()
+    try:
+        envs = getattr(venv.unwrapped, "envs", None)
+        if not envs:
+            raise ValueError("the environments are not in this process")
+        spec = envs[0].spec
+        if spec is None:
+            raise ValueError("the environment was not made by `gymnasium.make`")
+        # A spec does not say how to make SB3's Monitor again. The copy opens no window and records no video.
+        wrappers = tuple(wrapper for wrapper in spec.additional_wrappers if wrapper.name != "Monitor")
+        kwargs = {key: value for key, value in spec.kwargs.items() if key != "render_mode"}
+        with closing(gym.make(replace(spec, additional_wrappers=wrappers, kwargs=kwargs))) as env:
+            return check_shared_inputs(env)
+    except Exception as error:
+        return SharedInputs(
+            "unknown",
+            f"could not check whether the members of a group share their inputs ({error}): call `check_shared_inputs(env)` "
+            "with one of the environments.",
+        )
+    finally:
+        set_random_state(state)
 
 
 def _play(env: gym.Env, n_steps: int, seed: int, member: int) -> list[_Step]:

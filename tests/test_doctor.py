@@ -322,7 +322,7 @@ def test_a_run_that_is_stopped_in_a_rollout_is_examined_up_to_the_last_complete_
 
 
 def test_a_doctor_refuses_the_runs_of_other_algorithms():
-    with pytest.raises(ValueError, match="can check runs of GRPO, not of PPO"):
+    with pytest.raises(ValueError, match="checks runs of GRPO, not of PPO"):
         PPO("MlpPolicy", AnyEnv(), n_steps=16, batch_size=16, device="cpu").learn(16, callback=Doctor())
 
 

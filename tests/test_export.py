@@ -133,7 +133,7 @@ def test_a_file_of_a_model_with_masks_takes_masks(action_space: spaces.Space, tm
 
 
 def test_a_model_with_normalisation_and_masks_is_saved_loaded_and_played_elsewhere(tmp_path: pathlib.Path):
-    env = make_vec_env("sb3_grpo/FullServers-v0", n_envs=2, env_kwargs=dict(n_jobs=32))
+    env = make_vec_env("benchmarks.tasks:sb3_grpo/FullServers-v0", n_envs=2, env_kwargs=dict(n_jobs=32))
     model = MaskableGRPO("MlpPolicy", env, n_steps=64, seed=0, device="cpu").learn(256)
     observations = samples(model.observation_space, N)
     decide(model, observations)

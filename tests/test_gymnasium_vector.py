@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.wrappers.vector import ClipReward, DictInfoToList, NormalizeObservation, RecordEpisodeStatistics
+from gymnasium.wrappers.vector import ClipReward, DictInfoToList, RecordEpisodeStatistics
 from helpers import HWC, VECTOR, AnyEnv
 from stable_baselines3 import PPO
 from stable_baselines3.common.monitor import Monitor
@@ -53,7 +54,7 @@ class Talkative(AnyEnv):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, _ = super().step(action)
-        info: dict[str, Any] = {"steps_left": self.steps_left, "parts": {"half": reward / 2, "name": "x"}, "_private": True}
+        info: dict[str, Any] = {"steps_left": self.steps_left, "parts": {"half": reward / 2, "name": "x"}}
         if self.steps_left % 2 == 0:
             info.update(even=True, position=np.full(2, self.steps_left), words=["a"])
         is_both = terminated and bool(self.np_random.integers(2))
@@ -66,9 +67,11 @@ class Talkative(AnyEnv):
 class Native(VectorEnv):
     """A vector environment of a class of its own, which takes a mask and one seed for all environments."""
 
-    def __init__(self) -> None:
-        self.envs = SyncVectorEnv(env_fns(), autoreset_mode=DISABLED)
-        self.num_envs, self.metadata = N_ENVS, {"autoreset_mode": DISABLED}
+    gravity = 1.0
+
+    def __init__(self, mode: AutoresetMode = DISABLED) -> None:
+        self.envs = SyncVectorEnv(env_fns(), autoreset_mode=mode)
+        self.num_envs, self.metadata = N_ENVS, {"autoreset_mode": mode}
         self.single_observation_space, self.single_action_space = VECTOR, spaces.Discrete(3)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -94,10 +97,6 @@ def sync(mode: AutoresetMode = NEXT_STEP, observation_space: spaces.Space = VECT
     return GymnasiumVecEnv(SyncVectorEnv(env_fns(observation_space), autoreset_mode=mode, copy=False))
 
 
-def native(n_envs: int = 2) -> Any:
-    return GymnasiumVecEnv(gym.make_vec("CartPole-v1", n_envs))
-
-
 def history(env: VecEnv, n_steps: int = 30, actions: Any = None, seed: int = 5) -> list[tuple[Any, ...]]:
     """
     :return: Observations and infos of a reset, and then of each step what ``step`` returns and the infos of the last resets
@@ -113,7 +112,6 @@ def history(env: VecEnv, n_steps: int = 30, actions: Any = None, seed: int = 5) 
 
 def assert_same(found: Any, expected: Any) -> None:
     np.testing.assert_equal(found, expected)
-    assert type(found[1][3][0]["steps_left"]) is int
     arrays = [array for step in found[1:] for array in step[:3] if isinstance(array, np.ndarray)]
     assert [array.dtype for array in arrays] == [
         array.dtype for step in expected[1:] for array in step[:3] if isinstance(array, np.ndarray)
@@ -180,61 +178,12 @@ def test_wrappers_of_vector_environments_transform_what_the_environments_return(
         assert [info["steps_left"] for info in found[3]] == [info["steps_left"] for info in expected[3]]
 
 
-@pytest.mark.parametrize("wrapper", [RecordEpisodeStatistics, OwnReset])
-def test_with_resets_in_the_next_step_an_episode_ends_one_step_later_and_is_otherwise_the_same(
-    wrapper: Callable[[VectorEnv], VectorEnv],
+@pytest.mark.parametrize("mode", [SAME_STEP, DISABLED])
+def test_a_wrapper_with_a_reset_of_its_own_is_no_obstacle_in_the_other_modes(
+    mode: AutoresetMode,
 ) -> None:
-    with pytest.warns(UserWarning, match=rf"one step more, .* Pass it without {wrapper.__name__}"):
-        env = GymnasiumVecEnv(wrapper(SyncVectorEnv(env_fns())))
-    # With the same action in each step, it does not matter that the environments take other actions than the references.
-    found, expected = history(env, actions=np.ones(N_ENVS, int)), history(DummyVecEnv(env_fns()), actions=np.ones(N_ENVS, int))
-    for env_idx in range(N_ENVS):
-        steps = [[part[env_idx] for part in step] for step in found[1:]]
-        references = [[part[env_idx] for part in step] for step in expected[1:]]
-        ends = [index for index, (_, _, done, _, _) in enumerate(steps) if done]
-        assert len(ends) >= 3
-        for index in ends:
-            # An idle step, from the terminal observation and with the info of the step before, which had none
-            before, (_, reward, _, info, _) = steps[index - 1], steps[index]
-            np.testing.assert_equal(info["terminal_observation"], before[0])
-            assert reward == 0 and before[3] == {"TimeLimit.truncated": False}
-        # The end of the last step is still to come.
-        merged = [step for index, step in enumerate(steps[:-1]) if index + 1 not in ends]
-        for (observation, _, done, info, reset_info), reference in zip(merged, references, strict=False):
-            info.pop("episode", None)
-            np.testing.assert_equal([observation, done, info, reset_info], [reference[0], *reference[2:]])
-
-
-def test_a_native_vector_environment_warns_of_its_idle_steps_and_says_how_to_do_without_them() -> None:
-    with pytest.warns(
-        UserWarning, match=r"one step more, whose action has no effect .* vectorization_mode='sync'\) or SB3's `make_vec_env"
-    ):
-        env = native(N_ENVS)
-    observations, lengths = env.reset(), np.zeros(N_ENVS)
-    n_episodes = 0
-    for _ in range(100):
-        before = observations
-        observations, rewards, dones, infos = env.step(np.ones(N_ENVS, int))
-        has_fallen = np.abs(before[:, 2]) > env.vector_env.theta_threshold_radians
-        np.testing.assert_array_equal(dones, has_fallen)
-        np.testing.assert_array_equal(rewards, np.where(dones, 0.0, 1.0))
-        assert np.all(np.abs(observations[dones]) < 0.05)
-        for env_idx in np.flatnonzero(dones):
-            np.testing.assert_array_equal(infos[env_idx]["terminal_observation"], before[env_idx])
-        n_episodes += dones.sum()
-        lengths = np.where(dones, 0, lengths + 1)
-    assert n_episodes > 10
-
-
-def test_a_full_reset_forgets_an_end_that_was_not_reported_yet() -> None:
-    with pytest.warns(UserWarning, match="one step more"):
-        env = native(1)
-    observations = env.reset()
-    while abs(observations[0, 2]) <= env.vector_env.theta_threshold_radians:
-        observations = env.step(np.ones(1, int))[0]
-    env.reset()
-    _, rewards, dones, _ = env.step(np.ones(1, int))
-    assert rewards[0] == 1 and not dones[0]
+    env = GymnasiumVecEnv(OwnReset(SyncVectorEnv(env_fns(), autoreset_mode=mode)))
+    assert_same(history(env), history(DummyVecEnv(env_fns())))
 
 
 # --- resets ------------------------------------------------------------------------------------------------------------
@@ -293,12 +242,10 @@ def test_reset_envs_without_seeds_continues_the_random_generators() -> None:
     ("vector_env", "reason"),
     [
         pytest.param(lambda: SyncVectorEnv(env_fns(), autoreset_mode=SAME_STEP), "AutoresetMode.SAME_STEP", id="SAME_STEP"),
-        pytest.param(lambda: RecordEpisodeStatistics(SyncVectorEnv(env_fns())), "RecordEpisodeStatistics", id="wrapper"),
-        pytest.param(lambda: NormalizeObservation(SyncVectorEnv(env_fns())), "NormalizeObservation", id="normalised"),
-        pytest.param(lambda: gym.make_vec("CartPole-v1", num_envs=2), "CartPoleVectorEnv takes one seed", id="native"),
+        pytest.param(Native, "Native takes one seed", id="native"),
+        pytest.param(lambda: Native(SAME_STEP), "Native takes one seed", id="native-SAME_STEP"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*one step more")
 def test_an_environment_whose_resets_take_no_seed_says_why(vector_env: Callable[[], VectorEnv], reason: str) -> None:
     env: Any = GymnasiumVecEnv(vector_env())
     assert reason in env.unseeded_because
@@ -306,14 +253,13 @@ def test_an_environment_whose_resets_take_no_seed_says_why(vector_env: Callable[
     assert sum(env.step(np.ones(env.num_envs, int))[2].any() for _ in range(30)) > 0
 
 
-@pytest.mark.filterwarnings("ignore:.*one step more")
 def test_a_native_vector_environment_is_never_reset_as_a_whole_by_reset_envs() -> None:
-    env = native()
+    env: Any = GymnasiumVecEnv(Native(SAME_STEP))
     env.reset()
-    state = env.vector_env.state.copy()
+    resets = [each.n_resets for each in env.vector_env.unwrapped.envs.envs]
     with pytest.raises(NotImplementedError, match=r"cannot reset the environments \[1\]"):
         env.reset_envs([1], [None])
-    np.testing.assert_array_equal(env.vector_env.state, state)
+    assert [each.n_resets for each in env.vector_env.unwrapped.envs.envs] == resets
 
 
 def test_seeds_and_options_hold_for_one_reset(vec_env: GymnasiumVecEnv) -> None:
@@ -326,12 +272,10 @@ def test_seeds_and_options_hold_for_one_reset(vec_env: GymnasiumVecEnv) -> None:
     assert vec_env.get_attr("seed") == vec_env.get_attr("options") == [None] * N_ENVS
 
 
-@pytest.mark.filterwarnings("ignore:.*one step more")
 def test_the_one_generator_of_a_native_vector_environment_gets_the_first_seed() -> None:
-    env = native()
+    env: Any = GymnasiumVecEnv(Native())
     env.seed(np.int64(3))
-    expected, _ = gym.make_vec("CartPole-v1", num_envs=2).reset(seed=3)
-    np.testing.assert_array_equal(env.reset(), expected)
+    np.testing.assert_array_equal(env.reset(), SyncVectorEnv(env_fns()).reset(seed=3)[0])
 
 
 # --- questions ---------------------------------------------------------------------------------------------------------
@@ -360,27 +304,27 @@ def test_methods_of_single_environments_are_called_where_the_vector_environment_
     assert sync().env_method("double", 4, indices=[1, 2]) == [8, 8]
     with closing(GymnasiumVecEnv(AsyncVectorEnv(env_fns()))) as env:
         for method, indices in (("double", [1]), ("reset", None)):
-            with pytest.raises(NotImplementedError, match=method):
+            with pytest.raises(AttributeError, match=method):
                 env.env_method(method, indices=indices)
         env.reset()
 
 
-@pytest.mark.filterwarnings("ignore:.*one step more")
 def test_the_attributes_of_an_object_that_simulates_all_environments_are_those_of_each() -> None:
-    env = native()
-    env.set_attr("gravity", 1.5)
-    assert env.get_attr("gravity") == [1.5, 1.5]
+    env: Any = GymnasiumVecEnv(Native())
+    env.vector_env.unwrapped.gravity = 1.5
+    assert env.get_attr("gravity") == [1.5] * N_ENVS
     assert env.env_is_wrapped(Monitor, [0]) == [False]
-    with pytest.raises(NotImplementedError, match="'gravity' for all environments, not for \\[0\\] alone"):
-        env.set_attr("gravity", 2.0, indices=0)
     with pytest.raises(AttributeError, match="no method 'double'"):
         env.env_method("double", 1)
 
 
+def test_environments_in_a_monitor_are_not_monitored_twice() -> None:
+    env = wrap_vector_env(SyncVectorEnv(env_fns(wrapper=Monitor)))
+    assert type(env) is GymnasiumVecEnv and env.env_is_wrapped(Monitor) == [True] * N_ENVS
+
+
 @pytest.mark.parametrize("kind", [SyncVectorEnv, AsyncVectorEnv])
-def test_environments_in_a_monitor_are_not_monitored_twice(kind: Callable[..., VectorEnv]) -> None:
-    with closing(wrap_vector_env(kind(env_fns(wrapper=Monitor)))) as env:
-        assert type(env) is GymnasiumVecEnv and env.env_is_wrapped(Monitor) == [True] * N_ENVS
+def test_environments_without_a_monitor_are_monitored(kind: Callable[..., VectorEnv]) -> None:
     with closing(wrap_vector_env(kind(env_fns()))) as env:
         assert type(env) is VecMonitor and env.env_is_wrapped(Monitor) == [False] * N_ENVS
 
@@ -401,10 +345,19 @@ def test_an_environment_that_does_not_say_when_it_resets_is_refused() -> None:
         GymnasiumVecEnv(vector_env)
 
 
-def test_workers_that_would_reset_twice_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("make", "obstacle"),
+    [
+        pytest.param(partial(AsyncVectorEnv, env_fns(), shared_memory=False), "AsyncVectorEnv", id="resets-twice"),
+        pytest.param(lambda: RecordEpisodeStatistics(SyncVectorEnv(env_fns())), "RecordEpisodeStatistics", id="wrapper"),
+        pytest.param(lambda: ClipReward(OwnReset(SyncVectorEnv(env_fns())), 0, 1), "OwnReset", id="wrapper-below-another"),
+        pytest.param(partial(gym.make_vec, "CartPole-v1", 2), "CartPoleVectorEnv", id="native"),
+    ],
+)
+def test_steps_without_effect_are_refused_with_what_to_do_instead(make: Callable[[], VectorEnv], obstacle: str) -> None:
     with (
-        closing(AsyncVectorEnv(env_fns(), shared_memory=False)) as vector_env,
-        pytest.raises(ValueError, match=r"resets twice: pass .* shared_memory=True"),
+        closing(make()) as vector_env,
+        pytest.raises(ValueError, match=f"^{obstacle} in .*NEXT_STEP.* step without effect: use"),
     ):
         GymnasiumVecEnv(vector_env)
 

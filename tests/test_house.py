@@ -33,13 +33,13 @@ CORE = {
     "baseline",
     "buffers",
     "doctor",
-    "envs",
     "export",
     "grpo",
     "losses",
     "maskable",
     "persistence",
     "policies",
+    "scenarios",
     "shared_inputs",
     "starts",
     "transfer",
@@ -49,8 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "advantages": set(),
     "arithmetic": {"arithmetic", "buffers", "extractors", "losses", "masks", "policies", "validation"},
     "baseline": set(),
-    "doctor": {"persistence", "shared_inputs"},
-    "envs": {"envs", "validation"},
+    "doctor": {"masks", "shared_inputs"},
     "extractors": set(),
     "fit_inputs": {"extractors", "observations", "policies"},
     "export": {"arithmetic", "grpo", "maskable", "masks", "observations", "policies"},
@@ -62,7 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observations": set(),
     "persistence": {"arithmetic", "buffers", "policies", "settings", "starts"},
     "relative": {"advantages"},
-    "shared_inputs": {"observations", "validation"},
+    "scenarios": set(),
+    "shared_inputs": {"observations", "persistence", "validation"},
     "starts": {"masks", "observations", "starts", "validation", "vec_wrappers"},
     "collection": {"arithmetic", "buffers", "observations", "policies", "starts", "validation", "vec_wrappers"},
     "distributed": {"collection", "distributed", "observations", "persistence", "policies", "starts", "validation"},
@@ -254,7 +254,7 @@ def logged_keys() -> set[str]:
             model = GRPO("MlpPolicy", env, n_steps=420, batch_size=60, n_epochs=1, **options)
             model.learn(840, callback=watcher, log_interval=100)
     GRPO("MlpPolicy", "Pendulum-v1", n_steps=64, update_rule="natural").learn(128, callback=watcher, log_interval=100)
-    tokens = GRPO("MlpPolicy", "sb3_grpo/TokenArithmetic-v0", n_steps=512, repeat_starts=1.0, seed=0)
+    tokens = GRPO("MlpPolicy", "benchmarks.tasks:sb3_grpo/TokenArithmetic-v0", n_steps=512, repeat_starts=1.0, seed=0)
     tokens.learn(2048, callback=watcher, log_interval=100)
     # These are recorded when the log is written, after the last call of a callback.
     return watcher.keys | {"rollout/ep_rew_mean", "rollout/ep_len_mean"}

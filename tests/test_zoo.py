@@ -426,7 +426,7 @@ def test_masks_are_used_in_training_and_in_evaluation(folder: Path, monkeypatch:
     monkeypatch.setattr("sb3_contrib.common.maskable.callbacks.evaluate_policy", watched)
     env = "sb3_grpo/FullServers-v0"
     options = ["-n", "512", "--eval-freq", "256", "--eval-episodes", "1", "--num-threads", "1"]
-    cli.main(["train", "--algo", "grpo_mask", "--env", env, *options])
+    cli.main(["train", "--algo", "grpo_mask", "--env", env, "--gym-packages", "benchmarks.tasks", *options])
     (path,) = folder.glob("logs/grpo_mask/*/*FullServers-v0.zip")
     model = MaskableGRPO.load(path, device="cpu")
     assert model.num_timesteps >= 512 and evaluated and all(evaluated)

@@ -2,9 +2,9 @@
 Gymnasium environments whose seed fixes a stream of inputs that nobody controls and that drives the rewards: jobs,
 demand, prices, bandwidth, wind. Members of a group live through the same inputs, whatever they do.
 
-Importing ``sb3_grpo`` registers them. Their modules are imported when an environment is made, so that registering costs
-next to nothing; in a process that has not imported the package, write
-``gym.make("sb3_grpo.envs:sb3_grpo/LoadBalancing-v0")``.
+Importing ``benchmarks`` registers them. Their modules are imported when an environment is made, so that registering costs
+next to nothing; in a process that has not imported it, such as a worker, write
+``gym.make("benchmarks.tasks:sb3_grpo/LoadBalancing-v0")``.
 """
 
 from importlib import import_module
@@ -38,8 +38,8 @@ def make(task: str, **kwargs: Any) -> Any:
     :return: The environment
     """
     module, name = task.split(":")
-    return getattr(import_module(f"sb3_grpo.envs.{module}"), name)(**kwargs)
+    return getattr(import_module(f"benchmarks.tasks.{module}"), name)(**kwargs)
 
 
 for env_id, (task, max_episode_steps) in {**TASKS, **MASKED_TASKS}.items():
-    register(env_id, entry_point="sb3_grpo.envs:make", max_episode_steps=max_episode_steps, kwargs={"task": task})
+    register(env_id, entry_point="benchmarks.tasks:make", max_episode_steps=max_episode_steps, kwargs={"task": task})

@@ -19,14 +19,16 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from benchmarks.heuristics import HEURISTICS
 from benchmarks.references import BUDGETS, RESULTS, returns
+from benchmarks.tasks import TASKS
+from benchmarks.tasks.bit_rate import STATES, BitRateEnv, _next_state
+from benchmarks.tasks.energy_storage import LOG_PRICE_MEAN, EnergyStorageEnv
+from benchmarks.tasks.load_balancing import FullServersEnv, LoadBalancingEnv
+from benchmarks.tasks.lost_sales import LostSalesEnv
+from benchmarks.tasks.queueing import QueueingEnv
+from benchmarks.tasks.token_arithmetic import TokenArithmeticEnv
 from sb3_grpo import check_shared_inputs
-from sb3_grpo.envs import TASKS
-from sb3_grpo.envs.bit_rate import STATES, BitRateEnv, _next_state
-from sb3_grpo.envs.energy_storage import LOG_PRICE_MEAN, EnergyStorageEnv
-from sb3_grpo.envs.load_balancing import FullServersEnv, LoadBalancingEnv
-from sb3_grpo.envs.lost_sales import LostSalesEnv
-from sb3_grpo.envs.queueing import QueueingEnv
-from sb3_grpo.envs.token_arithmetic import TokenArithmeticEnv
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 every_task = pytest.mark.parametrize("env_id", TASKS)
 NUMPY_TASKS = [env_id for env_id in TASKS if "Cheetah" not in env_id]
@@ -125,15 +127,15 @@ def test_observations_are_of_about_unit_size(env_id: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_environments_are_registered_with_the_package_and_imported_when_they_are_made() -> None:
+def test_the_environments_are_registered_by_an_import_and_imported_when_they_are_made() -> None:
     code = """
 import sys, gymnasium
-gymnasium.make("sb3_grpo.envs:sb3_grpo/LostSales-v0")
-print(*(name for name in sys.modules if name.startswith(("sb3_grpo.envs.", "mujoco"))))
+gymnasium.make("benchmarks.tasks:sb3_grpo/LostSales-v0")
+print(*(name for name in sys.modules if name.startswith(("benchmarks.tasks.", "mujoco"))))
 """
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    # `sb3_grpo` exports the wrapper `Scenarios`.
-    assert sorted(modules) == ["sb3_grpo.envs.base", "sb3_grpo.envs.lost_sales", "sb3_grpo.envs.scenarios"]
+    command = [sys.executable, "-c", code]
+    modules = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert sorted(modules) == ["benchmarks.tasks.base", "benchmarks.tasks.lost_sales"]
 
 
 def test_inputs_of_another_length_are_refused() -> None:
@@ -150,7 +152,7 @@ def test_sb3_makes_it_without_a_warning(env_id: str, recwarn: pytest.WarningsRec
 @pytest.mark.slow
 @every_task
 def test_workers_return_what_environments_in_this_process_return(env_id: str) -> None:
-    vec_envs = [make_vec_env(f"sb3_grpo.envs:{env_id}", n_envs=2, seed=5, vec_env_cls=cls) for cls in (None, SubprocVecEnv)]
+    vec_envs = [make_vec_env(f"benchmarks.tasks:{env_id}", n_envs=2, seed=5, vec_env_cls=cls) for cls in (None, SubprocVecEnv)]
     for vec_env in vec_envs:
         vec_env.action_space.seed(0)
     results = []
@@ -434,7 +436,7 @@ def test_the_table_of_references_has_a_row_for_each_policy() -> None:
 
 
 def test_the_page_shows_the_rows_of_the_table() -> None:
-    page = (pathlib.Path(__file__).parents[1] / "docs" / "envs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "envs.md").read_text(encoding="utf-8")
     with RESULTS.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             line = next(line for line in page.splitlines() if line.startswith(f"| `{row['env'].removeprefix('sb3_grpo/')}`"))
