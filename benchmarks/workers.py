@@ -27,8 +27,9 @@ from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 from benchmarks.statistics import median
 from benchmarks.tables import markdown_table
 from sb3_grpo import GRPO
-from sb3_grpo.collection import Collected, collect
+from sb3_grpo.collection import collect
 from sb3_grpo.distributed import RayVecEnv
+from sb3_grpo.observations import observation_parts
 
 ENVIRONMENTS = ("CartPole-v1", "HalfCheetah-v5")
 
@@ -139,7 +140,8 @@ def transition_costs(name: str, rounds: int, n_steps: int) -> Costs:
         model.rollout_buffer.reset()
     n = 8 * n_steps
     (rollout,) = rollouts
-    arrays = sum(getattr(rollout, name).nbytes for name in Collected._fields[:8])
+    *columns, _ = rollout.steps  # without the infos
+    arrays = sum(array.nbytes for each in columns for array in observation_parts(each).values())
     size = len(cloudpickle.dumps(rollout))
     receive, learn = (1000 * float(np.median(times[1:])) / n for times in (receives, learns))
     env.collect_by_workers = collect_by_workers  # type: ignore[attr-defined]

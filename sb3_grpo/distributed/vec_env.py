@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
-from sb3_grpo.collection import Collected
+from sb3_grpo.collection import Collected, EnvStep
 from sb3_grpo.distributed.cluster import connect
 from sb3_grpo.distributed.worker import Description, History, RolloutWorker
 from sb3_grpo.observations import map_observations, same_values, take_observations
@@ -371,7 +371,7 @@ class RayVecEnv(VecEnv):
         :param ledger: Ledger of the run, which learns what the workers have done
         :param share_starts: Whether resets get the seed of their start
         :return: The transitions of all environments. The other arguments are those of
-            :func:`~sb3_grpo.collection.take_steps`
+            :func:`~sb3_grpo.collection.run_policy`
         :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
         :raises RolloutLost: If a worker was lost, now or since the last rollout, and its environments cannot be brought back
         """
@@ -390,14 +390,14 @@ class RayVecEnv(VecEnv):
         whole = Collected.joined(parts)
         ledger.join(whole.ledgers)
         seeds = [ledger.seed_of(group) if share_starts else None for group in ledger.position.groups.tolist()]
-        self._note_histories(whole, policy.within_bounds(whole.actions), seeds)
+        self._note_histories(whole.steps, policy.within_bounds(whole.steps.actions), seeds)
         return whole
 
-    def _note_histories(self, whole: Collected, taken: np.ndarray, seeds: list[int | None]) -> None:
+    def _note_histories(self, steps: EnvStep, taken: np.ndarray, seeds: list[int | None]) -> None:
         """Note from which start, and with which actions, each environment came to its present state."""
-        self._obs = take_observations(whole.obs, -1)
+        self._obs = take_observations(steps.new_obs, -1)
         for env_idx, history in enumerate(self._histories):
-            ends = np.flatnonzero(whole.dones[:, env_idx])
+            ends = np.flatnonzero(steps.dones[:, env_idx])
             first = 0
             if len(ends) > 0:
                 first = ends[-1] + 1

@@ -14,7 +14,7 @@ from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
-from sb3_grpo.collection import Collected, take_steps
+from sb3_grpo.collection import Collected, EnvStep, run_policy
 from sb3_grpo.observations import map_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
@@ -136,7 +136,7 @@ class RolloutWorker:
         :param ledger: Ledger of these environments
         :param share_starts: Whether resets get the seed of their start
         :param seed: Seed of the random numbers
-        :return: The transitions. The other arguments are those of :func:`~sb3_grpo.collection.take_steps`
+        :return: The transitions. The other arguments are those of :func:`~sb3_grpo.collection.run_policy`
         """
         make_policy, weights = policy
         if self.policy is None or make_policy != self.make_policy:
@@ -148,24 +148,13 @@ class RolloutWorker:
         steps = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for step in take_steps(self.policy, starts, obs, n_steps, sde_sample_freq, uses_masks, num_timesteps):
+            for _, _, step in run_policy(self.policy, starts, obs, n_steps, sde_sample_freq, uses_masks, num_timesteps):
                 # The policy acts on observations before the model has seen them.
                 check_finite("observation", step.new_obs, num_timesteps, step.position.steps, self.first_env)
                 steps.append(step)
-        return Collected(
-            obs=map_observations(lambda *arrays: np.stack(arrays), obs, *(step.new_obs for step in steps)),
-            actions=np.stack([step.actions for step in steps]),
-            log_probs=np.stack([step.log_probs.numpy() for step in steps]),
-            groups=np.stack([step.position.groups for step in steps]),
-            members=np.stack([step.position.members for step in steps]),
-            steps=np.stack([step.position.steps for step in steps]),
-            rewards=np.stack([step.rewards for step in steps]),
-            dones=np.stack([step.dones for step in steps]),
-            action_masks=np.stack(
-                [np.empty((len(step.dones), 0)) if step.action_masks is None else step.action_masks for step in steps]
-            ),
-            infos=[step.infos for step in steps],
-            ledgers=[ledger],
-            mismatches=starts.mismatches,
-            warnings=[str(each.message) for each in caught if issubclass(each.category, UserWarning)],
-        )
+        messages = [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
+        return Collected(obs, EnvStep.merged(_stacked, steps), [ledger], starts.mismatches, messages)
+
+
+def _stacked(*arrays: Any) -> np.ndarray:
+    return np.stack(arrays)
