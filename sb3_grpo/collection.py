@@ -2,8 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo.buffers import GroupRolloutBuffer
 from sb3_grpo.graphs import actor
-from sb3_grpo.observations import map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Ledger, Position, RolloutLost, SeededVecEnv
 from sb3_grpo.validation import check_step
@@ -24,7 +22,7 @@ from sb3_grpo.vec_wrappers import INSIDE_WORKERS, data_changing_wrapper
 
 class EnvStep(NamedTuple):
     """
-    One step of all environments, or many steps of some of them, with the steps as the first axis of each array.
+    One step of all environments.
 
     :param actions: Actions as sampled, shape ``(n_envs, *action_shape)``
     :param log_probs: Log-probabilities of the actions, shape ``(n_envs,)``
@@ -32,8 +30,8 @@ class EnvStep(NamedTuple):
     :param new_obs: Observations after the step, shape ``(n_envs, *obs_shape)`` or a dict of such
     :param rewards: Rewards, shape ``(n_envs,)``
     :param dones: Whether the episode ended, shape ``(n_envs,)``
-    :param optional: Further :class:`~sb3_grpo.buffers.Columns` by name: ``action_masks``, shape ``(n_envs, n_choices)``, with
-        the choices that the environments allowed, if there are masks
+    :param optional: Further :class:`~sb3_grpo.buffers.Columns` by name: with masks ``action_masks``, shape
+        ``(n_envs, n_choices)``
     :param infos: Info of each environment
     """
 
@@ -44,24 +42,10 @@ class EnvStep(NamedTuple):
     rewards: np.ndarray
     dones: np.ndarray
     optional: dict[str, np.ndarray]
-    infos: list[Any]
-
-    @classmethod
-    def merged(cls, function: Callable[..., np.ndarray], steps: "Sequence[EnvStep]") -> "EnvStep":
-        """:return: A record whose arrays a function makes of those of several, and with the list of their infos"""
-        *arrays, infos = zip(*steps, strict=True)
-        merged = cls._make([*(map_observations(function, *each) for each in arrays), list(infos)])
-        return merged._replace(position=Position(*merged.position))
-
-    def at(self, t: int) -> "EnvStep":
-        """:return: One of many steps"""
-        *arrays, infos = self
-        step = EnvStep._make([*(take_observations(each, t) for each in arrays), infos[t]])
-        return step._replace(position=Position(*step.position))
+    infos: list[dict[str, Any]]
 
 
-#: A step of all environments with what belongs to it alone in this process: the observations before it, as the policy got
-#: them, and the actions as the environments took them, shape ``(n_envs, *action_shape)``.
+#: A step, after the observations before it, as the policy got them, and the actions as the environments took them.
 ActedStep = tuple[th.Tensor | dict[str, th.Tensor], np.ndarray, EnvStep]
 
 
@@ -89,12 +73,12 @@ def collect(
 
     callback.on_rollout_start()
 
+    settings = n_rollout_steps, self.sde_sample_freq, self._uses_masks, self.num_timesteps
     workers_act = _workers_act(env, starts)
     if workers_act:
-        steps = replay_steps(_collect_in_workers(self, starts, n_rollout_steps), self.policy)
+        steps = _run_in_workers(self, starts, *settings)
     else:
-        settings = self.sde_sample_freq, self._uses_masks, self.num_timesteps
-        steps = run_policy(self.policy, starts, self._last_obs, n_rollout_steps, *settings)
+        steps = run_policy(self.policy, starts, self._last_obs, *settings)
     for each in steps:
         obs_tensor, clipped_actions, step = each
         actions, log_probs, position, new_obs, rewards, dones, optional, infos = step
@@ -178,28 +162,16 @@ def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:
     return wrapper is None
 
 
-def _collect_in_workers(self: Any, starts: SeededVecEnv, n_steps: int) -> "Collected":
-    """:return: A rollout of the workers. If the episodes of a lost worker cannot go on, all environments begin new ones"""
+def _run_in_workers(self: Any, starts: SeededVecEnv, *settings: Any) -> Iterator[ActedStep]:
+    """:return: The steps that the workers have taken. If the episodes of a lost worker cannot go on, all begin anew"""
     while True:
         try:
-            collected = starts.venv.collect_by_workers(  # type: ignore[attr-defined]
-                self._policy_recipe(),
-                self.policy,
-                self._last_obs,
-                starts.ledger,
-                starts.share_starts,
-                n_steps,
-                self.sde_sample_freq,
-                self._uses_masks,
-                self.num_timesteps,
-            )
+            recipe, run = self._policy_recipe(), starts.venv.collect_by_workers  # type: ignore[attr-defined]
+            return run(recipe, self.policy, starts, self._last_obs, *settings)
         except RolloutLost as error:
             env_idx, what, _ = error.args
             warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
             self._begin_episodes(starts, starts.env.reset)
-            continue
-        starts.add_mismatches(collected.mismatches, collected.warnings)
-        return collected
 
 
 def run_policy(
@@ -252,42 +224,3 @@ def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
             f"The output of the policy is not finite after {num_timesteps} timesteps: the sampled actions have "
             f"log-probabilities {log_probs.tolist()}. Check the weights and the features extractor."
         )
-
-
-class Collected(NamedTuple):
-    """
-    A rollout, or the part of it that one worker has collected.
-
-    :param obs: Observations before the first step, shape ``(n, *obs_shape)`` or a dict of such
-    :param steps: All steps
-    :param ledgers: For each worker the ledger of its environments after the last step
-    :param mismatches: Number of starts that did not begin like their group's first member
-    :param warnings: Warnings of the worker
-    """
-
-    obs: Any
-    steps: EnvStep
-    ledgers: list[Ledger]
-    mismatches: int
-    warnings: list[str]
-
-    @classmethod
-    def joined(cls, parts: "Sequence[Collected]") -> "Collected":
-        """:return: The whole rollout, from the part of each worker"""
-        obs, parts_of_steps, ledgers, mismatches, warnings = zip(*parts, strict=True)
-        steps = EnvStep.merged(lambda *arrays: np.concatenate(arrays, axis=1), parts_of_steps)
-        infos = [list(chain(*step)) for step in zip(*steps.infos, strict=True)]
-        obs = map_observations(lambda *arrays: np.concatenate(arrays), *obs)
-        return cls(obs, steps._replace(infos=infos), list(chain(*ledgers)), sum(mismatches), list(chain(*warnings)))
-
-
-def replay_steps(collected: Collected, policy: ActorPolicy) -> Iterator[ActedStep]:
-    """
-    :return: The steps of a rollout that workers have collected with the policy, as :func:`run_policy` would have given them
-    """
-    steps = collected.steps._replace(log_probs=th.as_tensor(collected.steps.log_probs))
-    clipped = policy.within_bounds(steps.actions)
-    obs_tensor, new_obs = obs_as_tensor(collected.obs, policy.device), obs_as_tensor(steps.new_obs, policy.device)  # type: ignore[arg-type]
-    for t in range(len(steps.rewards)):
-        yield obs_tensor, clipped[t], steps.at(t)
-        obs_tensor = take_observations(new_obs, t)

@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shared_inputs": {"observations", "validation"},
     "starts": {"masks", "observations", "starts", "validation", "vec_wrappers"},
     "graphs": {"compiled", "extractors", "policies"},
-    "collection": {"buffers", "graphs", "observations", "policies", "starts", "validation", "vec_wrappers"},
+    "collection": {"buffers", "graphs", "policies", "starts", "validation", "vec_wrappers"},
     "distributed": {"collection", "distributed", "observations", "persistence", "policies", "starts", "validation"},
     "transfer": {"policies"},
     "validation": {"observations", "vec_wrappers"},

@@ -72,7 +72,7 @@ class Column(NamedTuple):
     How a buffer stores a column.
 
     :param dtype: Type of its numbers
-    :param shape: Shape of the entry of one transition. A column of shape ``(0,)`` is optional: it stays empty unless
+    :param shape: Shape of the entry of one transition. A column of shape ``(0,)`` is optional: it stays empty until
         :meth:`GroupRolloutBuffer.keep` gives it another shape
     :param fill: Number that stands where nothing is given
     """
@@ -88,7 +88,8 @@ class Columns:
     The columns of a transition. A buffer stores them as arrays whose first axes are environments and steps, and
     :class:`Transitions` has them with a single axis of ``n`` transitions.
 
-    A column that acting gives is added here, and where :func:`~sb3_grpo.collection.run_policy` gives it by its name. If
+    To add what is known when the policy acts, declare an optional column here, put it into ``optional`` of the steps of
+    :func:`~sb3_grpo.collection.run_policy`, and call :meth:`GroupRolloutBuffer.keep` with its name and shape. If
     :class:`GroupRolloutBufferSamples` has a field of that name, the update gets it too.
 
     :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
