@@ -18,8 +18,8 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 
 from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
-from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.arithmetic.natural import CONSTANT_UNTIL, LIMIT
+from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.settings import chosen_n_epochs, chosen_update_rule
 from sb3_grpo.zoo.experiment import HYPERPARAMS

@@ -27,8 +27,9 @@ from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 from benchmarks.statistics import median
 from benchmarks.tables import markdown_table
 from sb3_grpo import GRPO
-from sb3_grpo.collection import Collected, collect
+from sb3_grpo.collection import collect
 from sb3_grpo.distributed import RayVecEnv
+from sb3_grpo.observations import observation_parts
 
 ENVIRONMENTS = ("CartPole-v1", "HalfCheetah-v5")
 
@@ -116,17 +117,17 @@ def transition_costs(name: str, rounds: int, n_steps: int) -> Costs:
     model = GRPO("MlpPolicy", env, n_steps=n_steps, seed=0, device="cpu")
     _, callback = model._setup_learn(1, ConvertCallback(None))
     assert model.env is not None and model.ledger is not None
-    rollouts: list[Any] = []
+    parts: list[Any] = []
     waits, receives, learns = [], [], []
-    collect_by_workers = env.collect_by_workers  # type: ignore[attr-defined]
+    ask = env._ask  # type: ignore[attr-defined]
 
-    def timed_collect(*args: Any, **kwargs: Any) -> Any:
+    def timed_ask(requests: Any) -> Any:
         began = time.perf_counter()
-        rollouts[:] = [collect_by_workers(*args, **kwargs)]
+        parts[:] = ask(requests)
         waits.append(time.perf_counter() - began)
-        return rollouts[0]
+        return parts
 
-    env.collect_by_workers = timed_collect  # type: ignore[attr-defined]
+    env._ask = timed_ask  # type: ignore[attr-defined]
     for _ in range(rounds + 1):
         began = time.perf_counter()
         collect(model, env, callback, model.rollout_buffer, n_steps, model._starts(env))
@@ -138,11 +139,11 @@ def transition_costs(name: str, rounds: int, n_steps: int) -> Costs:
         learns.append(time.perf_counter() - began)
         model.rollout_buffer.reset()
     n = 8 * n_steps
-    (rollout,) = rollouts
-    arrays = sum(getattr(rollout, name).nbytes for name in Collected._fields[:8])
-    size = len(cloudpickle.dumps(rollout))
+    columns = [each for part in parts for each in part[0][:-1]]  # without the infos
+    arrays = sum(array.nbytes for each in columns for array in observation_parts(each).values())
+    size = sum(len(cloudpickle.dumps(part)) for part in parts)
     receive, learn = (1000 * float(np.median(times[1:])) / n for times in (receives, learns))
-    env.collect_by_workers = collect_by_workers  # type: ignore[attr-defined]
+    env._ask = ask  # type: ignore[attr-defined]
     short = collector(env, 1)
     short()
     call = 1000 * float(np.median([8 / short() for _ in range(rounds)]))

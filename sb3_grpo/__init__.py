@@ -1,7 +1,5 @@
 """Group Relative Policy Optimization for Stable-Baselines3."""
 
-from stable_baselines3.common.vec_env import SubprocVecEnv as SeededSubprocVecEnv
-
 from sb3_grpo.buffers import (
     CompleteGroupRolloutBuffer,
     GroupRolloutBuffer,
@@ -40,7 +38,6 @@ __all__ = [
     "ProcessRolloutBuffer",
     "ReturnToGoRolloutBuffer",
     "Scenarios",
-    "SeededSubprocVecEnv",
     "SharedInputs",
     "StepwiseRolloutBuffer",
     "check_shared_inputs",

@@ -2,8 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,39 +14,39 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo.arithmetic.choice import choose_actor
 from sb3_grpo.buffers import GroupRolloutBuffer
-from sb3_grpo.observations import map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Ledger, Position, RolloutLost, SeededVecEnv
 from sb3_grpo.validation import check_step
 from sb3_grpo.vec_wrappers import INSIDE_WORKERS, data_changing_wrapper
 
 
-class Step(NamedTuple):
+class EnvStep(NamedTuple):
     """
     One step of all environments.
 
-    :param obs_tensor: Observations before the step, as the policy got them
     :param actions: Actions as sampled, shape ``(n_envs, *action_shape)``
-    :param clipped_actions: Actions as the environments took them, same shape
     :param log_probs: Log-probabilities of the actions, shape ``(n_envs,)``
-    :param action_masks: The choices that the environments allowed, shape ``(n_envs, n_choices)``; ``None`` without masks
     :param position: Where the environments were before the step
     :param new_obs: Observations after the step, shape ``(n_envs, *obs_shape)`` or a dict of such
     :param rewards: Rewards, shape ``(n_envs,)``
     :param dones: Whether the episode ended, shape ``(n_envs,)``
+    :param optional: Further :class:`~sb3_grpo.buffers.Columns` by name: with masks ``action_masks``, shape
+        ``(n_envs, n_choices)``
     :param infos: Info of each environment
     """
 
-    obs_tensor: th.Tensor | dict[str, th.Tensor]
     actions: np.ndarray
-    clipped_actions: np.ndarray
     log_probs: th.Tensor
-    action_masks: np.ndarray | None
     position: Position
     new_obs: VecEnvObs
     rewards: np.ndarray
     dones: np.ndarray
+    optional: dict[str, np.ndarray]
     infos: list[dict[str, Any]]
+
+
+#: A step, after the observations before it, as the policy got them, and the actions as the environments took them.
+ActedStep = tuple[th.Tensor | dict[str, th.Tensor], np.ndarray, EnvStep]
 
 
 def collect(
@@ -74,15 +73,16 @@ def collect(
 
     callback.on_rollout_start()
 
+    settings = n_rollout_steps, self.sde_sample_freq, self._uses_masks, self.num_timesteps
     workers_act = _workers_act(env, starts)
     if workers_act:
-        steps = replay_steps(_collect_in_workers(self, starts, n_rollout_steps), self.policy)
+        steps = _run_in_workers(self, starts, *settings)
     else:
-        settings = self.sde_sample_freq, self._uses_masks, self.num_timesteps
-        steps = take_steps(self.policy, starts, self._last_obs, n_rollout_steps, *settings)
-    for step in steps:
-        obs_tensor, actions, clipped_actions, log_probs, action_masks = step[:5]
-        position, new_obs, rewards, dones, infos = step[5:]
+        steps = run_policy(self.policy, starts, self._last_obs, *settings)
+    for each in steps:
+        obs_tensor, clipped_actions, step = each
+        actions, log_probs, position, new_obs, rewards, dones, optional, infos = step
+        action_masks = optional.get("action_masks")
         check_step(new_obs, rewards, dones, infos, self.num_timesteps, position.steps)
 
         self.num_timesteps += env.num_envs
@@ -105,7 +105,7 @@ def collect(
             log_probs,
             position,
             infos,
-            **({} if action_masks is None else {"action_masks": action_masks}),
+            **optional,
         )
         self._last_obs = new_obs
         self._last_episode_starts = dones
@@ -162,31 +162,19 @@ def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:
     return wrapper is None
 
 
-def _collect_in_workers(self: Any, starts: SeededVecEnv, n_steps: int) -> "Collected":
-    """:return: A rollout of the workers. If the episodes of a lost worker cannot go on, all environments begin new ones"""
+def _run_in_workers(self: Any, starts: SeededVecEnv, *settings: Any) -> Iterator[ActedStep]:
+    """:return: The steps that the workers have taken. If the episodes of a lost worker cannot go on, all begin anew"""
     while True:
         try:
-            collected = starts.venv.collect_by_workers(  # type: ignore[attr-defined]
-                self._policy_recipe(),
-                self.policy,
-                self._last_obs,
-                starts.ledger,
-                starts.share_starts,
-                n_steps,
-                self.sde_sample_freq,
-                self._uses_masks,
-                self.num_timesteps,
-            )
+            recipe, run = self._policy_recipe(), starts.venv.collect_by_workers  # type: ignore[attr-defined]
+            return run(recipe, self.policy, starts, self._last_obs, *settings)
         except RolloutLost as error:
             env_idx, what, _ = error.args
             warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
             self._begin_episodes(starts, starts.env.reset)
-            continue
-        starts.add_mismatches(collected.mismatches, collected.warnings)
-        return collected
 
 
-def take_steps(
+def run_policy(
     policy: ActorPolicy,
     starts: SeededVecEnv,
     obs: VecEnvObs,
@@ -194,8 +182,10 @@ def take_steps(
     sde_sample_freq: int,
     uses_masks: bool,
     num_timesteps: int,
-) -> Iterator[Step]:
+) -> Iterator[ActedStep]:
     """
+    Let a policy act in the environments of this process.
+
     :param policy: Policy that acts
     :param starts: The layer through which the environments are reset and stepped
     :param obs: Present observations
@@ -216,15 +206,14 @@ def take_steps(
             policy.reset_noise(n_envs)
         # The same tensor, in half of the time if it shares the memory of the array.
         obs_tensor = th.from_numpy(obs) if shares_memory else obs_as_tensor(obs, device)  # type: ignore[arg-type]
-        action_masks = starts.action_masks() if uses_masks else None
-        masking = {} if action_masks is None else {"action_masks": action_masks}
-        sampled, log_probs = act(obs, obs_tensor, **masking)
+        optional = {"action_masks": starts.action_masks()} if uses_masks else {}
+        sampled, log_probs = act(obs, obs_tensor, **optional)
         check_policy_output(log_probs, num_timesteps + n * n_envs)
         clipped = policy.within_bounds(sampled)
         position = starts.ledger.position
         # A copy, because an environment may change the action that it is given.
         obs, rewards, dones, infos = starts.step(clipped.copy())
-        yield Step(obs_tensor, sampled, clipped, log_probs, action_masks, position, obs, rewards, dones, infos)
+        yield obs_tensor, clipped, EnvStep(sampled, log_probs, position, obs, rewards, dones, optional, infos)
 
 
 def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
@@ -234,67 +223,4 @@ def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
         raise ValueError(
             f"The output of the policy is not finite after {num_timesteps} timesteps: the sampled actions have "
             f"log-probabilities {log_probs.tolist()}. Check the weights and the features extractor."
-        )
-
-
-class Collected(NamedTuple):
-    """
-    A rollout, or the part that one worker has collected: ``n`` environments over ``n_steps``.
-
-    The arrays are those of a :class:`Step` and its position, with the steps as the first axis.
-
-    :param obs: Observations before each step and after the last, shape ``(n_steps + 1, n, *obs_shape)`` or a dict of such
-    :param action_masks: Masks, shape ``(n_steps, n, n_choices)``; no columns without masks
-    :param infos: Info of each environment, step by step
-    :param ledgers: For each worker the ledger of its environments after the last step
-    :param mismatches: Number of starts that did not begin like their group's first member
-    :param warnings: Warnings of the worker
-    """
-
-    obs: Any
-    actions: np.ndarray
-    log_probs: np.ndarray
-    groups: np.ndarray
-    members: np.ndarray
-    steps: np.ndarray
-    rewards: np.ndarray
-    dones: np.ndarray
-    action_masks: np.ndarray
-    infos: list[list[dict[str, Any]]]
-    ledgers: list[Ledger]
-    mismatches: int
-    warnings: list[str]
-
-    @classmethod
-    def joined(cls, parts: "Sequence[Collected]") -> "Collected":
-        """:return: The whole rollout, from the part of each worker"""
-
-        def along_envs(*arrays: np.ndarray) -> np.ndarray:
-            return np.concatenate(arrays, axis=1)
-
-        *transitions, infos, ledgers, mismatches, warnings = zip(*parts, strict=True)
-        arrays = (map_observations(along_envs, *each) for each in transitions)
-        infos_by_step = [list(chain(*step)) for step in zip(*infos, strict=True)]
-        return cls._make([*arrays, infos_by_step, list(chain(*ledgers)), sum(mismatches), list(chain(*warnings))])
-
-
-def replay_steps(collected: Collected, policy: ActorPolicy) -> Iterator[Step]:
-    """
-    :return: The steps of a rollout that workers have collected with the policy, as :func:`take_steps` would have given them
-    """
-    clipped = policy.within_bounds(collected.actions)
-    log_probs = th.as_tensor(collected.log_probs)
-    obs_tensors = obs_as_tensor(collected.obs, policy.device)
-    for t in range(len(collected.rewards)):
-        yield Step(
-            take_observations(obs_tensors, t),
-            collected.actions[t],
-            clipped[t],
-            log_probs[t],
-            collected.action_masks[t] if collected.action_masks.size > 0 else None,
-            Position(collected.groups[t], collected.members[t], collected.steps[t]),
-            take_observations(collected.obs, t + 1),
-            collected.rewards[t],
-            collected.dones[t],
-            collected.infos[t],
         )

@@ -291,11 +291,6 @@ class GRPO(PersistentAlgorithm):
         self.clip_range = FloatSchedule(self.clip_range)
         self.clip_range_high = None if self.clip_range_high is None else FloatSchedule(self.clip_range_high)
 
-    @property
-    def start_queue(self) -> Ledger | None:
-        """The ledger, under its earlier name."""
-        return self.ledger
-
     def _new_ledger(self, seed: int | None = None) -> Ledger:
         return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed, self.repeat_starts)
 

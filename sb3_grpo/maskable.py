@@ -33,7 +33,7 @@ class MaskableGRPO(GRPO):
 
     def _setup_model(self) -> None:
         super()._setup_model()
-        self.rollout_buffer.keep_action_masks(sum(choices_of(self.action_space)))
+        self.rollout_buffer.keep("action_masks", sum(choices_of(self.action_space)))
 
     def learn(  # type: ignore[override]
         self: SelfMaskableGRPO,

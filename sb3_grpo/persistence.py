@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch as th
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.save_util import open_path
 from stable_baselines3.common.type_aliases import GymEnv
 
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
@@ -26,8 +27,8 @@ from sb3_grpo.starts import Ledger
 SelfAlgorithm = TypeVar("SelfAlgorithm", bound="PersistentAlgorithm")
 
 VERSION = pathlib.Path(__file__).with_name("version.txt").read_text(encoding="utf-8").strip()
-#: Version of the file format. It increases when files of earlier formats can no longer be loaded.
-FORMAT = 6
+#: Version of the file format, the only one that can be loaded.
+FORMAT = 1
 #: Name of the archive member that holds the format.
 FORMAT_ENTRY = "_sb3_grpo_format"
 
@@ -110,44 +111,32 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
     :param path: Path of a saved model, or a file-like object, whose position does not change
     :raises ValueError: If the file is of another algorithm, or of another format
     """
-    if isinstance(path, (str, pathlib.Path)):
-        candidates = [pathlib.Path(path), pathlib.Path(f"{path}.zip")]
-        existing = [each for each in candidates if each.is_file()]
-        if not existing:
-            return  # SB3's error for missing files is clear
-        _check_archive(existing[0], repr(str(existing[0])), repr(str(existing[0])))
-    else:
-        position = path.tell()
-        try:
-            _check_archive(path, "The file", "file")
-        finally:
-            path.seek(position)
-
-
-def _check_archive(file: Any, name: str, argument: str) -> None:
-    """Raise a ``ValueError`` about a file of another algorithm or format, with its name and how to pass it as an argument."""
-    weights_only = f"To use its policy, make a model and copy the weights: `load_actor(model, {argument})`."
+    file: Any = open_path(path, "r", suffix="zip")
+    position, is_given = file.tell(), file is path
+    name, argument = ("The file", "file") if is_given else (repr(str(file.name)),) * 2
     try:
         with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-            if FORMAT_ENTRY in names:
-                saved = json.loads(archive.read(FORMAT_ENTRY))
-                if saved["format"] != FORMAT:
-                    raise ValueError(
-                        f"{name} was saved by sb3-grpo {saved['version']} in file format {saved['format']}; this is sb3-grpo "
-                        f"{VERSION}, which loads format {FORMAT}. {weights_only}"
-                    )
-            elif "data" in names:
-                data = archive.read("data")
-                if "vf_coef" in json.loads(data):
-                    made_by, advice = "an algorithm with a critic, such as PPO", weights_only
-                elif b"sb3_grpo" in data:
-                    made_by, advice = "sb3-grpo in file format 1", weights_only
-                else:
-                    made_by, advice = "another algorithm", "Load it with the class that saved it."
-                raise ValueError(f"{name} was saved by {made_by}, so GRPO.load cannot load it. {advice}")
+            entries = {entry: archive.read(entry) for entry in archive.namelist() if entry in (FORMAT_ENTRY, "data")}
     except zipfile.BadZipFile:
         return  # SB3's error for other files is clear
+    finally:
+        if is_given:
+            file.seek(position)
+        else:
+            file.close()
+    weights_only = f"To use its policy, make a model and copy the weights: `load_actor(model, {argument})`."
+    if FORMAT_ENTRY in entries:
+        saved = json.loads(entries[FORMAT_ENTRY])
+        if saved["format"] != FORMAT:
+            raise ValueError(
+                f"{name} was saved by sb3-grpo {saved['version']} in file format {saved['format']}; this is sb3-grpo "
+                f"{VERSION}, which loads format {FORMAT}. {weights_only}"
+            )
+    elif "data" in entries:
+        made_by, advice = "another algorithm", "Load it with the class that saved it."
+        if "vf_coef" in json.loads(entries["data"]):
+            made_by, advice = "an algorithm with a critic, such as PPO", weights_only
+        raise ValueError(f"{name} was saved by {made_by}, so GRPO.load cannot load it. {advice}")
 
 
 class PersistentAlgorithm(OnPolicyAlgorithm):

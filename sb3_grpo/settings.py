@@ -241,17 +241,15 @@ def chosen_update_rule(
     settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], is_continuous: bool, has_boards: bool
 ) -> losses.UpdateRule:
     """
-    :param settings: Arguments of GRPO by name, with the class of the buffer, and ``num_timesteps``
+    :param settings: Arguments of GRPO by name, with the class of the buffer
     :param parameters: Parameters of its constructor by name, with their defaults
     :param is_continuous: Whether actions are continuous
     :param has_boards: Whether observations have boards or small images, and no large ones
     :return: The update rule that suits the buffer and the spaces, but ``"clipped"`` if an argument has been set that would
-        have no effect otherwise, with gSDE, or if the model was trained before there was a choice
+        have no effect otherwise, or with gSDE
     """
     is_default = all(settings[name] == parameters[name].default for name in OF_CLIPPED_UPDATES)
-    if not is_default or any(name in settings["policy_kwargs"] for name in OF_THE_OPTIMIZER):
-        return "clipped"
-    if settings["use_sde"] or settings["num_timesteps"] > 0:
+    if not is_default or settings["use_sde"] or any(name in settings["policy_kwargs"] for name in OF_THE_OPTIMIZER):
         return "clipped"
     return settings["rollout_buffer_class"].update_rule(is_continuous, has_boards)
 

@@ -41,7 +41,7 @@ from sb3_grpo.buffers import (
     resolve_buffer_class,
 )
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MlpPolicy
-from sb3_grpo.starts import Ledger
+from sb3_grpo.starts import Ledger, Position
 
 GAMMA = 0.9
 COMPLETE_GROUP_BUFFERS = ["outcome", "process", "return_to_go", "stepwise"]
@@ -935,6 +935,21 @@ def test_the_time_limit_of_the_environment_is_the_largest_length_of_a_trajectory
 @BOTH_WAYS
 def test_per_step_all_transitions_weigh_alike_and_no_weights_are_needed(buffer: str):
     assert whole_update(make_id_model(buffer, 3).learn(24)).weights is None
+
+
+def test_an_optional_column_is_stored_once_it_is_announced_and_filled_where_it_is_not_given():
+    buffer = KernelRolloutBuffer(3, VECTOR, DISCRETE, "cpu")
+    buffer.keep("action_masks", 2)
+    position = Position(*np.zeros((3, 1), np.int64))
+    step = np.zeros((1, 3)), np.zeros(1), np.ones(1), np.zeros(1, bool), th.zeros(1), position, [{}]
+    buffer.reset()
+    buffer.add(*step, action_masks=np.array([[True, False]]))
+    buffer.add(*step)
+    assert buffer.action_masks[:, :2].tolist() == [[[True, False], [True, True]]]
+    assert buffer._flatten(2).action_masks.tolist() == [[True, False], [True, True]]
+    assert buffer._flatten(2).components.shape == (2, 0)
+    with pytest.raises(TypeError, match=r"does not keep \['action_mask'\]"):
+        buffer.add(*step, action_mask=np.ones((1, 2), bool))
 
 
 # --- choosing a buffer ------------------------------------------------------------------------------------------------

@@ -195,14 +195,6 @@ def test_a_group_that_repeats_keeps_its_seed_until_its_returns_are_recorded():
     assert not ledger.repeats(group) and all(ledger.repeats(each) for each in still_open)
 
 
-def test_a_pickled_ledger_of_an_earlier_version_has_no_pool():
-    ledger = Ledger(2, seed=3)
-    state = {name: value for name, value in vars(ledger).items() if name not in ("choice", "_repeated")}
-    old = Ledger.__new__(Ledger)
-    old.__setstate__(state)
-    assert old.choice.share == 0.0 and old.begin_all([0, 0]) == ledger.begin_all([0, 0])
-
-
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 

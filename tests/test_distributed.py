@@ -1,5 +1,6 @@
 """Rollouts on Ray: the same transitions as anywhere."""
 
+import importlib
 import pathlib
 import re
 import subprocess
@@ -26,9 +27,9 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecNormalize
 
 from sb3_grpo import EnvironmentFault
-from sb3_grpo.collection import Collected
 from sb3_grpo.distributed import RayVecEnv, vec_env
 from sb3_grpo.distributed.worker import RolloutWorker
+from sb3_grpo.observations import observation_parts
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.starts import Ledger
 
@@ -350,7 +351,7 @@ def test_the_weights_travel_once_however_many_workers_there_are(monkeypatch: pyt
     for n_rollouts in (1, 2):
         model.learn(N_STEPS * 4, reset_num_timesteps=False)
         assert [value[1].keys() for value in stored] == [weights(model).keys()] * n_rollouts
-    arguments = [args for _, method, args, _ in asked if method == "collect"]
+    arguments = [args for _, method, *args in asked if method == "collect"]
     assert [len({args[0] for args in arguments[first : first + 2]}) for first in (0, 2)] == [1, 1]
     assert not [each for args in arguments for each in args if isinstance(each, (dict, tuple))]
     env.close()
@@ -376,7 +377,23 @@ def test_make_vec_env_takes_it_in_the_place_of_a_subproc_vec_env():
     env.close()
 
 
-def collected(worker: RolloutWorker, n_envs: int, n_steps: int, ledger: Ledger | None = None) -> Collected:
+MODULE = """
+import gymnasium as gym
+
+def make():
+    return gym.make("CartPole-v1")
+"""
+
+
+def test_workers_find_the_modules_that_the_script_finds(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "found_by_the_script.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = RayVecEnv([importlib.import_module("found_by_the_script").make], n_workers=1)
+    assert len(env.reset()) == 1
+    env.close()
+
+
+def collected(worker: RolloutWorker, n_envs: int, n_steps: int, ledger: Ledger | None = None) -> Any:
     """:return: A rollout of CartPole by one worker, with a new ledger or with this one"""
     model = make(make_vec_env("CartPole-v1", n_envs=n_envs), n_steps=n_steps)
     ledger = ledger or model.ledger
@@ -384,7 +401,7 @@ def collected(worker: RolloutWorker, n_envs: int, n_steps: int, ledger: Ledger |
     recipe = cloudpickle.dumps(model._policy_recipe())
     assert len(recipe) < 20_000
     state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
-    return worker.collect((recipe, state), obs, ledger, True, n_steps, -1, False, 0, 0)
+    return worker.collect((recipe, state), obs, ledger, True, 0, n_steps, -1, False, 0)
 
 
 def built(n_envs: int, env_fn: Any = None, first_env: int = 0) -> RolloutWorker:
@@ -395,8 +412,8 @@ def built(n_envs: int, env_fn: Any = None, first_env: int = 0) -> RolloutWorker:
 
 def test_a_rollout_travels_in_little_more_than_its_own_bytes():
     rollout = collected(built(8), 8, 128)
-    fields = ("obs", "actions", "log_probs", "groups", "members", "steps", "rewards", "dones")
-    transitions = sum(getattr(rollout, name).nbytes for name in fields)
+    *columns, _ = rollout[0]  # without the infos
+    transitions = sum(array.nbytes for each in columns for array in observation_parts(each).values())
     assert len(cloudpickle.dumps(rollout)) < 1.2 * transitions
 
 
@@ -404,8 +421,8 @@ def test_the_starts_of_a_new_run_are_not_compared_with_those_of_the_last():
     worker = built(2)
     for seed in range(3):
         ledger = Ledger(1000, seed)  # all starts of a run belong to its first group
-        rollout = collected(worker, 2, 64, ledger)
-        assert rollout.mismatches == 0 and (rollout.groups == 0).all() and ledger.position.members.max() > 1
+        steps, _, mismatches, _ = collected(worker, 2, 64, ledger)
+        assert mismatches == 0 and (steps.position[0] == 0).all() and ledger.position.members.max() > 1
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scenarios": set(),
     "shared_inputs": {"observations", "persistence", "validation"},
     "starts": {"masks", "observations", "starts", "validation", "vec_wrappers"},
-    "collection": {"arithmetic", "buffers", "observations", "policies", "starts", "validation", "vec_wrappers"},
+    "collection": {"arithmetic", "buffers", "policies", "starts", "validation", "vec_wrappers"},
     "distributed": {"collection", "distributed", "observations", "persistence", "policies", "starts", "validation"},
     "transfer": {"policies"},
     "validation": {"observations", "vec_wrappers"},

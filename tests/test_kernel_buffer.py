@@ -585,14 +585,3 @@ def test_a_fit_with_other_features_is_not_taken_over(option: str, saved: Any, pr
     buffer = KernelRolloutBuffer(8, VECTOR, DISCRETE, "cpu", **{option: present})
     with pytest.warns(UserWarning, match="starts with a new fit"):
         buffer.set_state(state)
-
-
-def test_a_fit_that_another_version_saved_in_another_layout_is_not_taken_over():
-    buffer = KernelRolloutBuffer(8, VECTOR, DISCRETE, "cpu")
-    state = buffer.get_state()
-    del state["options"]["layout"]
-    state["baseline"] = {"unknown": 1}
-    for earlier in (state, {"relative": None}):
-        with pytest.warns(UserWarning, match="starts with a new fit"):
-            buffer.set_state(earlier)
-    assert not hasattr(buffer.baseline, "_unknown")

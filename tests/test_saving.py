@@ -29,17 +29,6 @@ from sb3_grpo import GRPO, GroupRolloutBuffer, load_actor
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.persistence import FORMAT, random_state, set_random_state
 
-#: A file of sb3-grpo 0.1 in format 1: CartPole-v1, ``policy_kwargs=dict(net_arch=[4])``, seed 0, after 32 steps.
-FORMAT_1 = pathlib.Path(__file__).parent / "data" / "format_1.zip"
-#: Log-probabilities of both actions that the saved model gave, for five observations.
-FORMAT_1_LOG_PROBS = [
-    [-0.6858987808227539, -0.7004484534263611],
-    [-0.6897125840187073, -0.6965935826301575],
-    [-0.6939917206764221, -0.6923032999038696],
-    [-0.690056324005127, -0.6962475180625916],
-    [-0.6869432926177979, -0.6993897557258606],
-]
-
 
 class RewardIsAdvantage(GroupRolloutBuffer):
     """A buffer as users might write it."""
@@ -262,22 +251,6 @@ def test_a_file_of_an_algorithm_with_a_critic_is_refused_and_load_actor_takes_it
     np.testing.assert_array_equal(
         *(m.predict(OBSERVED.numpy(), deterministic=True)[0] for m in (model, source)),
     )
-
-
-def test_a_file_of_format_1_is_refused_by_name_and_load_actor_takes_its_weights():
-    with pytest.raises(ValueError, match=r"format_1\.zip' was saved by sb3-grpo in file format 1.*`load_actor\(model, '.*zip"):
-        GRPO.load(FORMAT_1)
-    model = GRPO("MlpPolicy", "CartPole-v1", policy_kwargs=dict(net_arch=[4]), seed=1, device="cpu")
-    observations = th.as_tensor(np.random.default_rng(0).uniform(-1, 1, (5, 4)).astype(np.float32))
-    expected = th.tensor(FORMAT_1_LOG_PROBS)
-
-    def log_probs() -> th.Tensor:
-        with th.no_grad():
-            return model.policy.get_distribution(observations).distribution.logits
-
-    assert not th.allclose(log_probs(), expected, atol=1e-3)
-    load_actor(model, FORMAT_1)
-    th.testing.assert_close(log_probs(), expected)
 
 
 @pytest.mark.parametrize(("file_format", "version"), [(FORMAT - 1, "1.0"), (FORMAT + 1, "9.0")], ids=["earlier", "later"])

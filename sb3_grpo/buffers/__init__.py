@@ -20,16 +20,13 @@ from sb3_grpo.buffers.groups import (
     StepwiseRolloutBuffer,
 )
 from sb3_grpo.buffers.kernel import KernelRolloutBuffer
-from sb3_grpo.buffers.rollout import (
-    GroupRolloutBufferSamples,
-    Observations,
-    Transitions,
-)
+from sb3_grpo.buffers.rollout import Columns, GroupRolloutBufferSamples, Observations, Transitions
 from sb3_grpo.validation import constructor_arguments, require_mapping, require_one_of
 
 __all__ = [
     "BUFFERS",
     "DEFAULT_GROUP_SIZE",
+    "Columns",
     "CompleteGroupRolloutBuffer",
     "Defaults",
     "GroupRolloutBuffer",

@@ -16,6 +16,10 @@ from sb3_grpo import advantages as A
 from sb3_grpo import losses
 from sb3_grpo.buffers.rollout import (
     MAX_REWARD,
+    NAMES,
+    OPTIONAL,
+    STORED,
+    Columns,
     GroupReturns,
     GroupRolloutBufferSamples,
     Transitions,
@@ -45,7 +49,7 @@ class Defaults(NamedTuple):
     arguments: Mapping[str, Any] = MappingProxyType({})
 
 
-class GroupRolloutBuffer(BaseBuffer, ABC):
+class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
     """
     Stores a rollout of ``buffer_size * n_envs`` transitions, forms the update, and hands out its minibatches.
 
@@ -113,16 +117,25 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         # Samples of a Gaussian are not integers, even if the bounds of the space are.
         dtype = np.float32 if isinstance(self.action_space, spaces.Box) else self.action_space.dtype
         self.actions = np.zeros((*shape, self.action_dim), dtype=dtype)
-        self.rewards = np.zeros(shape, dtype=np.float32)
-        self.log_probs = np.zeros(shape, dtype=np.float32)
-        self.groups, self.members, self.steps = (np.zeros(shape, dtype=np.int64) for _ in Position._fields)
-        self.dones = np.zeros(shape, dtype=bool)
-        self.components = np.zeros((*shape, len(self.reward_weights)), dtype=np.float32)
-        self.keep_action_masks(0)
+        for name, column in STORED.items():
+            self._store(name, *column.shape)
+        self._kept: set[str] = set()
+        if self.reward_weights:
+            self.keep("components", len(self.reward_weights))
 
-    def keep_action_masks(self, n_choices: int) -> None:
-        """Store masks of this length with the transitions from now on. Masks that are not given allow everything."""
-        self.action_masks = np.ones((self.n_envs, self.buffer_size, n_choices), dtype=bool)
+    def _store(self, name: str, *shape: int) -> None:
+        column = STORED[name]
+        setattr(self, name, np.full((self.n_envs, self.buffer_size, *shape), column.fill, column.dtype))
+
+    def keep(self, name: str, *shape: int) -> None:
+        """
+        Store an optional column from now on, which :meth:`add` gets by its name.
+
+        :param name: One of the columns that a transition may lack, such as ``action_masks``
+        :param shape: Shape of the entry of one transition
+        """
+        self._store(name, *shape)
+        self._kept.add(name)
 
     @property
     def n_samples(self) -> int:
@@ -215,7 +228,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         log_prob: th.Tensor,
         position: Position,
         infos: Sequence[dict[str, Any]],
-        action_masks: np.ndarray | None = None,
+        **optional: np.ndarray,
     ) -> None:
         """
         Store one step of all environments.
@@ -227,7 +240,7 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         :param log_prob: Log-probabilities of the actions, shape ``(n_envs,)``
         :param position: Group, member and step of each environment before the step
         :param infos: Infos of the step, with ``terminal_observation`` and ``TimeLimit.truncated``
-        :param action_masks: The choices that were allowed, shape ``(n_envs, n_choices)``; ``None`` for all
+        :param optional: Columns that :meth:`keep` has announced, such as ``action_masks``, shape ``(n_envs, *shape)``
         """
 
         def store(storage: np.ndarray, batch: np.ndarray) -> None:
@@ -235,14 +248,17 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
             column[...] = batch if np.shape(batch) == column.shape else np.reshape(batch, column.shape)
 
         if self.reward_weights:
-            self.components[:, self.pos], reward = self._components_and_their_sum(infos)
+            optional["components"], reward = self._components_and_their_sum(infos)
         map_observations(store, self.observations, obs)
         store(self.actions, action)
         self.rewards[:, self.pos] = reward
         self.log_probs[:, self.pos] = log_prob.tolist()
         self.groups[:, self.pos], self.members[:, self.pos], self.steps[:, self.pos] = position
         self.dones[:, self.pos] = done
-        self.action_masks[:, self.pos] = True if action_masks is None else action_masks
+        for name in self._kept:
+            getattr(self, name)[:, self.pos] = optional.pop(name, STORED[name].fill)
+        if optional:
+            raise TypeError(f"The buffer does not keep {sorted(optional)}: call `keep` with the name and the shape before.")
         self._running_returns.add(reward, done, position.groups)
         for env in np.flatnonzero(done).tolist() if np.count_nonzero(done) else ():
             if infos[env].get("TimeLimit.truncated", False) and infos[env].get("terminal_observation") is not None:
@@ -341,19 +357,8 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         def flat(array: np.ndarray) -> np.ndarray:
             return array[:, :n_steps].reshape(self.n_envs * n_steps, *array.shape[2:])
 
-        return Transitions(
-            observations=map_observations(flat, self.observations),
-            actions=flat(self.actions),
-            rewards=flat(self.rewards),
-            log_probs=flat(self.log_probs),
-            groups=flat(self.groups),
-            members=flat(self.members),
-            steps=flat(self.steps),
-            dones=flat(self.dones),
-            rollouts=np.full(self.n_envs * n_steps, self._rollout, dtype=np.int64),
-            components=flat(self.components),
-            action_masks=flat(self.action_masks),
-        )
+        self.rollouts[:] = self._rollout
+        return Transitions(**{name: map_observations(flat, getattr(self, name)) for name in NAMES})
 
     def _to_samples(self, transitions: Transitions, advantages: np.ndarray) -> GroupRolloutBufferSamples:
         def to_device(array: np.ndarray) -> th.Tensor:
@@ -364,13 +369,14 @@ class GroupRolloutBuffer(BaseBuffer, ABC):
         else:
             # The log-probability of a Bernoulli distribution needs floats, and the other distributions accept them.
             actions = to_device(transitions.actions).float()
+        kept = {name: getattr(transitions, name) for name in OPTIONAL if name in GroupRolloutBufferSamples._fields}
         return GroupRolloutBufferSamples(
             map_observations(to_device, transitions.observations),
             actions,
             to_device(transitions.log_probs),
             to_device(advantages),
             to_device(transitions.trajectories),
-            action_masks=to_device(transitions.action_masks) if transitions.action_masks.shape[-1] > 0 else None,
+            **{name: to_device(column) for name, column in kept.items() if column.shape[-1] > 0},
         )
 
     def _loss_weights(self, trajectories: th.Tensor, aggregation: losses.LossAggregation) -> th.Tensor | None:

@@ -28,9 +28,6 @@ MIN_RIDGE = 1e-5
 #: neighbouring states and leads the policy to new ones, which rounding errors do not.
 RESOLUTION = 1e-4
 
-#: Layout of the saved state. It increases when a fit can no longer read earlier ones.
-STATE_LAYOUT = 3
-
 
 class Segments(NamedTuple):
     """
@@ -261,14 +258,14 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def _options_of_features(self) -> dict[str, Any]:
         options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
-        return {**options, "layout": STATE_LAYOUT, **self.inputs.kind}
+        return {**options, **self.inputs.kind}
 
     def set_state(self, state: dict[str, Any]) -> None:
         if self.relative_term is not None and state["relative"] is not None:
             self.relative_term.set_state(state["relative"])
-        if state.get("options") != self._options_of_features():
+        if state["options"] != self._options_of_features():
             warnings.warn(
-                f"The saved kernel baseline was fitted with {state.get('options')}, and this buffer has "
+                f"The saved kernel baseline was fitted with {state['options']}, and this buffer has "
                 f"{self._options_of_features()}: it starts with a new fit.",
                 stacklevel=2,
             )
@@ -276,5 +273,5 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.baseline.set_state(state["baseline"])
         self._longest = state["longest"]
         self._dtype = state["dtype"]
-        self.inputs.set_state(state.get("extractor"))
+        self.inputs.set_state(state["extractor"])
         self._fixed_time_unit = state["time_unit"]

@@ -1,8 +1,8 @@
 """The data of a rollout: observations, transitions, minibatches, reward components, and the returns of groups."""
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch as th
@@ -67,10 +67,30 @@ class GroupRolloutBufferSamples(NamedTuple):
             yield self.take(slice(first, first + size))
 
 
-@dataclass(frozen=True)
-class Transitions:
+class Column(NamedTuple):
     """
-    Transitions as they were collected. The transitions of one environment are next to each other, in order of time.
+    How a buffer stores a column.
+
+    :param dtype: Type of its numbers
+    :param shape: Shape of the entry of one transition. A column of shape ``(0,)`` is optional: it stays empty until
+        :meth:`GroupRolloutBuffer.keep` gives it another shape
+    :param fill: Number that stands where nothing is given
+    """
+
+    dtype: Any
+    shape: tuple[int, ...] = ()
+    fill: Any = 0
+
+
+@dataclass(init=False, eq=False)
+class Columns:
+    """
+    The columns of a transition. A buffer stores them as arrays whose first axes are environments and steps, and
+    :class:`Transitions` has them with a single axis of ``n`` transitions.
+
+    To add what is known when the policy acts, declare an optional column here, put it into ``optional`` of the steps of
+    :func:`~sb3_grpo.collection.run_policy`, and call :meth:`GroupRolloutBuffer.keep` with its name and shape. If
+    :class:`GroupRolloutBufferSamples` has a field of that name, the update gets it too.
 
     :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
     :param actions: Actions, shape ``(n, action_dim)``
@@ -88,15 +108,33 @@ class Transitions:
 
     observations: Observations
     actions: np.ndarray
-    rewards: np.ndarray
-    log_probs: np.ndarray
-    groups: np.ndarray
-    members: np.ndarray
-    steps: np.ndarray
-    dones: np.ndarray
-    rollouts: np.ndarray
-    components: np.ndarray
-    action_masks: np.ndarray
+    rewards: Annotated[np.ndarray, Column(np.float32)]
+    log_probs: Annotated[np.ndarray, Column(np.float32)]
+    groups: Annotated[np.ndarray, Column(np.int64)]
+    members: Annotated[np.ndarray, Column(np.int64)]
+    steps: Annotated[np.ndarray, Column(np.int64)]
+    dones: Annotated[np.ndarray, Column(bool)]
+    rollouts: Annotated[np.ndarray, Column(np.int64)]
+    components: Annotated[np.ndarray, Column(np.float32, (0,))]
+    action_masks: Annotated[np.ndarray, Column(bool, (0,), fill=True)]
+
+
+#: Names of all columns.
+NAMES = [each.name for each in fields(Columns)]
+#: Those that do not follow from the spaces, and how they are stored.
+STORED: dict[str, Column] = {
+    each.name: column for each in fields(Columns) for column in getattr(each.type, "__metadata__", ())
+}
+#: Names of those that a transition may lack.
+OPTIONAL = [name for name, column in STORED.items() if column.shape == (0,)]
+
+
+@dataclass(eq=False)
+class Transitions(Columns):
+    """
+    Transitions as they were collected. The transitions of one environment are next to each other, in order of time. The
+    attributes are those of :class:`Columns`.
+    """
 
     def __len__(self) -> int:
         return len(self.rewards)

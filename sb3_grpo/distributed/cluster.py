@@ -20,21 +20,20 @@ def connect(address: str | None = None) -> None:
     """
     if ray.is_initialized():
         return
-    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    quiet: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.WARNING)
     if address is None:
         # All connections stay within this machine. Workers share its cores, as the processes of a SubprocVecEnv do.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         # "local", because Ray would look for other clusters without an address, and fail where it finds one
-        ray.init("local", _node_ip_address="127.0.0.1", **quiet)
+        ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, **quiet)
         return
     host, _, port = address.rpartition(":")
-    advice = "Start one with `ray start --head`, or leave `address` out for a cluster on this machine alone."
-    if host and "//" not in address:
-        try:
-            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-        except (OSError, ValueError) as error:
-            raise ConnectionError(f"No Ray cluster answers at {address!r} ({error}). {advice}") from error
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConnectionError(f"No Ray cluster answers at {address!r} ({error.__cause__ or error}). {advice}") from error
+        if host and "//" not in address:
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+        ray.init(address, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConnectionError(
+            f"No Ray cluster answers at {address!r} ({error.__cause__ or error}). Start one with `ray start --head`, or leave "
+            "`address` out for a cluster on this machine alone."
+        ) from error

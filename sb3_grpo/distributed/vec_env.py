@@ -1,10 +1,12 @@
 """The vectorised environment, which replaces workers that are lost."""
 
 import contextlib
+import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -13,25 +15,23 @@ import numpy as np
 import ray
 import torch as th
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
-from sb3_grpo.collection import Collected
+from sb3_grpo.collection import ActedStep, EnvStep
 from sb3_grpo.distributed.cluster import connect
-from sb3_grpo.distributed.worker import Description, History, RolloutWorker
+from sb3_grpo.distributed.worker import Description, History, RolloutWorker, merged
 from sb3_grpo.observations import map_observations, same_values, take_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.starts import EnvironmentFault, Ledger, RolloutLost
+from sb3_grpo.starts import EnvironmentFault, Position, RolloutLost, SeededVecEnv
 from sb3_grpo.validation import require_at_least, require_positive
 
 #: How long to wait for a new worker.
 START_TIMEOUT_S = 120.0
 #: How long to wait until environments are closed.
 CLOSE_TIMEOUT_S = 5.0
-
-#: Index of a worker, name of one of its methods, arguments, and keyword arguments.
-Request = tuple[int, str, tuple[Any, ...], dict[str, Any]]
 
 
 class RayVecEnv(VecEnv):
@@ -82,29 +82,25 @@ class RayVecEnv(VecEnv):
         self.timeout, self.max_retries, self.max_replay = timeout, max_retries, max_replay
         #: Index of the worker of each environment.
         self.worker_of_env = [env_idx * self.n_workers // n_envs for env_idx in range(n_envs)]
-        self._slices = [
-            slice(self.worker_of_env.index(w), n_envs - self.worker_of_env[::-1].index(w)) for w in range(self.n_workers)
-        ]
+        firsts = [self.worker_of_env.index(w) for w in range(self.n_workers)]
+        self._slices = [slice(*limits) for limits in pairwise([*firsts, n_envs])]
         self._env_fns = [pickled[own] for own in self._slices]
         # For each worker, how many were lost since the last transitions
         self._n_lost = [0] * self.n_workers
         started = [self._start_worker(w) for w in range(self.n_workers)]
         self._workers = [worker for worker, _ in started]
         self._described = [self._await_description(w, building) for w, (_, building) in enumerate(started)]
-        first = self._described[0]
         self._histories = [History(None, []) for _ in range(n_envs)]
         # Values that `set_attr` has set, by name and environment: a new worker needs them
-        self._attributes: dict[str, dict[int, Any]] = {}
+        self._attributes: dict[tuple[str, int], Any] = {}
         #: Whether environments that are done are reset at once, see :class:`~sb3_grpo.starts.adapters.VecEnvAdapter`.
         self.autoreset = True
         # Latest observations; None before the first reset
         self._obs: Any = None
         # Set if a new worker could not bring its episodes back; raised when they are to go on
         self._rollout_lost: RolloutLost | None = None
-        self._pending: list[Any] = []
-        self._has_warned = False
-        self._closed = False
-        super().__init__(n_envs, first.observation_space, first.action_space)
+        self._has_warned = self._closed = False
+        super().__init__(n_envs, self._described[0].observation_space, self._described[0].action_space)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -125,127 +121,110 @@ class RayVecEnv(VecEnv):
         n_cpus = 1 if len(ray.nodes()) > 1 else 0
         options = dict(num_cpus=n_cpus, max_restarts=0, scheduling_strategy="SPREAD")
         worker: Any = ray.remote(RolloutWorker).options(**options).remote(self._slices[w].start)
-        return worker, worker.build.remote(self._env_fns[w], VERSION)
+        path = [folder or os.getcwd() for folder in sys.path]  # as `multiprocessing` hands it on
+        return worker, worker.build.remote(self._env_fns[w], VERSION, path)
 
     def _await_description(self, w: int, building: Any) -> Description:
         """Wait for the description of a worker, or raise a ``RuntimeError`` if it does not start."""
         try:
-            return self._wait(w, building, START_TIMEOUT_S)
+            return self._wait(building, START_TIMEOUT_S)
         except GetTimeoutError as error:
-            n_cpus = ray.cluster_resources().get("CPU", 0)
             raise RuntimeError(
                 f"Worker {w} has not started within {START_TIMEOUT_S:g} s. Either its environments take longer to build, or "
-                f"the cluster is too small: it has {n_cpus:g} CPUs, and on several machines each of the {self.n_workers} "
-                "workers needs one. Then pass a smaller `n_workers`, or add machines."
+                "there are too few CPUs, because on several machines each worker needs one: pass a smaller `n_workers`."
             ) from error
 
-    def _wait(self, w: int, reference: Any, timeout: float) -> Any:
+    def _wait(self, reference: Any, timeout: float | None = None) -> Any:
         """
         Wait for the answer of a worker. The error of an environment is raised as it is; a ``RayError`` says that the worker is
         lost or does not answer.
         """
         try:
-            return ray.get(reference, timeout=max(timeout, 0.0))
+            return ray.get(reference, timeout=self.timeout if timeout is None else max(timeout, 0.0))
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
 
-    def _ask(self, requests: Sequence[Request]) -> list[Any]:
+    def _ask(self, requests: Sequence[tuple[Any, ...]]) -> list[Any]:
         """
-        Ask workers, at most one request for each, all at the same time. Those that are lost are replaced and asked again.
+        Ask workers, all at the same time. Those that are lost are replaced and asked again.
 
+        :param requests: Index of a worker, name of one of its methods, and arguments; at most one for each worker
         :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
         :raises RolloutLost: If they are asked to act in episodes that cannot go on
         """
-        self._check_open()
+        if self._closed:
+            raise EnvironmentFault(0, "has no worker, because its RayVecEnv was closed")
 
-        def send(request: Request) -> tuple[Any, float]:
-            w, method, args, kwargs = request
-            if method == "collect" and self._rollout_lost is not None:
+        def send(w: int, method: str, *args: Any) -> tuple[Any, float]:
+            if method in ("collect", "step") and self._rollout_lost is not None:
                 raise self._rollout_lost
-            return getattr(self._workers[w], method).remote(*args, **kwargs), time.monotonic() + self.timeout
+            return getattr(self._workers[w], method).remote(*args), time.monotonic() + self.timeout
 
         answers: list[Any] = []
-        sent = [send(request) for request in requests]
+        sent = [send(*request) for request in requests]
         try:
             for i, (w, *_) in enumerate(requests):
                 while len(answers) == i:
                     reference, deadline = sent[i]
                     try:
-                        answers.append(self._wait(w, reference, deadline - time.monotonic()))
+                        answers.append(self._wait(reference, deadline - time.monotonic()))
                     except RayError as error:
                         self._replace(w, error)
-                        sent[i] = send(requests[i])
+                        sent[i] = send(*requests[i])
         except Exception:
             for reference, deadline in sent[len(answers) + 1 :]:
                 _take_unwanted(reference, deadline)
             raise
         return answers
 
-    def _ask_all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """:return: The answer of each worker to a call of a method with its own arguments"""
-        return self._ask([(w, method, each, {}) for w, each in enumerate(arguments)])
-
     def _replace(self, w: int, error: Exception) -> None:
         """Start another worker, and bring its environments to where those of the lost one were, if that is possible."""
-        fault, own = self._lost(w, error), self._slices[w]
+        own, lost = self._slices[w], self._described[w]
+        silent, seed = isinstance(error, GetTimeoutError), self._histories[own.start].seed
+        why = f"has not answered for {self.timeout:g} s" if silent else f"is gone: {type(error).__name__}"
+        what = f"has lost its worker {w} (process {lost.pid} on node {lost.node}), which {why}"
+        what += f". The first of its environments was reset with seed {seed}"
         self._n_lost[w] += 1
         if self._n_lost[w] > self.max_retries:
-            raise fault from error
+            raise EnvironmentFault(own.start, what) from error
         ray.kill(self._workers[w])
         self._workers[w], building = self._start_worker(w)
         try:
             self._described[w] = self._await_description(w, building)
-            for name, values in self._attributes.items():
-                for local, env_idx in enumerate(range(own.start, own.stop)):
-                    if env_idx in values:
-                        self._wait(w, self._workers[w].run.remote("set_attr", name, values[env_idx], [local]), self.timeout)
+            for (name, env_idx), value in self._attributes.items():
+                if self.worker_of_env[env_idx] == w:
+                    self._wait(self._workers[w].run.remote("set_attr", (name, value, [env_idx - own.start]), {}))
             if self._obs is not None:  # else they have not been reset yet
-                self._bring_back(w, fault)
+                obstacle = self._bring_back(w)
+                if obstacle:
+                    self._rollout_lost = RolloutLost(own.start, f"{what}. {obstacle}")
         except RayError as another:
             self._replace(w, another)
 
-    def _bring_back(self, w: int, fault: EnvironmentFault) -> None:
+    def _bring_back(self, w: int) -> str:
         """
         Bring the environments of a new worker to where those of the lost one were. If that is impossible, they are reset, so
         that they can be asked, and nobody can act in them before the next :meth:`reset`.
+
+        :return: Why it is impossible, if it is
         """
-        own = self._slices[w]
-        histories, obstacle = self._histories[own], ""
+        own, obstacle = self._slices[w], ""
+        histories = self._histories[own]
         if any(history.seed is None for history in histories):
             obstacle = "Not all of its environments were reset with a seed"
         elif any(len(history) > self.max_replay for history in histories):
             obstacle = f"One of its episodes is longer than max_replay={self.max_replay} steps"
-        wanted = [History(None, []) for _ in histories] if obstacle else histories
-        found = self._wait(w, self._workers[w].restore.remote(wanted), self.timeout)
+        found = self._wait(self._workers[w].restore.remote([History(None, [])] * len(histories) if obstacle else histories))
         before = [take_observations(self._obs, env_idx) for env_idx in range(own.start, own.stop)]
-        if not obstacle and not all(map(is_stored_as, found, before)):
-            obstacle = "Its environments do not come to the same state again"
-        if obstacle:
-            env_idx, what, _ = fault.args
-            self._rollout_lost = RolloutLost(env_idx, f"{what}. {obstacle}")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EnvironmentFault(0, "has no worker, because its RayVecEnv was closed")
-
-    def _lost(self, w: int, error: Exception) -> EnvironmentFault:
-        first = self._slices[w].start
-        seed, node, pid = self._histories[first].seed, self.worker_nodes[w], self.worker_pids[w]
-        silent = isinstance(error, GetTimeoutError)
-        what = f"has not answered for {self.timeout:g} s" if silent else f"is gone: {type(error).__name__}"
-        return EnvironmentFault(
-            first,
-            f"has lost its worker {w} (process {pid} on node {node}), which {what}. The first of its environments was reset "
-            f"with seed {seed}",
-        )
+        is_same = all(map(is_stored_as, found, before))
+        return obstacle or ("" if is_same else "Its environments do not come to the same state again")
 
     # --- the interface of a VecEnv ------------------------------------------------------------------------------------
 
     def reset(self) -> VecEnvObs:
         seeds, options = self._seeds, self._options
         self._obs = self._rollout_lost = None
-        self._pending = []
-        answers = self._ask_all("reset", [(seeds[own], options[own]) for own in self._slices])
+        answers = self._ask([(w, "reset", seeds[own], options[own]) for w, own in enumerate(self._slices)])
         # An environment that was reset with options is not brought back.
         self._histories = [History(None if each else seed, []) for seed, each in zip(seeds, options, strict=True)]
         self._seeds = [None] * self.num_envs  # both are for one reset
@@ -255,7 +234,6 @@ class RayVecEnv(VecEnv):
         return self._obs
 
     def step_async(self, actions: np.ndarray) -> None:
-        self._check_open()
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -264,20 +242,11 @@ class RayVecEnv(VecEnv):
                 UserWarning,
                 stacklevel=2,
             )
-        if self._rollout_lost is not None:
-            raise self._rollout_lost
-        self._histories = [History(None, []) for _ in range(self.num_envs)]  # the actions are not kept
-        workers = zip(self._workers, self._slices, strict=True)
-        self._pending = [worker.step.remote(actions[own], self.autoreset) for worker, own in workers]
+        self._actions = actions
 
     def step_wait(self) -> VecEnvStepReturn:
-        pending, self._pending = self._pending, []
-        answers = []
-        for w, reference in enumerate(pending):
-            try:
-                answers.append(self._wait(w, reference, self.timeout))
-            except RayError as error:
-                raise self._lost(w, error) from error
+        self._histories = [History(None, []) for _ in range(self.num_envs)]  # the actions are not kept
+        answers = self._ask([(w, "step", self._actions[own], self.autoreset) for w, own in enumerate(self._slices)])
         observations, rewards, dones, infos, reset_infos = zip(*answers, strict=True)
         self._obs, self.reset_infos = map_observations(_joined_arrays, *observations), list(chain(*reset_infos))
         self._n_lost = [0] * self.n_workers
@@ -285,46 +254,32 @@ class RayVecEnv(VecEnv):
 
     def reset_envs(self, env_indices: list[int], seeds: list[int | None]) -> tuple[list[Any], list[dict[str, Any]]]:
         """:return: First observation of each of these environments, which are reset with their seeds, and its info"""
-        seed_of = dict(zip(env_indices, seeds, strict=True))
-        resets = self._ask_workers(
-            env_indices, lambda own, local: ("reset_envs", (local, [seed_of[env_idx] for env_idx in own]), {})
-        )
-        observations, infos = zip(*resets, strict=True)
-        return list(observations), list(infos)
+        resets = self._call_envs(env_indices, "reset_envs", dict(zip(env_indices, seeds, strict=True)))
+        return [observation for observation, _ in resets], [info for _, info in resets]
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        closing, deadline = [worker.run.remote("close") for worker in self._workers], time.monotonic() + CLOSE_TIMEOUT_S
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        closing = [worker.run.remote("close", (), {}) for worker in self._workers]
         for worker, reference in zip(self._workers, closing, strict=True):
             _take_unwanted(reference, deadline)
             ray.kill(worker)
 
     def _call_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """:return: Results of a method of the workers' ``VecEnv``, one for each of the requested environments"""
+        """:return: Results of a method of the workers, one for each of the requested environments"""
         wanted = self._numbers(indices)
-        return self._ask_workers(wanted, lambda _, local: ("run", (method, *args), {**kwargs, "indices": local}))
-
-    def _ask_workers(
-        self, env_indices: list[int], request: Callable[[list[int], list[int]], tuple[str, tuple[Any, ...], dict[str, Any]]]
-    ) -> list[Any]:
-        """
-        :param env_indices: Indices of environments
-        :param request: Method, arguments and keyword arguments for a worker, from the indices of its environments among all,
-            and from those in the worker
-        :return: The answer of each environment
-        """
-        requests: list[Request] = []
-        asked: list[list[int]] = []
-        for w in sorted({self.worker_of_env[env_idx] for env_idx in env_indices}):
-            own = [env_idx for env_idx in env_indices if self.worker_of_env[env_idx] == w]
-            asked.append(own)
-            requests.append((w, *request(own, [env_idx - self._slices[w].start for env_idx in own])))
-        by_env: dict[int, Any] = {}
-        for own, answer in zip(asked, self._ask(requests), strict=True):
-            by_env.update(zip(own, answer or [None] * len(own), strict=True))
-        return [by_env.get(env_idx) for env_idx in env_indices]
+        workers = sorted({self.worker_of_env[env_idx] for env_idx in wanted})
+        asked = [[env_idx for env_idx in wanted if self.worker_of_env[env_idx] == w] for w in workers]
+        requests = [
+            (w, "run", method, args, {**kwargs, "indices": [env_idx - self._slices[w].start for env_idx in own]})
+            for w, own in zip(workers, asked, strict=True)
+        ]
+        answers = zip(asked, self._ask(requests), strict=True)
+        # Setting an attribute has no answer.
+        by_env = {env_idx: each for own, answer in answers for env_idx, each in zip(own, answer or own, strict=True)}
+        return [by_env[env_idx] for env_idx in wanted]
 
     def _numbers(self, indices: VecEnvIndices) -> list[int]:
         numbers = range(self.num_envs)
@@ -335,8 +290,7 @@ class RayVecEnv(VecEnv):
         return self._call_envs(indices, "get_attr", attr_name)
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
-        values = self._attributes.setdefault(attr_name, {})
-        values.update(dict.fromkeys(self._numbers(indices), value))
+        self._attributes.update({(attr_name, env_idx): value for env_idx in self._numbers(indices)})
         self._call_envs(indices, "set_attr", attr_name, value)
 
     def env_method(
@@ -348,7 +302,7 @@ class RayVecEnv(VecEnv):
         return self._call_envs(indices, "env_is_wrapped", wrapper_class)
 
     def get_images(self) -> Sequence[np.ndarray | None]:
-        return list(chain(*self._ask_all("run", [("get_images",)] * self.n_workers)))
+        return list(chain(*self._ask([(w, "run", "get_images", (), {}) for w in range(self.n_workers)])))
 
     # --- whole rollouts -----------------------------------------------------------------------------------------------
 
@@ -356,55 +310,51 @@ class RayVecEnv(VecEnv):
         self,
         make_policy: Callable[[], ActorPolicy],
         policy: ActorPolicy,
+        starts: SeededVecEnv,
         obs: VecEnvObs,
-        ledger: Ledger,
-        share_starts: bool,
-        n_steps: int,
-        sde_sample_freq: int,
-        uses_masks: bool,
-        num_timesteps: int,
-    ) -> Collected:
+        *settings: Any,
+    ) -> Iterator[ActedStep]:
         """
         Let the workers act by themselves. A worker that is lost is replaced, and does its part again.
 
         :param make_policy: Function that makes a policy with the architecture of ``policy``
-        :param ledger: Ledger of the run, which learns what the workers have done
-        :param share_starts: Whether resets get the seed of their start
-        :return: The transitions of all environments. The other arguments are those of
-            :func:`~sb3_grpo.collection.take_steps`
+        :param settings: The other arguments are those of :func:`~sb3_grpo.collection.run_policy`
+        :return: The steps of all environments, which have been taken
         :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
         :raises RolloutLost: If a worker was lost, now or since the last rollout, and its environments cannot be brought back
         """
-        seed = int(th.randint(2**31 - 1, ()))
+        ledger, seed = starts.ledger, int(th.randint(2**31 - 1, ()))
         # Once in the object store of each machine, however many workers are there
         weights = {name: tensor.cpu().numpy() for name, tensor in policy.state_dict().items()}
         sent = ray.put((cloudpickle.dumps(make_policy), weights))
-
-        arguments = []
+        requests = []
         for w, (own, part) in enumerate(zip(self._slices, ledger.split(), strict=True)):
             own_seed = int(np.random.SeedSequence((seed, w)).generate_state(1)[0])
-            settings = share_starts, n_steps, sde_sample_freq, uses_masks, num_timesteps, own_seed
-            arguments.append((sent, take_observations(obs, own), part, *settings))
-        parts = self._ask_all("collect", arguments)
+            own_obs = take_observations(obs, own)
+            requests.append((w, "collect", sent, own_obs, part, starts.share_starts, own_seed, *settings))
+        parts, ledgers, mismatches, messages = zip(*self._ask(requests), strict=True)
         self._n_lost = [0] * self.n_workers
-        whole = Collected.joined(parts)
-        ledger.join(whole.ledgers)
-        seeds = [ledger.seed_of(group) if share_starts else None for group in ledger.position.groups.tolist()]
-        self._note_histories(whole, policy.within_bounds(whole.actions), seeds)
-        return whole
-
-    def _note_histories(self, whole: Collected, taken: np.ndarray, seeds: list[int | None]) -> None:
-        """Note from which start, and with which actions, each environment came to its present state."""
-        self._obs = take_observations(whole.obs, -1)
-        for env_idx, history in enumerate(self._histories):
-            ends = np.flatnonzero(whole.dones[:, env_idx])
-            first = 0
-            if len(ends) > 0:
-                first = ends[-1] + 1
-                history = History(seeds[env_idx], [])
-            if len(history) <= self.max_replay:  # beyond, the environment is not brought back
-                history.actions.append(taken[first:, env_idx].copy())  # a part of an array would keep the whole array
+        ledger.join(ledgers)
+        starts.add_mismatches(sum(mismatches), list(chain(*messages)))
+        steps = merged(lambda *arrays: np.concatenate(arrays, axis=1), parts)
+        taken = policy.within_bounds(steps.actions)
+        self._obs = take_observations(steps.new_obs, -1)
+        for env_idx, group in enumerate(ledger.position.groups.tolist()):
+            begun = History(ledger.seed_of(group) if starts.share_starts else None, [])
+            history = self._histories[env_idx].after(steps.dones[:, env_idx], taken[:, env_idx], begun, self.max_replay)
             self._histories[env_idx] = history
+        return _replay(steps._replace(log_probs=th.as_tensor(steps.log_probs)), taken, obs, policy)
+
+
+def _replay(steps: EnvStep, taken: np.ndarray, obs: Any, policy: ActorPolicy) -> Iterator[ActedStep]:
+    """:return: The steps one by one, with the observations before them and the actions as the environments took them"""
+    *arrays, infos_of_workers = steps
+    whole: Any = steps.new_obs
+    obs_tensor, new_obs = obs_as_tensor(obs, policy.device), obs_as_tensor(whole, policy.device)
+    for t, infos in enumerate(zip(*infos_of_workers, strict=True)):
+        step = EnvStep._make([*(take_observations(each, t) for each in arrays), list(chain(*infos))])
+        yield obs_tensor, taken[t], step._replace(position=Position(*step.position))
+        obs_tensor = take_observations(new_obs, t)
 
 
 def is_stored_as(observation: Any, stored: Any) -> bool:

@@ -1,7 +1,9 @@
 """The worker: some of the environments in a process of their own, and a policy that acts in them."""
 
 import os
+import sys
 import warnings
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
-from sb3_grpo.collection import Collected, take_steps
+from sb3_grpo.collection import EnvStep, run_policy
 from sb3_grpo.observations import map_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
@@ -37,21 +39,34 @@ class History(NamedTuple):
     def __len__(self) -> int:
         return sum(map(len, self.actions))
 
+    def after(self, dones: np.ndarray, actions: np.ndarray, begun: "History", max_replay: int) -> "History":
+        """
+        :param dones: Whether the episode ended with each step of a rollout, shape ``(n,)``
+        :param actions: Actions as the environment took them, shape ``(n, *action_shape)``
+        :param begun: Record of the last reset, if there was one in the rollout
+        :param max_replay: Number of actions beyond which none are added
+        :return: The record at the end of the rollout
+        """
+        first = int(np.flatnonzero(dones)[-1]) + 1 if dones.any() else 0
+        history = begun if first else self
+        if len(history) <= max_replay:
+            history.actions.append(actions[first:].copy())  # a part of an array would keep the whole array
+        return history
+
 
 class Description(NamedTuple):
-    """
-    A worker that has built its environments.
-
-    :param observation_space: Their observation space
-    :param action_space: Their action space
-    :param pid: Process id
-    :param node: IP address of its machine
-    """
+    """Spaces of the environments that a worker has built, its process id, and the IP address of its machine."""
 
     observation_space: spaces.Space
     action_space: spaces.Space
     pid: int
     node: str
+
+
+def merged(function: Callable[..., np.ndarray], steps: Sequence[EnvStep]) -> EnvStep:
+    """:return: What a function makes of the arrays of several steps, and the list of their infos"""
+    *arrays, infos = zip(*steps, strict=True)
+    return EnvStep._make([*(map_observations(function, *each) for each in arrays), list(infos)])
 
 
 class RolloutWorker:
@@ -65,37 +80,37 @@ class RolloutWorker:
         self.policy: ActorPolicy | None = None
         self.make_policy = b""
 
-    def build(self, env_fns: list[bytes], version: str) -> Description:
+    def build(self, env_fns: list[bytes], version: str, path: Sequence[str] = ()) -> Description:
         """
         Build the environments from pickled functions.
 
         :param version: Version of this package where the model learns
+        :param path: Folders in which modules are found there. They are searched after those of this process
         :return: Description of the worker
         :raises ValueError: If this package has another version here
         """
         node = ray.util.get_node_ip_address()
         if version != VERSION:
             raise ValueError(f"Node {node} has sb3-grpo {VERSION}, and the model learns with {version}: install the same.")
+        sys.path += [folder for folder in path if folder not in sys.path]
         th.set_num_threads(1)
         self.venv = venv = DummyVecEnv([cloudpickle.loads(env_fn) for env_fn in env_fns])
         self.adapter = DummyVecEnvAdapter(venv, self.first_env)
         return Description(venv.observation_space, venv.action_space, os.getpid(), node)
 
-    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """:return: Result of a method of the ``VecEnv``"""
-        return getattr(self.venv, method)(*args, **kwargs)
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """:return: Result of a method of the worker, or of the ``VecEnv`` if that alone has it"""
+        return getattr(self if hasattr(self, method) else self.venv, method)(*args, **kwargs)
 
     def reset(self, seeds: list[int | None], options: list[dict[str, Any]]) -> tuple[VecEnvObs, list[dict[str, Any]]]:
         """:return: First observations and infos"""
         self.venv._seeds, self.venv._options = list(seeds), list(options)
         return self.venv.reset(), self.venv.reset_infos
 
-    def reset_envs(self, env_indices: list[int], seeds: list[int | None]) -> list[tuple[Any, dict[str, Any]]]:
-        """:return: First observation and info of each of these environments"""
-        return [
-            (self.adapter.reset_env(env_idx, seed), self.venv.reset_infos[env_idx])
-            for env_idx, seed in zip(env_indices, seeds, strict=True)
-        ]
+    def reset_envs(self, seeds: dict[int, int | None], indices: list[int]) -> list[tuple[Any, dict[str, Any]]]:
+        """:return: First observation and info of some environments, from seeds by their index among all"""
+        resets = ((env_idx, self.adapter.reset_env(env_idx, seeds[self.first_env + env_idx])) for env_idx in indices)
+        return [(observation, self.venv.reset_infos[env_idx]) for env_idx, observation in resets]
 
     def step(self, actions: Any, autoreset: bool) -> tuple[Any, ...]:
         """:return: Result of a step of the ``VecEnv``, and the info of each environment's last reset"""
@@ -125,18 +140,17 @@ class RolloutWorker:
         obs: VecEnvObs,
         ledger: Ledger,
         share_starts: bool,
-        n_steps: int,
-        sde_sample_freq: int,
-        uses_masks: bool,
-        num_timesteps: int,
         seed: int,
-    ) -> Collected:
+        *settings: Any,
+    ) -> tuple[EnvStep, Ledger, int, list[str]]:
         """
         :param policy: Pickled function that makes a policy, used if it is another one than last time, and weights
         :param ledger: Ledger of these environments
         :param share_starts: Whether resets get the seed of their start
         :param seed: Seed of the random numbers
-        :return: The transitions. The other arguments are those of :func:`~sb3_grpo.collection.take_steps`
+        :param settings: The other arguments of :func:`~sb3_grpo.collection.run_policy`
+        :return: All steps in one, with the steps as the first axis of each array; the ledger, the number of starts that did
+            not begin like their group's first member, and warnings
         """
         make_policy, weights = policy
         if self.policy is None or make_policy != self.make_policy:
@@ -148,24 +162,9 @@ class RolloutWorker:
         steps = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for step in take_steps(self.policy, starts, obs, n_steps, sde_sample_freq, uses_masks, num_timesteps):
+            for _, _, step in run_policy(self.policy, starts, obs, *settings):
                 # The policy acts on observations before the model has seen them.
-                check_finite("observation", step.new_obs, num_timesteps, step.position.steps, self.first_env)
+                check_finite("observation", step.new_obs, settings[-1], step.position.steps, self.first_env)
                 steps.append(step)
-        return Collected(
-            obs=map_observations(lambda *arrays: np.stack(arrays), obs, *(step.new_obs for step in steps)),
-            actions=np.stack([step.actions for step in steps]),
-            log_probs=np.stack([step.log_probs.numpy() for step in steps]),
-            groups=np.stack([step.position.groups for step in steps]),
-            members=np.stack([step.position.members for step in steps]),
-            steps=np.stack([step.position.steps for step in steps]),
-            rewards=np.stack([step.rewards for step in steps]),
-            dones=np.stack([step.dones for step in steps]),
-            action_masks=np.stack(
-                [np.empty((len(step.dones), 0)) if step.action_masks is None else step.action_masks for step in steps]
-            ),
-            infos=[step.infos for step in steps],
-            ledgers=[ledger],
-            mismatches=starts.mismatches,
-            warnings=[str(each.message) for each in caught if issubclass(each.category, UserWarning)],
-        )
+        messages = [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
+        return merged(lambda *arrays: np.stack(arrays), steps), ledger, starts.mismatches, messages

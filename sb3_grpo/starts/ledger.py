@@ -6,7 +6,7 @@ A *start* is the beginning of a trajectory. The starts of a group have the same 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,8 +70,8 @@ class Ledger:
     ``(seed, group)`` and from what was known after the last rollout, see :class:`~sb3_grpo.starts.choice.StartChoice`. So the
     ledger has no random state and continues identically after pickling.
 
-    Environments may be divided into *lanes*, one for each worker that collects by itself. Each lane fills groups of its own,
-    so a worker need not know what the others have taken.
+    Environments may be divided into *lanes*. Each lane fills groups of its own, so it can go on without knowing what the
+    others have taken.
 
     :param group_size: Number of trajectories in each group to come, at least 2. It may change in the course of a run
     :param seed: Seed of the run, not negative; ``None`` for a random number from numpy's global generator, as in SB3
@@ -96,10 +96,6 @@ class Ledger:
         self.choice = StartChoice(repeat_starts)
         # Seed of each group that repeats a start, until its returns are recorded
         self._repeated: dict[int, int] = {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(vars(Ledger(state["group_size"], state["seed"])))  # earlier versions had no choice of starts
-        vars(self).update(state)
 
     def begin_all(self, lanes: Sequence[int]) -> list[Start]:
         """
@@ -217,7 +213,7 @@ class Ledger:
         return {group: slowest[group] - 1 if progress.begun == progress.size else -1 for group, progress in self._open.items()}
 
     def split(self) -> list["Ledger"]:
-        """:return: A ledger for each lane, with which a worker can go on by itself. Their new groups have different numbers"""
+        """:return: A ledger for each lane, which can go on by itself. Their new groups have different numbers"""
         n_lanes = max(self._lanes) + 1
         parts = []
         for lane in range(n_lanes):
