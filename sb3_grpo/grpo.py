@@ -29,8 +29,8 @@ from sb3_grpo.persistence import PersistentAlgorithm
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import (
     changed_settings,
+    check_options,
     check_policy_class,
-    check_policy_kwargs,
     check_rollout,
     check_settings,
     chosen_n_epochs,
@@ -44,7 +44,7 @@ from sb3_grpo.settings import (
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
 from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error, unchecked_distributions
-from sb3_grpo.validation import check_environment, check_registered
+from sb3_grpo.validation import check_environment
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
@@ -176,8 +176,6 @@ class GRPO(PersistentAlgorithm):
         check_policy_class(policy, self.policy_aliases)
         if env is None and _init_setup_model:
             raise ValueError("`env` is None: pass an environment or its Gymnasium id, such as 'CartPole-v1'.")
-        if isinstance(env, str):
-            check_registered(env)
         super().__init__(
             policy,  # type: ignore[arg-type]
             env,  # type: ignore[arg-type]
@@ -249,11 +247,11 @@ class GRPO(PersistentAlgorithm):
         parameters = inspect.signature(GRPO.__init__).parameters
         kinds = isinstance(self.action_space, spaces.Box), has_boards(self.observation_space)
         self.update_rule = self.update_rule or chosen_update_rule(vars(self), parameters, *kinds)
-        check_settings(vars(self), self._chooses_n_steps)
+        check_settings(vars(self), parameters)
+        check_options(vars(self), parameters, self._standardises())
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
         self.n_epochs = chosen_n_epochs(has_images(self.observation_space)) if self.n_epochs is None else self.n_epochs
-        check_policy_kwargs(self.policy_class, self.policy_kwargs, self._standardises())
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
         if self._chooses_n_steps:
@@ -300,7 +298,7 @@ class GRPO(PersistentAlgorithm):
         changed = changed_settings(self._settings, self._current_settings())
         if not changed:
             return
-        check_settings(vars(self), self._chooses_n_steps)
+        check_settings(vars(self), inspect.signature(GRPO.__init__).parameters)
         warn_of_idle_arguments(vars(self), changed)
         if "learning_rate" in changed:
             self._setup_lr_schedule()
@@ -391,14 +389,16 @@ class GRPO(PersistentAlgorithm):
             self.rollout_buffer.horizon = time_limit(self.env)
         vec_normalize, before = self.get_vec_normalize_env(), self._learned_from_normalized
         self._learned_from_normalized = vec_normalize is not None and vec_normalize.norm_obs
-        warn_without_vec_normalize(before, self._learned_from_normalized)
+        if before and not self._learned_from_normalized:
+            warn_without_vec_normalize()
+        normalizers = {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None}
         settings = describe_settings(
             self.rollout_buffer,
             self.ledger.group_size,
             starts.share_starts,
             self.n_steps * self.n_envs,
             self.update_rule,  # type: ignore[arg-type]
-            {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None},
+            [name for name, is_used in normalizers.items() if is_used],
         )
         # What is not compiled yet is compiled here, before the clock of the first rollout runs.
         updating = self._objective().compiled_policy(self.policy, self.rollout_buffer)

@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collection": {"buffers", "graphs", "observations", "policies", "starts", "validation", "vec_wrappers"},
     "distributed": {"collection", "distributed", "observations", "persistence", "policies", "starts", "validation"},
     "transfer": {"policies"},
-    "validation": {"observations", "vec_wrappers"},
+    "validation": {"observations"},
     "vec_wrappers": set(),
     "policies": {"extractors", "masks", "normalization", "observations", "validation"},
     "buffers": {

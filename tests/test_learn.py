@@ -61,11 +61,12 @@ def test_an_argument_that_is_assigned_later_takes_effect_at_the_next_rollout(nam
         (
             "n_steps",
             32,
-            r"`n_steps` was changed to 32 after the model was built, .* `GRPO.load\(path, env=env, n_steps=...\)`",
+            r"`n_steps` was changed to 32 after the model was built, .* `GRPO.load\(path, env=env, ...\)`",
         ),
         ("use_sde", True, "`use_sde` was changed to True"),
         ("kl_reference", "old", "`kl_reference` was changed to 'old'"),
         ("seed", 7, "`seed` was changed to 7"),
+        ("group_size", 1, "`group_size` must be an integer of at least 2, not 1"),
         ("gamma", 1.5, "`gamma` must be a finite number from 0 to 1, not 1.5"),
         ("clip_range", "wide", "`clip_range` must be a finite number of at least 0"),
     ],

@@ -285,7 +285,7 @@ def write_entry(folder: Path, *lines: str) -> None:
         ("vf_coef: 0.5", "GRPO has no value network"),
         ("gamma: 2", "`gamma` must be a finite number from 0 to 1, not 2"),
         ("rollout_buffer_class: kernl", "`rollout_buffer_class` must be 'kernel'"),
-        ("rollout_buffer_kwargs: dict(rigde=0.1)", r"does not take \['rigde'\]"),
+        ("rollout_buffer_kwargs: dict(rigde=0.1)", "does not take `rigde=0.1`: did you mean `ridge`"),
         ("clip_range_high: cos_0.3", "`clip_range_high` must be a number, or 'lin_' .* not 'cos_0.3'"),
         ("clip_range_high: lin_much", "`clip_range_high` must be a number, or 'lin_' .* not 'lin_much'"),
         ("learning_rate: lin_1_0", "`learning_rate` must be a number, or 'lin_' .* not 'lin_1_0'"),
