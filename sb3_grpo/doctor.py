@@ -85,7 +85,8 @@ SYMPTOMS = (
         lambda it: -it.metrics["train/entropy_loss"] < it.entropy_floor and not it.risen,
         "train/entropy_loss",
         "The entropy of the policy has collapsed (train/entropy_loss) and the return has not risen: the policy no longer "
-        "explores. Raise `ent_coef`, lower `learning_rate`, or keep the policy near its initial state with `kl_coef`.",
+        "explores. Raise `ent_coef`, lower `learning_rate`, or keep the policy near its initial state with "
+        "`objective=dict(kl_coef=0.1)`.",
     ),
     Symptom(
         "effective sample size",

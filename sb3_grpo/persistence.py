@@ -27,7 +27,7 @@ SelfAlgorithm = TypeVar("SelfAlgorithm", bound="PersistentAlgorithm")
 
 VERSION = pathlib.Path(__file__).with_name("version.txt").read_text(encoding="utf-8").strip()
 #: Version of the file format. It increases when files of earlier formats can no longer be loaded.
-FORMAT = 6
+FORMAT = 7
 #: Name of the archive member that holds the format.
 FORMAT_ENTRY = "_sb3_grpo_format"
 
@@ -272,6 +272,8 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         changed = {**(custom_objects or {}), **kwargs}
         if "n_steps" in changed:
             kwargs["_chooses_n_steps"] = changed["n_steps"] is None
+        if "objective" in changed:
+            kwargs["kl_coef"] = None  # begins with that of the objective
         if "stats_window_size" in kwargs:  # SB3 keeps it under another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)

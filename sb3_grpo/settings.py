@@ -5,14 +5,16 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import gymnasium as gym
+from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
 from sb3_grpo.buffers import BUFFERS, GroupRolloutBuffer, buffer_options
-from sb3_grpo.kl_penalty import KL_COEF_BOUNDS
+from sb3_grpo.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import (
     constructor_arguments,
@@ -26,24 +28,23 @@ from sb3_grpo.validation import (
     require_schedule,
 )
 
-#: Arguments of GRPO, and their names in other libraries.
+#: Arguments of GRPO by their names in other libraries
 OTHER_NAMES = {
-    "learning_rate": ("lr", "policy_lr", "lr_schedule"),
-    "n_steps": ("num_steps",),
-    "batch_size": ("per_device_train_batch_size",),
-    "n_epochs": ("num_iterations", "update_epochs"),
-    "gae_lambda": ("lam", "lambda_"),
-    "clip_range": ("epsilon", "clip_coef", "clip_param", "eps_clip"),
-    "clip_range_high": ("epsilon_high",),
-    "loss_aggregation": ("loss_type",),
-    "ent_coef": ("entropy_coeff",),
-    "group_size": ("num_generations",),
-    "kl_coef": ("beta", "kl_beta"),
-    "adaptive_kl_target": ("kl_target",),
+    **dict.fromkeys(("lr", "policy_lr", "lr_schedule"), "learning_rate"),
+    **dict.fromkeys(("epsilon", "clip_coef", "clip_param", "eps_clip"), "clip_range"),
+    **dict.fromkeys(("num_iterations", "update_epochs"), "n_epochs"),
+    **dict.fromkeys(("lam", "lambda_"), "gae_lambda"),
+    **dict.fromkeys(("beta", "kl_beta"), "kl_coef"),
+    "num_steps": "n_steps",
+    "per_device_train_batch_size": "batch_size",
+    "entropy_coeff": "ent_coef",
+    "num_generations": "group_size",
+    "epsilon_high": "clip_range_high",
+    "loss_type": "loss_aggregation",
+    "kl_target": "adaptive_kl_target",
 }
 #: Names that GRPO does not take, and what to write instead.
 ELSEWHERE = {
-    **{other: f"here it is `{name}`." for name, others in OTHER_NAMES.items() for other in others},
     **dict.fromkeys(
         ("n_env", "n_envs", "num_envs"),
         "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`.",
@@ -74,16 +75,84 @@ CHECKS: tuple[tuple[Callable[..., None], tuple[Any, ...], str], ...] = (
 GIVEN_TO_POLICY = {"observation_space", "action_space", "lr_schedule", "use_sde", "normalize_observations"}
 
 
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """
+    Options of the objective, with which it becomes that of a paper. ``GRPO(..., objective=dict(kl_coef=0.04))`` takes them.
+
+    :param clip_range_high: Clipping parameter for ratios above one, a number or a function of the remaining progress (from 1
+        to 0): clip-higher of DAPO. ``None`` for ``clip_range``
+    :param importance_sampling_level: ``"step"``: each transition has its own importance ratio. ``"trajectory"``: all
+        transitions of a trajectory have the geometric mean of their ratios (GSPO); minibatches then hold whole trajectories
+    :param loss_aggregation: ``"step"``: the loss is the mean over transitions. ``"trajectory"``: all trajectories count alike
+        (DeepSeekMath). ``"constant"``: sums over trajectories are divided by the time limit (Dr. GRPO)
+    :param kl_coef: Coefficient of the penalty KL(pi || reference), at the beginning if ``adaptive_kl_target`` is set. The
+        attribute ``kl_coef`` of the model is the current one
+    :param adaptive_kl_target: Desired divergence from the reference after an update: the coefficient is doubled or halved
+        after each update to reach it. ``None`` for a constant coefficient
+    :param kl_reference: Reference policy. ``"old"``: the policy before the update (the estimators ``k1`` to ``k3`` use the
+        policy that sampled the transition). ``"initial"``: the policy at the first update. An integer: the policy of at most
+        that many updates ago
+    :param kl_estimator: ``"exact"``: the closed form. ``"k1"``, ``"k2"``, ``"k3"``: estimates from the actions, see
+        :mod:`sb3_grpo.losses`
+    :raises ValueError: If an option is out of range, or does not fit another
+    """
+
+    clip_range_high: float | Schedule | None = None
+    importance_sampling_level: losses.ImportanceSamplingLevel = "step"
+    loss_aggregation: losses.LossAggregation = "step"
+    kl_coef: float = 0.0
+    adaptive_kl_target: float | None = None
+    kl_reference: KLReference = "initial"
+    kl_estimator: KLEstimator = "exact"
+
+    def __post_init__(self) -> None:
+        check_values(vars(self), inspect.signature(ObjectiveOptions).parameters)
+        KLPenalty(self.kl_reference, self.kl_estimator)  # which checks them
+        target, (low, high) = self.adaptive_kl_target, KL_COEF_BOUNDS
+        if target is not None and not low <= self.kl_coef <= high:
+            raise ValueError(
+                f"adaptive_kl_target={target!r} adapts `kl_coef` between {low:g} and {high:g}: start with a value in this "
+                f"range, such as kl_coef=0.1, not {self.kl_coef!r}."
+            )
+
+    @classmethod
+    def of(cls, objective: "ObjectiveOptions | Mapping[str, Any] | None", parameters: Iterable[str]) -> "ObjectiveOptions":
+        """
+        :param objective: Argument of GRPO
+        :param parameters: Names of GRPO's arguments
+        :return: The options
+        :raises TypeError: If there is an unknown option
+        """
+        if isinstance(objective, ObjectiveOptions):
+            return objective
+        options = {} if objective is None else objective
+        require_mapping("objective", options)
+        accepted = inspect.signature(cls).parameters
+        places = dict.fromkeys(accepted, "objective") | dict.fromkeys(parameters, "")
+        refuse_unknown_arguments("The objective", options, accepted, _hints(options, places))
+        return cls(**options)
+
+
 def refuse_arguments(arguments: Mapping[str, Any], accepted: Iterable[str]) -> None:
     """Raise a ``TypeError`` for an argument that GRPO does not take, which says what to write instead."""
     places = {name: "rollout_buffer_kwargs" for buffer_class in BUFFERS.values() for name in buffer_options(buffer_class)}
     places |= dict.fromkeys(constructor_arguments(ActorPolicy), "policy_kwargs")
-    hints = {name: f"write `{places[name]}=dict({name}={value!r})`." for name, value in arguments.items() if name in places}
-    refuse_unknown_arguments("GRPO", arguments, accepted, hints | ELSEWHERE | _critic_hints(arguments))
+    places |= dict.fromkeys(inspect.signature(ObjectiveOptions).parameters, "objective") | dict.fromkeys(accepted, "")
+    refuse_unknown_arguments("GRPO", arguments, accepted, _hints(arguments, places))
 
 
-def _critic_hints(names: Iterable[str]) -> dict[str, str]:
-    return {name: "GRPO has no value network, so leave it out." for name in names if OF_A_CRITIC.search(name)}
+def _hints(arguments: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, str]:
+    """:return: What to write instead of arguments, with the names that GRPO or one of its dictionaries, a place, takes"""
+    hints = dict(ELSEWHERE)
+    for given, value in arguments.items():
+        name = OTHER_NAMES.get(given, given)
+        if name in places:
+            written = f"{name}={value!r}"
+            hints[given] = f"write `GRPO(..., {f'{places[name]}=dict({written})' if places[name] else written})`."
+        elif OF_A_CRITIC.search(str(name)):
+            hints[given] = "GRPO has no value network, so leave it out."
+    return hints
 
 
 def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
@@ -97,22 +166,16 @@ def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
         )
 
 
-def check_settings(settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+def check_values(values: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
     """
-    :param settings: GRPO's arguments by name
-    :param parameters: Parameters of its constructor by name, with their defaults
-    :raises ValueError: If one of them is out of range, or does not fit another
+    :param values: Arguments by name
+    :param parameters: Parameters by name, with their defaults
+    :raises ValueError: If a value is out of range
     """
     for check, limits, names in CHECKS:
-        for name in names.split():
-            if settings[name] is not None or parameters[name].default is not None:
-                check(name, settings[name], *limits)
-    target, (low, high) = settings["adaptive_kl_target"], KL_COEF_BOUNDS
-    if target is not None and not low <= settings["kl_coef"] <= high:
-        raise ValueError(
-            f"adaptive_kl_target={target!r} adapts `kl_coef` between {low:g} and {high:g}: start with a value in this range, "
-            f"such as kl_coef=0.1, not {settings['kl_coef']!r}."
-        )
+        for name in parameters.keys() & names.split():
+            if values[name] is not None or parameters[name].default is not None:
+                check(name, values[name], *limits)
 
 
 def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], standardises: bool) -> None:
@@ -129,8 +192,7 @@ def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.
         (policy_class, settings["policy_kwargs"], of_policy - GIVEN_TO_POLICY),
         (buffer_class, settings["rollout_buffer_kwargs"], buffer_options(buffer_class)),
     ):
-        hints = {name: f"pass it as GRPO(..., {name}={value!r})." for name, value in kwargs.items() if name in parameters}
-        refuse_unknown_arguments(taker.__name__, kwargs, accepted, hints | _critic_hints(kwargs))
+        refuse_unknown_arguments(taker.__name__, kwargs, accepted, _hints(kwargs, dict.fromkeys(parameters, "")))
     if standardises and "normalize_observations" not in of_policy:
         raise ValueError(
             f"`{policy_class.__name__}` takes no `normalize_observations`, so it cannot standardise observations: let its "
@@ -141,7 +203,7 @@ def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.
 #: Arguments that shape what is built once, and what to do instead of assigning them later.
 BUILT_ONCE = {
     **dict.fromkeys(
-        ("n_steps", "kl_reference", "kl_estimator", "rollout_buffer_class", "rollout_buffer_kwargs", "device"),
+        ("n_steps", "objective", "rollout_buffer_class", "rollout_buffer_kwargs", "device"),
         "pass it to GRPO, or to `GRPO.load(path, env=env, ...)`",
     ),
     **dict.fromkeys(
@@ -188,7 +250,7 @@ def describe_settings(
 
 
 #: Arguments that only clipped updates use
-CLIPPED_ONLY = "learning_rate batch_size n_epochs clip_range clip_range_high importance_sampling_level max_grad_norm".split()
+CLIPPED_ONLY = ("learning_rate", "batch_size", "n_epochs", "clip_range", "max_grad_norm")
 #: Policy arguments that only clipped updates use
 OPTIMIZER_OPTIONS = {"optimizer_class", "optimizer_kwargs", "lr_follows_std"}
 
@@ -197,14 +259,17 @@ def chosen_update_rule(
     settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], is_continuous: bool, has_boards: bool
 ) -> losses.UpdateRule:
     """
-    :param settings: Arguments of GRPO by name, with the class of the buffer, and ``num_timesteps``
+    :param settings: Arguments of GRPO by name, with the class of the buffer, the options of the objective, and
+        ``num_timesteps``
     :param parameters: Parameters of its constructor by name, with their defaults
     :param is_continuous: Whether actions are continuous
     :param has_boards: Whether observations have boards or small images, and no large ones
     :return: The update rule that suits the buffer and the spaces, but ``"clipped"`` if an argument has been set that would
         have no effect otherwise, with gSDE, or if the model was trained before there was a choice
     """
+    objective: ObjectiveOptions = settings["objective"]
     is_default = all(settings[name] == parameters[name].default for name in CLIPPED_ONLY)
+    is_default &= objective.clip_range_high is None and objective.importance_sampling_level == "step"
     if (
         not is_default
         or OPTIMIZER_OPTIONS & set(settings["policy_kwargs"])

@@ -52,7 +52,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(learning_rate="0.1"), f"`learning_rate` {SCHEDULE}"),
     (dict(clip_range=None), f"`clip_range` {SCHEDULE}"),
     (dict(clip_range=lambda progress: np.nan), "to one, not nan"),
-    (dict(clip_range_high=-0.1), f"`clip_range_high` {SCHEDULE}"),
+    (dict(objective=dict(clip_range_high=-0.1)), f"`clip_range_high` {SCHEDULE}"),
     (dict(n_steps=0), "`n_steps` must be an integer of at least 1, not 0"),
     (dict(n_steps=128.0), "`n_steps` must be an integer of at least 1, not 128.0"),  # as PPO fails for it
     (dict(batch_size=None), "`batch_size` must be an integer of at least 1, not None"),
@@ -65,23 +65,33 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(gae_lambda=-0.1), f"`gae_lambda` {FROM_0_TO_1} -0.1"),
     (dict(repeat_starts=True), f"`repeat_starts` {FROM_0_TO_1} True"),
     (dict(ent_coef=np.nan), "`ent_coef` must be a finite number, not nan"),
-    (dict(kl_coef=-0.5), "`kl_coef` must be a finite number of at least 0, not -0.5"),
+    (dict(objective=dict(kl_coef=-0.5)), "`kl_coef` must be a finite number of at least 0, not -0.5"),
     (dict(max_grad_norm=0), f"`max_grad_norm` {POSITIVE} 0"),
     (dict(max_grad_norm=None), f"`max_grad_norm` {POSITIVE} None"),
     (dict(target_kl=np.nan), f"`target_kl` {POSITIVE} nan"),
-    (dict(kl_coef=0.1, adaptive_kl_target=0), f"`adaptive_kl_target` {POSITIVE} 0"),
-    (dict(adaptive_kl_target=0.02), "between 1e-06 and 1e+06: start with a value in this range, such as kl_coef=0.1, not 0.0"),
+    (dict(objective=dict(kl_coef=0.1, adaptive_kl_target=0)), f"`adaptive_kl_target` {POSITIVE} 0"),
+    (
+        dict(objective=dict(adaptive_kl_target=0.02)),
+        "between 1e-06 and 1e+06: start with a value in this range, such as kl_coef=0.1, not 0.0",
+    ),
     (dict(normalize_advantage="False"), "`normalize_advantage` must be True or False, not 'False'"),
     (dict(share_starts=0), "`share_starts` must be True or False, not 0"),
     (dict(normalize_observations=None), "`normalize_observations` must be True or False, not None"),
     (dict(use_sde="yes", env=AnyEnv(action_space=BOX)), "`use_sde` must be True or False, not 'yes'"),
     (dict(policy_kwargs="net_arch"), "`policy_kwargs` must be a dictionary of arguments, such as dict(...), not 'net_arch'"),
+    (dict(objective=[1]), "`objective` must be a dictionary of arguments, such as dict(...), not [1]"),
     (dict(rollout_buffer_kwargs=[1]), "`rollout_buffer_kwargs` must be a dictionary of arguments, such as dict(...), not [1]"),
-    (dict(importance_sampling_level="token"), "`importance_sampling_level` must be 'step' or 'trajectory', not 'token'"),
-    (dict(loss_aggregation="token"), "`loss_aggregation` must be 'step', 'trajectory' or 'constant', not 'token'"),
+    (
+        dict(objective=dict(importance_sampling_level="token")),
+        "`importance_sampling_level` must be 'step' or 'trajectory', not 'token'",
+    ),
+    (
+        dict(objective=dict(loss_aggregation="token")),
+        "`loss_aggregation` must be 'step', 'trajectory' or 'constant', not 'token'",
+    ),
     (dict(update_rule="trpo"), "`update_rule` must be 'clipped' or 'natural', not 'trpo'"),
-    (dict(kl_reference=0), "`kl_reference` must be an integer of at least 1 or 'old' or 'initial', not 0"),
-    (dict(kl_estimator="k4"), "`kl_estimator` must be 'exact', 'k1', 'k2' or 'k3', not 'k4'"),
+    (dict(objective=dict(kl_reference=0)), "`kl_reference` must be an integer of at least 1 or 'old' or 'initial', not 0"),
+    (dict(objective=dict(kl_estimator="k4")), "`kl_estimator` must be 'exact', 'k1', 'k2' or 'k3', not 'k4'"),
     (one_env(n_steps=1), "n_steps=1 with 1 environment gives rollouts of one transition"),
     (dict(use_sde=True), "can only be used with continuous actions"),
     # Buffers
@@ -150,16 +160,23 @@ def test_a_model_needs_an_environment():
                 for name in ("vf_coef", "clip_range_vf", "clip_vloss", "value_clip", "critic_lr")
             ),
             (policy(share_features_extractor=True), "GRPO has no value network, so leave it out."),
-            (dict(beta=0.04), "GRPO does not take `beta=0.04`: here it is `kl_coef`."),
-            (dict(epsilon=0.1), "here it is `clip_range`."),
+            (dict(beta=0.04), "GRPO does not take `beta=0.04`: write `GRPO(..., objective=dict(kl_coef=0.04))`."),
+            (dict(kl_estimator="k3"), "write `GRPO(..., objective=dict(kl_estimator='k3'))`."),
+            (dict(objective=dict(beta=0.04)), "does not take `beta=0.04`: write `GRPO(..., objective=dict(kl_coef=0.04))`."),
+            (
+                dict(objective=dict(clip_range=0.1)),
+                "The objective does not take `clip_range=0.1`: write `GRPO(..., clip_range=0.1)`.",
+            ),
+            (dict(objective=dict(kl_coeff=0.1)), "The objective does not take `kl_coeff=0.1`: did you mean `kl_coef`?"),
+            (dict(epsilon=0.1), "write `GRPO(..., clip_range=0.1)`."),
             (dict(num_envs=4), "such as `make_vec_env('CartPole-v1', n_envs=4)`."),
             (dict(total_timesteps=100), "is an argument of `learn`, as in `learn(total_timesteps=100_000)`."),
-            (dict(scale="none"), "write `rollout_buffer_kwargs=dict(scale='none')`."),
-            (dict(net_arch=[8]), "write `policy_kwargs=dict(net_arch=[8])`."),
-            (policy(use_sde=True), "ActorPolicy does not take `use_sde=True`: pass it as GRPO(..., use_sde=True)."),
+            (dict(scale="none"), "write `GRPO(..., rollout_buffer_kwargs=dict(scale='none'))`."),
+            (dict(net_arch=[8]), "write `GRPO(..., policy_kwargs=dict(net_arch=[8]))`."),
+            (policy(use_sde=True), "ActorPolicy does not take `use_sde=True`: write `GRPO(..., use_sde=True)`."),
             (policy(net_acrh=[8]), "ActorPolicy does not take `net_acrh=[8]`: did you mean `net_arch`?"),
             (kernel(rigde=0.1), "KernelRolloutBuffer does not take `rigde=0.1`: did you mean `ridge`?"),
-            (kernel(gamma=0.9), "KernelRolloutBuffer does not take `gamma=0.9`: pass it as GRPO(..., gamma=0.9)."),
+            (kernel(gamma=0.9), "KernelRolloutBuffer does not take `gamma=0.9`: write `GRPO(..., gamma=0.9)`."),
             (buffer("outcome", ridge=0.1), "OutcomeRolloutBuffer does not take `ridge=0.1`: it takes component_aggregation, "),
             *(
                 (dict([(wrong, 1)]), f"GRPO does not take `{wrong}=1`: did you mean `{right}`?")
@@ -167,7 +184,7 @@ def test_a_model_needs_an_environment():
             ),
             # No hint is better than a wrong one
             *(
-                (dict([(name, 1)]), f"GRPO does not take `{name}=1`: it takes adaptive_kl_target, batch_size, ")
+                (dict([(name, 1)]), f"GRPO does not take `{name}=1`: it takes batch_size, clip_range, ")
                 for name in ("temperature", "train_batch_size", "norm_adv", "anneal_lr", "dual_clip", "use_rms_prop", "xyzzy")
             ),
         ]
@@ -242,7 +259,9 @@ SCALAR = spaces.Box(-np.inf, np.inf, (), np.float64)
 )
 def test_a_number_without_an_axis_is_an_input_like_any_other(space: spaces.Space, standardises: bool, buffer_class: str):
     envs = make_envs(observation_space=space, action_space=BOX)
-    settings: dict[str, Any] = dict(rollout_buffer_class=buffer_class, normalize_observations=standardises, kl_coef=0.1)
+    settings: dict[str, Any] = dict(
+        rollout_buffer_class=buffer_class, normalize_observations=standardises, objective=dict(kl_coef=0.1)
+    )
     model = make_model(envs, "MultiInputPolicy" if isinstance(space, spaces.Dict) else "MlpPolicy", **settings)
     before = weights(model)
     assert_trained(model.learn(64), before)
@@ -282,14 +301,14 @@ def constant(progress_remaining: float) -> float:
 ACCEPTED: list[dict[str, Any]] = [
     dict(policy=ActorPolicy),
     dict(learning_rate=0),
-    dict(learning_rate=LinearSchedule(1e-3, 0.0, 1.0), clip_range=constant, clip_range_high=constant),
+    dict(learning_rate=LinearSchedule(1e-3, 0.0, 1.0), clip_range=constant, objective=dict(clip_range_high=constant)),
     one_env(n_steps=2, batch_size=2),
     one_env(n_steps=1, batch_size=1, normalize_advantage=False),
     one_env(n_steps=1, batch_size=1, rollout_buffer_class="outcome"),
     dict(n_steps=np.int64(8), batch_size=np.int32(4), n_epochs=np.uint8(1), group_size=np.int16(2), seed=np.uint32(7)),
     dict(gamma=0, gae_lambda=0),
     dict(gamma=1, gae_lambda=np.float32(1), ent_coef=-0.1, max_grad_norm=np.inf),
-    dict(kl_coef=0.1, adaptive_kl_target=1e-9, kl_reference=np.int64(3), target_kl=1),
+    dict(objective=dict(kl_coef=0.1, adaptive_kl_target=1e-9, kl_reference=np.int64(3)), target_kl=1),
     dict(use_sde=True, env=AnyEnv(action_space=BOX), policy_kwargs=dict(squash_output=True)),
     dict(policy_kwargs=dict(net_arch=[], activation_fn=th.nn.ReLU, optimizer_class=th.optim.SGD)),
     dict(rollout_buffer_class=None, seed=None, share_starts=np.bool_(False), sde_sample_freq=np.int64(1)),
@@ -329,9 +348,9 @@ CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "epochs": (dict(n_epochs=5), CLIPPED),
     "minibatches": (dict(batch_size=128), CLIPPED),
     "a clip range": (dict(clip_range=0.1), CLIPPED),
-    "clipping above": (dict(clip_range_high=0.3), CLIPPED),
+    "clipping above": (dict(objective=dict(clip_range_high=0.3)), CLIPPED),
     "clipped gradients": (dict(max_grad_norm=1.0), CLIPPED),
-    "ratios of trajectories": (dict(importance_sampling_level="trajectory"), CLIPPED),
+    "ratios of trajectories": (dict(objective=dict(importance_sampling_level="trajectory")), CLIPPED),
     "an optimizer": (dict(policy_kwargs=dict(optimizer_class=th.optim.SGD)), CLIPPED),
     "a rate of its own for the deviation": (dict(policy_kwargs=dict(log_std_lr_factor=0.3)), NATURAL),
     "gSDE": (dict(use_sde=True), CLIPPED),

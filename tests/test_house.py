@@ -41,6 +41,7 @@ CORE = {
     "maskable",
     "persistence",
     "policies",
+    "settings",
     "shared_inputs",
     "starts",
     "transfer",
@@ -253,9 +254,7 @@ def logged_keys() -> set[str]:
     watcher = LoggedKeys()
     for buffer in BUFFERS:
         options: dict[str, Any] = dict(
-            kl_coef=0.1,
-            adaptive_kl_target=0.1,
-            clip_range_high=0.3,
+            objective=dict(kl_coef=0.1, adaptive_kl_target=0.1, clip_range_high=0.3),
             rollout_buffer_class=buffer,
         )
         for env in ("CartPole-v1", "Pendulum-v1"):
