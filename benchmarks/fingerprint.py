@@ -35,9 +35,11 @@ class Images(gym.Env):
 
 
 SHORT: dict[str, Any] = dict(n_steps=256)
-GSPO: dict[str, Any] = dict(importance_sampling_level="trajectory", loss_aggregation="constant", clip_range_high=0.3)
+GSPO: dict[str, Any] = dict(
+    objective=dict(importance_sampling_level="trajectory", loss_aggregation="constant", clip_range_high=0.3)
+)
 SKIP: dict[str, Any] = dict(rollout_buffer_class="stepwise", rollout_buffer_kwargs=dict(tied_groups="skip", scale="group"))
-KL: dict[str, Any] = dict(kl_coef=0.1, adaptive_kl_target=0.01, ent_coef=0.01)
+KL: dict[str, Any] = dict(objective=dict(kl_coef=0.1, adaptive_kl_target=0.01), ent_coef=0.01)
 MAKE: dict[str, Any] = {"doorkey8": dict(wrapper_class=FlatObsWrapper), "subproc": dict(vec_env_cls=SubprocVecEnv)}
 WHOLE = ("outcome", "process", "return_to_go", "stepwise")
 #: Environment, number of environments, steps to train, and arguments of GRPO
@@ -48,9 +50,9 @@ CASES: dict[str, tuple[Any, int, int, dict[str, Any]]] = {
     "lunar": ("LunarLander-v3", 1, 8192, {}),
     "doorkey8": ("MiniGrid-DoorKey-5x5-v0", 8, 6144, {}),
     **{each: ("CartPole-v1", 8, 8192, dict(rollout_buffer_class=each, group_size=4)) for each in WHOLE},
-    "trajectory": ("Pendulum-v1", 4, 4096, dict(SHORT, loss_aggregation="trajectory")),
+    "trajectory": ("Pendulum-v1", 4, 4096, dict(SHORT, objective=dict(loss_aggregation="trajectory"))),
     "kl": ("Pendulum-v1", 4, 4096, dict(SHORT, **KL)),
-    "klk3": ("CartPole-v1", 4, 4096, dict(SHORT, kl_coef=0.1, kl_reference="initial", kl_estimator="k3")),
+    "klk3": ("CartPole-v1", 4, 4096, dict(SHORT, objective=dict(kl_coef=0.1, kl_reference="initial", kl_estimator="k3"))),
     "gspo": ("CartPole-v1", 8, 4096, dict(GSPO, n_steps=128, rollout_buffer_class="outcome")),
     "skip": ("CartPole-v1", 8, 4096, dict(SKIP, n_steps=128)),
     "subproc": ("CartPole-v1", 4, 3072, dict(SHORT, group_size=4)),

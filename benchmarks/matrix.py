@@ -21,7 +21,7 @@ from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
 from sb3_grpo.arithmetic.natural import CONSTANT_UNTIL, LIMIT
 from sb3_grpo.buffers import resolve_buffer_class
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.settings import chosen_n_epochs, chosen_update_rule
+from sb3_grpo.settings import ObjectiveOptions, chosen_n_epochs, chosen_update_rule
 from sb3_grpo.zoo.experiment import HYPERPARAMS
 
 MATRIX = pathlib.Path(__file__).with_name("matrix.yml")
@@ -102,11 +102,18 @@ class Run:
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
 
     def resolved(self) -> dict[str, Any]:
-        """:return: All arguments of GRPO, with what it chooses for ``None``"""
+        """:return: All arguments of GRPO and options of its objective, with what it chooses for ``None``"""
         settings = {**defaults(GRPO), **self.entry}
+        objective = ObjectiveOptions(**evaluated(settings.pop("objective")))
         buffer_class = resolve_buffer_class(settings["rollout_buffer_class"])
         policy_kwargs = evaluated(settings["policy_kwargs"])
-        about = {**settings, "rollout_buffer_class": buffer_class, "policy_kwargs": policy_kwargs, "num_timesteps": 0}
+        about = {
+            **settings,
+            "rollout_buffer_class": buffer_class,
+            "policy_kwargs": policy_kwargs,
+            "objective": objective,
+            "num_timesteps": 0,
+        }
         settings["update_rule"] = settings["update_rule"] or chosen_update_rule(
             about, inspect.signature(GRPO).parameters, self.is_continuous, self.has_boards
         )
@@ -118,7 +125,7 @@ class Run:
         if settings["n_steps"] is None:
             settings["n_steps"] = f"{chosen.rollout_size} in all"
         settings["rollout_buffer_kwargs"] = {**chosen.arguments, **evaluated(settings["rollout_buffer_kwargs"])}
-        return settings
+        return {**settings, **vars(objective)}
 
     def key(self) -> tuple[str, str, str]:
         """:return: Environment, seed and hash as they are in the CSV, which identify the row of the run"""

@@ -16,6 +16,7 @@ from sb3_grpo.maskable import MaskableGRPO
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.scenarios import Scenarios
+from sb3_grpo.settings import ObjectiveOptions
 from sb3_grpo.shared_inputs import SharedInputs, check_shared_inputs
 from sb3_grpo.starts import EnvironmentFault
 from sb3_grpo.transfer import load_actor
@@ -34,6 +35,7 @@ __all__ = [
     "MaskableGRPO",
     "MlpPolicy",
     "MultiInputPolicy",
+    "ObjectiveOptions",
     "OutcomeRolloutBuffer",
     "ProcessRolloutBuffer",
     "ReturnToGoRolloutBuffer",

@@ -40,7 +40,8 @@ SYMPTOMS = (
         "`learning_rate` or `n_epochs`, or stop updates early with `target_kl=0.02`."),
     Symptom("entropy", lambda m: -m["train/entropy_loss"] < m["floor"] and not m["risen"],
         "The entropy of the policy has collapsed (train/entropy_loss) and the return has not risen: the policy no longer "
-        "explores. Raise `ent_coef`, lower `learning_rate`, or keep the policy near its initial state with `kl_coef`."),
+        "explores. Raise `ent_coef`, lower `learning_rate`, or keep the policy near its initial state with "
+        "`objective=dict(kl_coef=0.1)`."),
     Symptom("effective sample size", lambda m: m["train/effective_sample_size"] < 0.1,
         "A few transitions have nearly all the weight (train/effective_sample_size below 0.1): the policy moved too far. "
         "Lower `learning_rate` or `n_epochs`. If transitions wait long for their group, use a smaller `group_size`."),

@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses
 from sb3_grpo.arithmetic.choice import describe_choice
-from sb3_grpo.arithmetic.kl_penalty import KLEstimator, KLPenalty, KLReference, adapted_kl_coef
+from sb3_grpo.arithmetic.kl_penalty import KLPenalty, adapted_kl_coef
 from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.natural import default_limit
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
@@ -37,11 +37,12 @@ from sb3_grpo.observations import has_boards, has_images
 from sb3_grpo.persistence import PersistentAlgorithm
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import (
+    ObjectiveOptions,
     changed_settings,
+    check_options,
     check_policy_class,
-    check_policy_kwargs,
     check_rollout,
-    check_settings,
+    check_values,
     chosen_n_epochs,
     chosen_n_steps,
     chosen_update_rule,
@@ -52,7 +53,7 @@ from sb3_grpo.settings import (
     warn_without_vec_normalize,
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
-from sb3_grpo.validation import check_environment, check_registered
+from sb3_grpo.validation import check_environment
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
 
@@ -81,11 +82,6 @@ class GRPO(PersistentAlgorithm):
     :param gae_lambda: Lambda of generalized advantage estimation, and of the targets of the kernel baseline. ``None`` for
         0.98 with clipped updates, and 0.95 with natural ones. Buffers that compare whole trajectories do not use it
     :param clip_range: Clipping parameter, a number or a function of the remaining progress (from 1 to 0)
-    :param clip_range_high: Clipping parameter for ratios above one (clip-higher, DAPO); ``None`` for ``clip_range``
-    :param importance_sampling_level: ``"step"``: each transition has its own importance ratio. ``"trajectory"``: all
-        transitions of a trajectory have the geometric mean of their ratios (GSPO); minibatches then hold whole trajectories
-    :param loss_aggregation: ``"step"``: the loss is the mean over transitions. ``"trajectory"``: all trajectories count alike
-        (DeepSeekMath). ``"constant"``: sums over trajectories are divided by the time limit (Dr. GRPO)
     :param normalize_advantage: Whether to standardise the advantages of a rollout. Buffers that compare within groups have
         their own ``scale`` instead
     :param ent_coef: Coefficient of the entropy bonus
@@ -97,14 +93,8 @@ class GRPO(PersistentAlgorithm):
     :param repeat_starts: Largest share of groups that repeat a start at which the members of an earlier group ended
         differently, from 0 (none) to 1; 0.5 is the value that was measured. Groups repeat starts only while rewards are
         rare, see :class:`~sb3_grpo.starts.choice.StartChoice`
-    :param kl_coef: Coefficient of the penalty KL(pi || reference). It changes during training if ``adaptive_kl_target`` is set
-    :param adaptive_kl_target: Desired divergence from the reference after an update: ``kl_coef`` is doubled or halved after
-        each update to reach it. ``None`` for a constant ``kl_coef``
-    :param kl_reference: Reference policy. ``"old"``: the policy before the update (the estimators ``k1`` to ``k3`` use the
-        policy that sampled the transition). ``"initial"``: the policy at the first update. An integer: the policy of at most
-        that many updates ago
-    :param kl_estimator: ``"exact"``: the closed form. ``"k1"``, ``"k2"``, ``"k3"``: estimates from the actions, see
-        :mod:`sb3_grpo.losses`
+    :param objective: Options of the objective, which make it that of a paper: the keyword arguments of
+        :class:`~sb3_grpo.ObjectiveOptions`, such as ``dict(kl_coef=0.04, loss_aggregation="trajectory")``
     :param use_sde: Whether to explore with state-dependent noise (gSDE, https://arxiv.org/abs/2005.05719)
     :param sde_sample_freq: Number of steps between two noise samples of gSDE; -1 for one sample per rollout
     :param rollout_buffer_class: ``"kernel"``, ``"outcome"``, ``"process"``, ``"return_to_go"``, ``"stepwise"``, or a subclass
@@ -151,19 +141,13 @@ class GRPO(PersistentAlgorithm):
         gamma: float = 0.99,
         gae_lambda: float | None = None,
         clip_range: float | Schedule = 0.2,
-        clip_range_high: float | Schedule | None = None,
-        importance_sampling_level: losses.ImportanceSamplingLevel = "step",
-        loss_aggregation: losses.LossAggregation = "step",
         normalize_advantage: bool = True,
         ent_coef: float = 0.0,
         max_grad_norm: float = 0.5,
         group_size: int | None = None,
         share_starts: bool = True,
         repeat_starts: float = 0.0,
-        kl_coef: float = 0.0,
-        adaptive_kl_target: float | None = None,
-        kl_reference: KLReference = "initial",
-        kl_estimator: KLEstimator = "exact",
+        objective: dict[str, Any] | ObjectiveOptions | None = None,
         use_sde: bool = False,
         sde_sample_freq: int = -1,
         rollout_buffer_class: str | type[GroupRolloutBuffer] | None = "kernel",
@@ -184,8 +168,6 @@ class GRPO(PersistentAlgorithm):
         check_policy_class(policy, self.policy_aliases)
         if env is None and _init_setup_model:
             raise ValueError("`env` is None: pass an environment or its Gymnasium id, such as 'CartPole-v1'.")
-        if isinstance(env, str):
-            check_registered(env)
         super().__init__(
             policy,  # type: ignore[arg-type]
             env,  # type: ignore[arg-type]
@@ -214,17 +196,13 @@ class GRPO(PersistentAlgorithm):
         self.batch_size = batch_size
         self.n_epochs: int = n_epochs  # type: ignore[assignment]  # chosen for the observations if it is None
         self.clip_range = clip_range
-        self.clip_range_high = clip_range_high
-        self.importance_sampling_level = importance_sampling_level
-        self.loss_aggregation = loss_aggregation
         self.normalize_advantage = normalize_advantage
         self.group_size = group_size
         self.share_starts = share_starts
         self.repeat_starts = repeat_starts
-        self.kl_coef = kl_coef
-        self.adaptive_kl_target = adaptive_kl_target
-        self.kl_reference = kl_reference
-        self.kl_estimator = kl_estimator
+        self.objective: ObjectiveOptions = objective  # type: ignore[assignment]
+        #: Coefficient of the KL penalty, which changes during training if it is adaptive
+        self.kl_coef: float = None  # type: ignore[assignment]  # that of the objective
         self.update_rule = update_rule
         self.target_kl = target_kl
         self.normalize_observations = normalize_observations
@@ -255,13 +233,15 @@ class GRPO(PersistentAlgorithm):
         self.policy_kwargs = self.policy_kwargs or {}
         buffer_class: type[GroupRolloutBuffer] = self.rollout_buffer_class  # type: ignore[assignment]
         parameters = inspect.signature(GRPO.__init__).parameters
+        self.objective = ObjectiveOptions.of(self.objective, parameters)
+        self.kl_coef = self.objective.kl_coef if self.kl_coef is None else self.kl_coef
         kinds = isinstance(self.action_space, spaces.Box), has_boards(self.observation_space)
         self.update_rule = self.update_rule or chosen_update_rule(vars(self), parameters, *kinds)
-        check_settings(vars(self), self._chooses_n_steps)
+        check_values(vars(self), parameters)
+        check_options(vars(self), parameters, self._standardises())
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
         self.n_epochs = chosen_n_epochs(has_images(self.observation_space)) if self.n_epochs is None else self.n_epochs
-        check_policy_kwargs(self.policy_class, self.policy_kwargs, self._standardises())
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
         if self._chooses_n_steps:
@@ -271,7 +251,7 @@ class GRPO(PersistentAlgorithm):
         elif buffer_class.update_size(self.n_steps * self.n_envs) is not None:
             batch_size = self.batch_size if self.update_rule == "clipped" else 1
             check_rollout(self.n_steps, self.n_envs, batch_size, self.normalize_advantage)
-        self._make_schedules()
+        self.clip_range = FloatSchedule(self.clip_range)
 
         saved_ledger, last_obs = self.ledger, self._last_obs
         self.ledger = None
@@ -283,13 +263,9 @@ class GRPO(PersistentAlgorithm):
             super()._setup_model()
         finally:
             self.rollout_buffer_kwargs, self.policy_kwargs = user_kwargs
-        self.kl_penalty = KLPenalty(self.kl_reference, self.kl_estimator)
+        self.kl_penalty = KLPenalty(self.objective.kl_reference, self.objective.kl_estimator)
         self._continue_run(saved_ledger, last_obs)
         self._settings = self._current_settings()
-
-    def _make_schedules(self) -> None:
-        self.clip_range = FloatSchedule(self.clip_range)
-        self.clip_range_high = None if self.clip_range_high is None else FloatSchedule(self.clip_range_high)
 
     def _new_ledger(self, seed: int | None = None) -> Ledger:
         return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed, self.repeat_starts)
@@ -303,11 +279,11 @@ class GRPO(PersistentAlgorithm):
         changed = changed_settings(self._settings, self._current_settings())
         if not changed:
             return
-        check_settings(vars(self), self._chooses_n_steps)
+        check_values(vars(self), inspect.signature(GRPO.__init__).parameters)
         warn_of_idle_arguments(vars(self), changed)
         if "learning_rate" in changed:
             self._setup_lr_schedule()
-        self._make_schedules()
+        self.clip_range = FloatSchedule(self.clip_range)
         for name in changed & {"gamma", "gae_lambda"}:
             setattr(self.rollout_buffer, name, getattr(self, name))
         if "group_size" in changed and self.ledger is not None:
@@ -394,14 +370,16 @@ class GRPO(PersistentAlgorithm):
             self.rollout_buffer.horizon = time_limit(self.env)
         vec_normalize, before = self.get_vec_normalize_env(), self._learned_from_normalized
         self._learned_from_normalized = vec_normalize is not None and vec_normalize.norm_obs
-        warn_without_vec_normalize(before, self._learned_from_normalized)
+        if before and not self._learned_from_normalized:
+            warn_without_vec_normalize()
+        normalizers = {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None}
         settings = describe_settings(
             self.rollout_buffer,
             self.ledger.group_size,
             starts.share_starts,
             self.n_steps * self.n_envs,
             self.update_rule,  # type: ignore[arg-type]
-            {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None},
+            [name for name, is_used in normalizers.items() if is_used],
         )
         # What is not compiled yet is compiled here, before the clock of the first rollout runs.
         rule: losses.UpdateRule = self.update_rule  # type: ignore[assignment]
@@ -459,7 +437,7 @@ class GRPO(PersistentAlgorithm):
                 self.policy,
                 self.ledger.open_groups(),
                 self.normalize_advantage,
-                self.loss_aggregation,
+                self.objective.loss_aggregation,
             )
         except BaseException:
             # The environments may have moved on, and trajectories in progress have lost their beginnings.
@@ -502,16 +480,16 @@ class GRPO(PersistentAlgorithm):
                 report = clipped_update(objective, self.policy, self.rollout_buffer, n_epochs, batch_size, self.target_kl)
             check_update(self.policy, report.epochs)
             metrics = describe_update(report)
-            if self.adaptive_kl_target is not None:
+            if self.objective.adaptive_kl_target is not None:
                 kl = self.kl_penalty.mean(self.policy, self.rollout_buffer.get(self.policy.encoding_batch()))
                 metrics["train/kl_to_reference"] = kl
-                self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.adaptive_kl_target)
+                self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.objective.adaptive_kl_target)
         if report.excessive_kl is not None and self.verbose >= 1:
             print(f"Early stopping at epoch {len(report.epochs) - 1} due to reaching max kl: {report.excessive_kl:.2f}")
         self._n_updates += len(report.epochs)
         self.update_metrics = metrics
         self._log("train/", {**self.rollout_buffer.metrics, **metrics})
-        if self.adaptive_kl_target is not None:
+        if self.objective.adaptive_kl_target is not None:
             self.logger.record("train/kl_coef", self.kl_coef)
         if hasattr(self.policy, "log_std"):
             self.logger.record("train/std", th.exp(self.policy.log_std).mean().item())
@@ -519,7 +497,7 @@ class GRPO(PersistentAlgorithm):
         if report.natural is not None:
             return
         self.logger.record("train/clip_range", objective.clip_range.low)
-        if self.clip_range_high is not None:
+        if self.objective.clip_range_high is not None:
             self.logger.record("train/clip_range_high", objective.clip_range.high)
 
     def _log(self, prefix: str, metrics: dict[str, float]) -> None:
@@ -528,11 +506,11 @@ class GRPO(PersistentAlgorithm):
                 self.logger.record(name, value)
 
     def _objective(self) -> Objective:
-        schedules: Any = self.clip_range, self.clip_range if self.clip_range_high is None else self.clip_range_high
-        clip_range = ClipRange(*(schedule(self._current_progress_remaining) for schedule in schedules))
-        return Objective(
-            clip_range, self.importance_sampling_level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm
-        )
+        options, low = self.objective, self.clip_range
+        high = low if options.clip_range_high is None else FloatSchedule(options.clip_range_high)
+        clip_range = ClipRange(*(schedule(self._current_progress_remaining) for schedule in (low, high)))  # type: ignore[operator]
+        level = options.importance_sampling_level
+        return Objective(clip_range, level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm)
 
     def _excluded_save_params(self) -> list[str]:
         own = ["kl_penalty", "_random_state", "_printed_settings", "_seeded_env", "_settings"]

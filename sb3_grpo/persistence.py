@@ -261,6 +261,8 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         changed = {**(custom_objects or {}), **kwargs}
         if "n_steps" in changed:
             kwargs["_chooses_n_steps"] = changed["n_steps"] is None
+        if "objective" in changed:
+            kwargs["kl_coef"] = None  # begins with that of the objective
         if "stats_window_size" in kwargs:  # SB3 keeps it under another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)

@@ -1,6 +1,5 @@
 """Checks of arguments, and of the numbers that environments return. Messages quote the value and say what to do."""
 
-import contextlib
 import difflib
 import inspect
 import math
@@ -10,59 +9,50 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from sb3_grpo.observations import observation_parts, space_parts
-from sb3_grpo.vec_wrappers import base_of
 
 #: Largest range of an action that counts as bounded, because some environments use the largest float as a bound. The initial
 #: standard deviation is a quarter of the range. Actuators in SI units and amounts of money stay below.
 MAX_ACTION_RANGE = 1e9
-#: Spaces that SB3's networks can read, and those that gymnasium turns into vectors.
+#: Spaces that SB3's networks can read
 READABLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-FLATTENABLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.Dict, spaces.Tuple)
-NO_NUMBERS = "has no numbers"
 
 
 def refuse_unknown_arguments(
-    unknown: Mapping[str, Any], accepted: Iterable[str], taker: str, hints: Mapping[str, str]
+    taker: str, arguments: Mapping[str, Any], accepted: Iterable[str], hints: Mapping[str, str]
 ) -> None:
-    """Raise a ``TypeError`` for keyword arguments that a class, ``taker``, does not accept. It says what to write instead."""
-    for name, value in unknown.items():
-        meant = likely_argument(name, accepted)
-        hint = f"did you mean `{meant}`?" if meant else f"see `help({taker})` for its arguments."
-        if name in hints:
-            hint = f"{hints[name]}."
-        raise TypeError(f"{taker} does not take `{name}={value!r}`: {hint}")
-
-
-def likely_argument(name: str, accepted: Iterable[str]) -> str | None:
-    """
-    :return: The argument that was probably meant: the only one that begins with the name, that has the same letters, or that
-        hardly differs. ``None`` if there is none, because a wrong hint is worse than no hint
-    """
-    accepted = list(accepted)
-    longer = [each for each in accepted if each.startswith(name) and len(name) >= 4]
-    if len(longer) == 1:
-        return longer[0]
-    reordered = [each for each in accepted if sorted(each) == sorted(name)]
-    close = [*difflib.get_close_matches(name, accepted, 1, 0.85), *difflib.get_close_matches(name, reordered, 1, 0.75)]
-    return close[0] if close else None
+    """Raise a ``TypeError`` for an argument that is not accepted. It says what to write instead."""
+    accepted = sorted(accepted)
+    for name, value in arguments.items():
+        if name not in accepted:
+            similar = difflib.get_close_matches(str(name), accepted, 1, 0.8)
+            hint = (
+                f"did you mean `{similar[0]}`?"
+                if similar
+                else f"it takes {', '.join(each for each in accepted if each[0] != '_')}."
+            )
+            raise TypeError(f"{taker} does not take `{name}={value!r}`: {hints.get(name, hint)}")
 
 
 def constructor_arguments(cls: type) -> set[str]:
     """:return: Names of the arguments of a class's constructor, and of those that it passes on to its bases as ``**kwargs``"""
     accepted: set[str] = set()
     for each in cls.__mro__:
-        if "__init__" not in vars(each):
-            continue
-        parameters = inspect.signature(each).parameters
-        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        accepted |= {name for name, parameter in parameters.items() if parameter.kind not in variable}
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
+        if "__init__" in vars(each):
+            kinds = {name: parameter.kind for name, parameter in inspect.signature(each).parameters.items()}
+            variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+            accepted |= {name for name, kind in kinds.items() if kind not in variable}
+            if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+                break
     return accepted
+
+
+def _require(is_met: bool, name: str, value: Any, wanted: str) -> None:
+    if not is_met:
+        raise ValueError(f"`{name}` must be {wanted}, not {value!r}.")
 
 
 def is_finite_number(value: Any) -> bool:
@@ -73,57 +63,44 @@ def is_finite_number(value: Any) -> bool:
 
 def require_at_least(name: str, value: Any, smallest: int, or_else: str = "") -> None:
     """Require an integer. ``or_else`` says for the message what else is accepted."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < smallest:
-        raise ValueError(f"`{name}` must be an integer of at least {smallest}{' ' * bool(or_else)}{or_else}, not {value!r}.")
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    _require(is_integer and value >= smallest, name, value, f"an integer of at least {smallest} {or_else}".rstrip())
 
 
 def require_between(name: str, value: Any, smallest: float, largest: float = math.inf) -> None:
     """Require a finite number in a range."""
-    if not is_finite_number(value) or not smallest <= value <= largest:
-        if largest < math.inf:
-            limits = f" from {smallest:g} to {largest:g}"
-        else:
-            limits = "" if smallest == -math.inf else f" of at least {smallest:g}"
-        raise ValueError(f"`{name}` must be a finite number{limits}, not {value!r}.")
+    limits = f" from {smallest:g} to {largest:g}" if largest < math.inf else f" of at least {smallest:g}"
+    limits = "" if smallest == -math.inf else limits
+    _require(is_finite_number(value) and smallest <= value <= largest, name, value, f"a finite number{limits}")
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Require a finite number above zero."""
-    if not is_finite_number(value) or value <= 0:
-        raise ValueError(f"`{name}` must be a positive number, not {value!r}.")
+    """Require a number above zero, which may be infinite."""
+    _require((is_finite_number(value) or value == math.inf) and value > 0, name, value, "a positive number")
 
 
 def require_bool(name: str, value: Any) -> None:
     """Require True or False: a text such as ``"False"`` would count as true."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"`{name}` must be True or False, not {value!r}.")
+    _require(isinstance(value, (bool, np.bool_)), name, value, "True or False")
 
 
 def require_schedule(name: str, value: Any) -> None:
     """Require a finite number of at least 0, or a function of the remaining progress (from 1 to 0) that begins with one."""
     first = value(1.0) if callable(value) else value
-    if callable(value):
-        with contextlib.suppress(TypeError, ValueError):  # SB3 converts what a schedule returns
-            first = float(first)
-    if not is_finite_number(first) or first < 0:
-        gives = f", which gives {first!r} at 1" if callable(value) else ""
-        raise ValueError(
-            f"`{name}` must be a finite number of at least 0, or a function that maps the remaining progress (from 1 to 0) "
-            f"to one, not {value!r}{gives}."
-        )
+    first = first.item() if isinstance(first, (np.ndarray, th.Tensor)) else first  # SB3 converts what a schedule returns
+    wanted = "a finite number of at least 0, or a function that maps the remaining progress (from 1 to 0) to one"
+    _require(is_finite_number(first) and first >= 0, name, first, wanted)
 
 
 def require_mapping(name: str, value: Any) -> None:
     """Require a dictionary of arguments."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"`{name}` must be a dictionary of arguments, such as dict(...), not {value!r}.")
+    _require(isinstance(value, Mapping), name, value, "a dictionary of arguments, such as dict(...)")
 
 
 def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Require one of the choices."""
-    choices = list(choices)
-    if value not in choices:
-        raise ValueError(f"`{name}` must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {value!r}.")
+    *others, last = choices
+    _require(value in (*others, last), name, value, f"{', '.join(map(repr, others))} or {last!r}")
 
 
 def check_environment(env: Any, uses_masks: bool = False) -> None:
@@ -140,10 +117,14 @@ def check_environment(env: Any, uses_masks: bool = False) -> None:
             "`make_vec_env('CartPole-v1', n_envs=4)`."
         )
     _check_action_space(env.action_space)
-    _check_observation_space(env.observation_space)
-    base = base_of(env)[1] if isinstance(env, VecEnv) else env
-    for each in base.envs if isinstance(base, DummyVecEnv) else [base]:
-        _require_seed_argument(each)
+    for key, part in space_parts(env.observation_space).items():
+        if fault := _unreadable(part):
+            raise ValueError(
+                f"The observation {'' if key is None else f'{key!r} '}of space {part} {fault}, so no network can read it. "
+                "`gymnasium.wrappers.FlattenObservation` makes a vector of numbers and tuples, `FilterObservation` leaves out "
+                "entries of a Dict, and `minigrid.wrappers.FlatObsWrapper` is for MiniGrid. Otherwise, let the environment "
+                "return an array of a fixed shape, of a `Box`."
+            )
     if not uses_masks and _has_action_masks(env):
         warnings.warn(
             "The environment has `action_masks`, which GRPO ignores: the policy may choose actions that are masked. Use "
@@ -153,26 +134,11 @@ def check_environment(env: Any, uses_masks: bool = False) -> None:
         )
 
 
-def _require_seed_argument(env: Any) -> None:
-    """Raise a ``ValueError`` if ``reset`` of an environment or of one of its wrappers takes no seed, which SB3 passes."""
-    if not isinstance(env, gym.Env):
-        return
-    parameters = inspect.signature(env.reset).parameters.values()
-    if not any(parameter.name == "seed" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        raise ValueError(
-            f"`{type(env).__name__}.reset{inspect.signature(env.reset)}` takes no `seed`. In an environment, define "
-            "`def reset(self, *, seed=None, options=None)` and begin with `super().reset(seed=seed)`. In a wrapper, define "
-            "`def reset(self, **kwargs)` and pass `**kwargs` on."
-        )
-    if isinstance(env, gym.Wrapper):
-        _require_seed_argument(env.env)
-
-
 def _check_action_space(space: spaces.Space) -> None:
     if isinstance(space, spaces.Box):
-        is_bounded, low, high = space.is_bounded(), space.low, space.high
-        if not is_bounded or np.any(high.astype(np.float64) - low.astype(np.float64) > MAX_ACTION_RANGE):
-            though = f", because its bounds are more than {MAX_ACTION_RANGE:g} apart" if is_bounded else ""
+        widest = np.max(space.high.astype(np.float64) - space.low.astype(np.float64), initial=0.0)
+        if not widest <= MAX_ACTION_RANGE:
+            though = f", because its bounds are more than {MAX_ACTION_RANGE:g} apart" if space.is_bounded() else ""
             raise ValueError(
                 f"The action space {space} is unbounded{though}: give it a finite `low` and `high` in the "
                 "environment, such as those of the actuators. Actions beyond them are clipped."
@@ -180,28 +146,6 @@ def _check_action_space(space: spaces.Space) -> None:
     fault = _unreadable(space)
     if fault and isinstance(space, READABLE):  # SB3 refuses the other types
         raise ValueError(f"The action space {space} {fault}, and no policy can act in it: change it in the environment.")
-
-
-def _check_observation_space(space: spaces.Space) -> None:
-    parts = space_parts(space)
-    # Those that no wrapper makes readable come first.
-    for key, part in sorted(parts.items(), key=lambda item: isinstance(item[1], FLATTENABLE)):
-        fault = _unreadable(part)
-        if not fault:
-            continue
-        name = "observation space" if key is None else f"observation {key!r} of space"
-        if isinstance(part, FLATTENABLE) and fault != NO_NUMBERS:
-            remedy = "wrap the environment in `gymnasium.wrappers.FlattenObservation`, and use 'MlpPolicy'"
-        elif key is None:
-            remedy = "let the environment return an array of a fixed shape, of a `Box`"
-        else:
-            others = [each for each, other in parts.items() if each != key and isinstance(other, READABLE + FLATTENABLE)]
-            remedy = (
-                f"leave it out with `gymnasium.wrappers.FilterObservation(env, {others})`, or make a vector of all "
-                "observations, as `minigrid.wrappers.FlatObsWrapper` does for MiniGrid"
-            )
-        kind = NotImplementedError if isinstance(part, (spaces.Dict, spaces.Tuple)) else ValueError  # as in SB3
-        raise kind(f"The {name} {part} {fault}, so no network can read it: {remedy}.")
 
 
 def _unreadable(space: spaces.Space) -> str:
@@ -212,31 +156,16 @@ def _unreadable(space: spaces.Space) -> str:
         if np.any(space.start != 0):
             return f"starts at {np.asarray(space.start).tolist()} instead of 0"
         return "has several axes" if np.ndim(getattr(space, "nvec", 0)) > 1 else ""
-    return NO_NUMBERS if 0 in space.shape else ""
+    return "has no numbers" if 0 in space.shape else ""
 
 
 def _has_action_masks(env: Any) -> bool:
     try:
         if isinstance(env, gym.Env):
             return env.has_wrapper_attr("action_masks")
-        answers = env.env_method("has_wrapper_attr", "action_masks", indices=[0])
-        return isinstance(answers, list) and answers[:1] == [True]
+        return list(env.env_method("has_wrapper_attr", "action_masks", indices=[0])) == [True]
     except Exception:  # of a simulator that does not know its environments one by one
         return False
-
-
-def check_registered(env_id: str) -> None:
-    """Raise ``gymnasium.error.UnregisteredEnv`` if there is no environment of this id."""
-    if ":" in env_id:  # gymnasium imports the module before the colon
-        return
-    try:
-        gym.spec(env_id)
-    except gym.error.UnregisteredEnv as error:
-        raise type(error)(
-            f"{error} If it belongs to another package, import that package first, as in `import minigrid`."
-        ) from None
-    except gym.error.Error:  # an id without a version, of which gymnasium takes the latest
-        pass
 
 
 def check_step(

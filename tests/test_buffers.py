@@ -848,7 +848,7 @@ def test_minibatches_of_whole_trajectories_have_them_all_once_and_losses_that_av
     buffer: str, aggregation: str, batch_size: int | None
 ):
     # An update of many trajectories of 1 to 11 steps
-    model = make_id_model(buffer, 3, n_steps=30, loss_aggregation=aggregation).learn(90)
+    model = make_id_model(buffer, 3, n_steps=30, objective=dict(loss_aggregation=aggregation)).learn(90)
     whole = whole_update(model)
     batches = list(model.rollout_buffer.get(batch_size, whole_trajectories=True))
     assert sorted(id for batch in batches for id in ids_of(batch)) == sorted(ids_of(whole))
@@ -921,14 +921,19 @@ def test_transitions_weigh_as_the_length_of_their_trajectory_in_the_update_deman
 ):
     kwargs = {} if horizon is None else dict(horizon=horizon)
     model = make_id_model(
-        buffer, 1, dict(length=short_and_long), n_steps=5, loss_aggregation=aggregation, rollout_buffer_kwargs=kwargs
+        buffer,
+        1,
+        dict(length=short_and_long),
+        n_steps=5,
+        objective=dict(loss_aggregation=aggregation),
+        rollout_buffer_kwargs=kwargs,
     )
     assert weights_by_episode(whole_update(model.learn(5 * n_rollouts))) == weights
 
 
 def test_the_time_limit_of_the_environment_is_the_largest_length_of_a_trajectory():
     env = TimeLimit(IdEnv(0, short_and_long), 16)
-    model = make_model(env, "outcome", n_steps=4, share_starts=False, loss_aggregation="constant").learn(4)
+    model = make_model(env, "outcome", n_steps=4, share_starts=False, objective=dict(loss_aggregation="constant")).learn(4)
     assert weights_by_episode(whole_update(model)) == {0: [2 / 16], 1: [2 / 16] * 3}
 
 
@@ -967,7 +972,9 @@ def test_a_buffer_is_chosen_by_name_or_class():
 @pytest.mark.parametrize(
     ("buffer", "message"),
     [
-        pytest.param("kernal", "'kernel', 'outcome', 'process', 'return_to_go' or 'stepwise', not 'kernal'", id="a typo"),
+        pytest.param(
+            "kernal", "'kernel', 'outcome', 'process', 'return_to_go', 'stepwise' or a subclass .*, not 'kernal'", id="a typo"
+        ),
         pytest.param(RolloutBuffer, "buffers.RolloutBuffer'>: SB3's own rollout buffers need a critic", id="SB3's"),
         pytest.param(3, "subclass of `sb3_grpo.GroupRolloutBuffer`, not 3", id="no class"),
     ],
@@ -1543,8 +1550,10 @@ def test_every_transition_is_used_once_whatever_spaces_episodes_and_options(buff
         kwargs: dict[str, Any] = dict(
             group_size=group_size,
             use_sde=bool(rng.integers(2)) and isinstance(action_space, spaces.Box),
-            importance_sampling_level=str(rng.choice(["step", "trajectory"])),
-            loss_aggregation=str(rng.choice(["step", "trajectory", "constant"])),
+            objective=dict(
+                importance_sampling_level=str(rng.choice(["step", "trajectory"])),
+                loss_aggregation=str(rng.choice(["step", "trajectory", "constant"])),
+            ),
             policy_kwargs=policy_kwargs,
         )
         print("case", case, space, action_space, length, ending, n_envs, kwargs)  # shown if the test fails

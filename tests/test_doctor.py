@@ -104,7 +104,7 @@ def clipped(learning_rate: float = 0.3, level: str = "step") -> Any:
         learning_rate=learning_rate,
         n_epochs=4,
         clip_range=0.001,
-        importance_sampling_level=level,
+        objective=dict(importance_sampling_level=level),
     )
 
 

@@ -77,6 +77,9 @@ def twin(model: GRPO, **options: Any) -> GRPO:
     return other
 
 
+BY_TRAJECTORY = dict(loss_aggregation="trajectory")
+
+
 @pytest.mark.parametrize(
     ("policy", "space", "actions", "options"),
     [
@@ -84,7 +87,7 @@ def twin(model: GRPO, **options: Any) -> GRPO:
         ("CnnPolicy", CHW, spaces.MultiDiscrete([2, 3]), dict(learning_rate=lambda left: 1e-3 * (left + 0.5))),
         ("CnnPolicy", HWC, spaces.Box(-1.0, 1.0, (2,)), dict(learning_rate=1e-3, policy_kwargs=dict(log_std_lr_factor=2.0))),
         ("MultiInputPolicy", EYE_AND_SPEED, spaces.MultiBinary(2), dict(clip_range=lambda left: left + 0.1)),
-        ("MultiInputPolicy", EYE_AND_SPEED, spaces.Discrete(3), dict(loss_aggregation="trajectory", max_grad_norm=0.01)),
+        ("MultiInputPolicy", EYE_AND_SPEED, spaces.Discrete(3), dict(objective=BY_TRAJECTORY, max_grad_norm=0.01)),
     ],
 )  # fmt: skip
 def test_an_update_by_a_graph_is_that_of_torch(
@@ -152,9 +155,9 @@ class Dropout(nn.Module):
         ("CnnPolicy", dict(actions=spaces.Box(-1.0, 1.0, (2,)), use_sde=True), set()),
         ("CnnPolicy", dict(policy_kwargs=dict(optimizer_class=th.optim.SGD)), {"acting"}),
         ("CnnPolicy", dict(policy_kwargs=dict(optimizer_kwargs=dict(eps=1e-5))), {"acting"}),
-        ("CnnPolicy", dict(kl_coef=0.1), {"acting"}),
+        ("CnnPolicy", dict(objective=dict(kl_coef=0.1)), {"acting"}),
         ("CnnPolicy", dict(target_kl=10.0), {"acting"}),
-        ("CnnPolicy", dict(importance_sampling_level="trajectory"), {"acting"}),
+        ("CnnPolicy", dict(objective=dict(importance_sampling_level="trajectory")), {"acting"}),
         ("CnnPolicy", dict(update_rule="natural"), {"acting"}),
     ],
 )

@@ -645,7 +645,7 @@ def test_a_step_on_a_full_batch_is_ppos_step_on_the_same_data(noise: float, acti
 
 @pytest.mark.parametrize("reference", [2, "initial"])
 def test_an_update_that_fails_halfway_leaves_the_model_as_it_was(reference: Any):
-    model = make_model(kl_coef=0.5, adaptive_kl_target=1e3, kl_reference=reference, n_epochs=3).learn(32 * 3)
+    model = make_model(objective=dict(kl_coef=0.5, adaptive_kl_target=1e3, kl_reference=reference), n_epochs=3).learn(32 * 3)
 
     def state() -> dict[str, th.Tensor]:
         optimizer = model.policy.optimizer.state_dict()["state"]
@@ -689,7 +689,9 @@ def dtypes_of(name: str, tensors: Any) -> set[tuple[str, th.dtype]]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(kl_coef=0.1), dict(loss_aggregation="trajectory")], ids=["default", "kl", "weights"]
+    "options",
+    [{}, dict(objective=dict(kl_coef=0.1)), dict(objective=dict(loss_aggregation="trajectory"))],
+    ids=["default", "kl", "weights"],
 )
 def test_everything_that_lives_on_the_device_is_in_single_precision(options: dict[str, Any]):
     """Devices such as Apple's GPUs have no double precision."""

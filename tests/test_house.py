@@ -40,6 +40,7 @@ CORE = {
     "persistence",
     "policies",
     "scenarios",
+    "settings",
     "shared_inputs",
     "starts",
     "transfer",
@@ -67,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collection": {"arithmetic", "buffers", "policies", "starts", "validation", "vec_wrappers"},
     "distributed": {"collection", "distributed", "observations", "persistence", "policies", "starts", "validation"},
     "transfer": {"policies"},
-    "validation": {"observations", "vec_wrappers"},
+    "validation": {"observations"},
     "vec_wrappers": set(),
     "policies": {"extractors", "masks", "normalization", "observations", "validation"},
     "buffers": {
@@ -245,9 +246,7 @@ def logged_keys() -> set[str]:
     watcher = LoggedKeys()
     for buffer in BUFFERS:
         options: dict[str, Any] = dict(
-            kl_coef=0.1,
-            adaptive_kl_target=0.1,
-            clip_range_high=0.3,
+            objective=dict(kl_coef=0.1, adaptive_kl_target=0.1, clip_range_high=0.3),
             rollout_buffer_class=buffer,
         )
         for env in ("CartPole-v1", "Pendulum-v1"):

@@ -107,7 +107,7 @@ def test_a_policy_that_cannot_be_copied_learns_without_a_penalty_and_is_refused_
     policy_kwargs = dict(net_arch=[8], features_extractor_class=Locked)
     make_model(policy_kwargs=policy_kwargs).learn(64)
     with pytest.raises(TypeError, match=r"needs a copy of the policy .* failed with TypeError.* or pass kl_coef=0"):
-        make_model(policy_kwargs=policy_kwargs, kl_coef=0.1).learn(64)
+        make_model(policy_kwargs=policy_kwargs, objective=dict(kl_coef=0.1)).learn(64)
 
 
 # --- the estimates ---
@@ -245,7 +245,7 @@ def distance(model: GRPO, initial: dict[str, th.Tensor]) -> float:
 def test_a_large_penalty_keeps_the_policy_near_the_initial_one():
     distances = []
     for kl_coef in (0.0, 20.0):
-        model = make_model(4, kl_coef=kl_coef, n_epochs=4)
+        model = make_model(4, objective=dict(kl_coef=kl_coef), n_epochs=4)
         initial = weights(model.policy)
         distances.append(distance(model.learn(1024), initial))
     assert distances[0] > 0.02 and 0.0 < distances[1] < 0.1 * distances[0]
@@ -254,7 +254,7 @@ def test_a_large_penalty_keeps_the_policy_near_the_initial_one():
 def test_a_tiny_penalty_changes_no_action_but_is_logged():
     watchers = [Watcher(), Watcher()]
     models = [
-        make_model(kl_coef=kl_coef).learn(192, callback=watcher)
+        make_model(objective=dict(kl_coef=kl_coef)).learn(192, callback=watcher)
         for kl_coef, watcher in zip((0.0, 1e-30), watchers, strict=True)
     ]
     np.testing.assert_array_equal(*(watcher.actions for watcher in watchers))
@@ -267,7 +267,7 @@ def test_a_tiny_penalty_changes_no_action_but_is_logged():
 @pytest.mark.parametrize(("target", "factor"), [(1e-9, 2.0), (1e3, 0.5)], ids=["above the target", "below the target"])
 def test_the_coefficient_adapts_after_each_update_and_survives_a_file(target: float, factor: float, tmp_path: pathlib.Path):
     watcher = Watcher()
-    model = make_model(kl_coef=0.1, adaptive_kl_target=target).learn(64 * 3, callback=watcher)
+    model = make_model(objective=dict(kl_coef=0.1, adaptive_kl_target=target)).learn(64 * 3, callback=watcher)
     assert watcher.kl_coefs == pytest.approx([0.1 * factor**update for update in range(4)])
     model.save(tmp_path / "model")
     loaded = GRPO.load(tmp_path / "model", env=make_vec_env("CartPole-v1", 2), device="cpu")
@@ -277,22 +277,24 @@ def test_the_coefficient_adapts_after_each_update_and_survives_a_file(target: fl
 
 def test_the_coefficient_goes_by_the_divergence_after_the_update():
     # With one minibatch, the policy is still its own reference when the loss is computed.
-    model = make_model(kl_coef=0.1, adaptive_kl_target=1e-9, n_epochs=1, batch_size=64).learn(64)
+    model = make_model(objective=dict(kl_coef=0.1, adaptive_kl_target=1e-9), n_epochs=1, batch_size=64).learn(64)
     assert model.update_metrics["train/kl_loss"] == pytest.approx(0.0, abs=1e-7)
     assert model.update_metrics["train/kl_to_reference"] > 1e-6
     assert model.kl_coef == pytest.approx(0.2)
 
 
 def test_without_a_target_or_without_an_update_the_coefficient_stays():
-    assert make_model(kl_coef=0.1).learn(128).kl_coef == 0.1
+    assert make_model(objective=dict(kl_coef=0.1)).learn(128).kl_coef == 0.1
     # No group is completed.
-    lonely = make_model(1, n_steps=2, batch_size=2, kl_coef=0.1, adaptive_kl_target=1e3, rollout_buffer_class="outcome")
+    lonely = make_model(
+        1, n_steps=2, batch_size=2, objective=dict(kl_coef=0.1, adaptive_kl_target=1e3), rollout_buffer_class="outcome"
+    )
     assert lonely.learn(4).kl_coef == 0.1
 
 
-@pytest.mark.parametrize("settings", [dict(kl_reference="initial"), dict(kl_reference=3)], ids=str)
-def test_reference_and_age_survive_a_file(settings: dict[str, Any], tmp_path: pathlib.Path):
-    model = make_model(kl_coef=0.1, **settings)
+@pytest.mark.parametrize("reference", ["initial", 3])
+def test_reference_and_age_survive_a_file(reference: Any, tmp_path: pathlib.Path):
+    model = make_model(objective=dict(kl_coef=0.1, kl_reference=reference))
     perturb(model.policy)  # the weights do not follow from the seed
     model.learn(64 * 2)
     model.save(tmp_path / "model")
@@ -303,13 +305,13 @@ def test_reference_and_age_survive_a_file(settings: dict[str, Any], tmp_path: pa
         for _ in range(2):  # the second is the fourth renewal of all
             penalty.renew(loaded.policy)
     assert same(weights(loaded.kl_penalty.policy), weights(model.kl_penalty.policy))  # type: ignore[arg-type]
-    renewed = settings["kl_reference"] == 3
+    renewed = reference == 3
     assert same(weights(loaded.kl_penalty.policy), weights(loaded.policy)) == renewed  # type: ignore[arg-type]
 
 
 def test_a_model_saved_without_a_penalty_can_be_loaded_with_one(tmp_path: pathlib.Path):
     make_model().learn(64).save(tmp_path / "model")
-    loaded = GRPO.load(tmp_path / "model", env=make_vec_env("CartPole-v1", 2), device="cpu", kl_coef=0.1)
+    loaded = GRPO.load(tmp_path / "model", env=make_vec_env("CartPole-v1", 2), device="cpu", objective=dict(kl_coef=0.1))
     before = weights(loaded.policy)
     loaded.learn(64)
     assert same(weights(loaded.kl_penalty.policy), before)  # type: ignore[arg-type]
@@ -317,7 +319,7 @@ def test_a_model_saved_without_a_penalty_can_be_loaded_with_one(tmp_path: pathli
 
 @pytest.mark.parametrize("reference", ["old", 2])
 def test_an_update_that_fails_leaves_reference_and_counter_as_they_were(reference: Any, monkeypatch: pytest.MonkeyPatch):
-    model = make_model(kl_coef=0.1, kl_reference=reference).learn(128)
+    model = make_model(objective=dict(kl_coef=0.1, kl_reference=reference)).learn(128)
     before = (weights(model.kl_penalty.policy), model.kl_penalty.age, model._n_updates)  # type: ignore[arg-type]
     n_steps, step = itertools.count(1), model.policy.optimizer.step
 
@@ -343,7 +345,7 @@ def count_passes(policy: ActorPolicy) -> Callable[[], int]:
 
 
 def test_the_exact_divergence_runs_the_policy_once_per_minibatch():
-    model = make_model(kl_coef=0.1, n_epochs=1, batch_size=16).learn(64)
+    model = make_model(objective=dict(kl_coef=0.1), n_epochs=1, batch_size=16).learn(64)
     n_passes = count_passes(model.policy)
     model.train()
     assert n_passes() == 4

@@ -560,14 +560,17 @@ class Lamp(gym.Env):
 gym.register("Lamp-v0", lambda **_: Lamp())
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Discrete, entropy, weights": ("CartPole-v1", dict(ent_coef=0.01, loss_aggregation="trajectory")),
-    "Discrete, old policy": ("CartPole-v1", dict(kl_coef=0.1, kl_reference="old")),
-    "Box, clipping": ("Pendulum-v1", dict(clip_range_high=0.3, target_kl=0.5)),
+    "Discrete, entropy, weights": ("CartPole-v1", dict(ent_coef=0.01, objective=dict(loss_aggregation="trajectory"))),
+    "Discrete, old policy": ("CartPole-v1", dict(objective=dict(kl_coef=0.1, kl_reference="old"))),
+    "Box, clipping": ("Pendulum-v1", dict(objective=dict(clip_range_high=0.3), target_kl=0.5)),
     "board": (
         "Lamp-v0",
         dict(policy_kwargs={name: BOARD[name] for name in BOARD.keys() - {"observation_space", "normalize_observations"}}),
     ),
-    "Box, first policy, schedule": ("Pendulum-v1", dict(kl_coef=0.1, learning_rate=lambda progress: 1e-3 * progress)),
+    "Box, first policy, schedule": (
+        "Pendulum-v1",
+        dict(objective=dict(kl_coef=0.1), learning_rate=lambda progress: 1e-3 * progress),
+    ),
 }
 
 
@@ -933,7 +936,7 @@ def test_an_unusual_update_is_left_to_torch_and_acting_is_not(
 SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
     "usual": ({}, "Acting and updating in machine code\n"),
     "estimated divergence": (
-        dict(kl_coef=0.1, kl_estimator="k3"),
+        dict(objective=dict(kl_coef=0.1, kl_estimator="k3")),
         "Acting in machine code, and updating with torch, because `kl_estimator` is 'k3'\n",
     ),
     "activation": (

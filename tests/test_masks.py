@@ -163,7 +163,7 @@ def test_masked_distributions_have_the_entropy_and_divergence_of_what_is_left(ac
 @pytest.mark.parametrize("action_space", SPACES)
 def test_actions_that_are_not_allowed_are_never_taken(action_space: spaces.Space, buffer: str, path: dict[str, Any]):
     env = make_rules(action_space)
-    options: dict[str, Any] = dict(rollout_buffer_class=buffer, ent_coef=0.1, kl_coef=0.1)
+    options: dict[str, Any] = dict(rollout_buffer_class=buffer, ent_coef=0.1, objective=dict(kl_coef=0.1))
     model = make_model(env, **options, **path).learn(1000)
     assert n_forbidden(env) == 0
     model.learn(500, use_masking=False)
@@ -192,7 +192,7 @@ def test_outputs_without_a_choice_get_no_gradient(
     action_space: spaces.Space, mask: list[int], unused: list[int], estimator: str, path: dict[str, Any]
 ):
     env = make_rules(action_space, allow=1.0, mask=mask)
-    model = make_model(env, ent_coef=0.1, kl_coef=0.1, kl_estimator=estimator, **path)
+    model = make_model(env, ent_coef=0.1, objective=dict(kl_coef=0.1, kl_estimator=estimator), **path)
     layer = model.policy.action_net
     before = layer.weight.detach().clone(), layer.bias.detach().clone()
     model.learn(256)
@@ -206,7 +206,9 @@ def test_outputs_without_a_choice_get_no_gradient(
 @pytest.mark.parametrize("buffer", ["kernel", "outcome"])
 @pytest.mark.parametrize("action_space", SPACES)
 def test_masks_that_allow_everything_change_nothing(action_space: spaces.Space, buffer: str, path: dict[str, Any]):
-    options: dict[str, Any] = dict(rollout_buffer_class=buffer, ent_coef=0.01, kl_coef=0.1, adaptive_kl_target=0.01, **path)
+    options: dict[str, Any] = dict(
+        rollout_buffer_class=buffer, ent_coef=0.01, objective=dict(kl_coef=0.1, adaptive_kl_target=0.01), **path
+    )
     masked = make_model(make_rules(action_space, allow=1.0), **options).learn(512)
     plain = make_model(make_rules(action_space, allow=1.0), GRPO, **options).learn(512)
     assert all(th.equal(old, new) for old, new in zip(weights(masked).values(), weights(plain).values(), strict=True))
@@ -239,7 +241,7 @@ def test_an_update_evaluates_actions_with_the_masks_of_their_own_step(buffer: st
 @pytest.mark.parametrize("action_space", SPACES)
 def test_both_paths_learn_the_same(action_space: spaces.Space, rule: str, monkeypatch: pytest.MonkeyPatch):
     def train() -> dict[str, th.Tensor]:
-        options: dict[str, Any] = dict(ent_coef=0.01, kl_coef=0.1, learning_rate=1e-3, update_rule=rule)
+        options: dict[str, Any] = dict(ent_coef=0.01, objective=dict(kl_coef=0.1), learning_rate=1e-3, update_rule=rule)
         return weights(make_model(make_rules(action_space), **options).learn(256))
 
     compiled = train()
@@ -328,7 +330,7 @@ def test_workers_on_ray_act_with_masks():
 
 
 def test_a_model_with_normalisation_and_masks_continues_bit_for_bit():
-    options: dict[str, Any] = dict(kl_coef=0.1, kl_reference=2)
+    options: dict[str, Any] = dict(objective=dict(kl_coef=0.1, kl_reference=2))
     model = make_model(make_rules(spaces.Discrete(5)), **options).learn(256)
     file = saved(model)
     model.set_env(make_rules(spaces.Discrete(5)))  # a loaded model begins with a reset

@@ -267,7 +267,7 @@ OTHER_POLICIES: dict[str, Callable[[], GRPO]] = {
     "images": lambda: make_model(AnyEnv(CHW), "CnnPolicy", n_steps=64, policy_kwargs=SMALL_CNN),
     "gSDE": lambda: make_model(use_sde=True),
     "squashed": lambda: make_model(use_sde=True, policy_kwargs=dict(squash_output=True), ent_coef=0.0),
-    "ratios of trajectories": lambda: make_model("CartPole-v1", importance_sampling_level="trajectory"),
+    "ratios of trajectories": lambda: make_model("CartPole-v1", objective=dict(importance_sampling_level="trajectory")),
     "complete groups": lambda: make_model("CartPole-v1", rollout_buffer_class="outcome"),
     "frozen layer": lambda: frozen(make_model()),
 }

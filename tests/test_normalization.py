@@ -413,7 +413,7 @@ def test_statistics_are_not_folded_into_a_layer_that_sees_no_observations():
 
 def test_a_reference_with_statistics_is_forgotten_with_them(tmp_path: pathlib.Path):
     ppo = PPO("MlpPolicy", "Pendulum-v1", policy_kwargs=dict(net_arch=[8]), device="cpu")
-    model = make_model(kl_coef=0.1, kl_reference=1, policy_kwargs=dict(net_arch=[8])).learn(64)
+    model = make_model(objective=dict(kl_coef=0.1, kl_reference=1), policy_kwargs=dict(net_arch=[8])).learn(64)
     load_actor(model, ppo)
     model.learn(64).save(tmp_path / "model.zip")
     GRPO.load(tmp_path / "model.zip", env=model.get_env(), device="cpu").learn(64)

@@ -31,13 +31,13 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import DummyVecEnv
 from test_grpo import logged_keys
 
+from sb3_grpo import ObjectiveOptions
 from sb3_grpo.buffers import BUFFERS
 
 #: Settings under which most ratios leave the clip range.
 FAR: dict[str, Any] = dict(clip_range=0.05, learning_rate=0.05, n_epochs=4)
 GROUP: dict[str, Any] = dict(rollout_buffer_class="return_to_go")
 OUTCOME: dict[str, Any] = dict(rollout_buffer_class="outcome")
-PENALTY: dict[str, Any] = dict(kl_coef=1.0)
 
 
 class ComponentsEnv(AnyEnv):
@@ -78,6 +78,10 @@ def falling(progress: float) -> float:
     return 0.01 + 0.1 * progress
 
 
+def penalty(**kwargs: Any) -> dict[str, Any]:
+    return dict(objective=dict(kl_coef=1.0, **kwargs))
+
+
 def of_buffer(**kwargs: Any) -> dict[str, Any]:
     return dict(rollout_buffer_kwargs=kwargs)
 
@@ -100,20 +104,20 @@ IN_TORCH: dict[str, Any] = dict(policy_kwargs=dict(net_arch=[8], activation_fn=t
 @pytest.mark.parametrize(
     ("make_env", "kwargs", "option", "plain"),
     [
-        pytest.param(make_envs, FAR, dict(clip_range_high=0.05), {}, id="clip_range_high-equal"),
-        pytest.param(even_envs, GROUP, dict(loss_aggregation="trajectory"), {}, id="equal-lengths-groups"),
-        pytest.param(limited_envs, GROUP, dict(loss_aggregation="constant"), {}, id="always-the-time-limit"),
+        pytest.param(make_envs, FAR, dict(objective=dict(clip_range_high=0.05)), {}, id="clip_range_high-equal"),
+        pytest.param(even_envs, GROUP, dict(objective=dict(loss_aggregation="trajectory")), {}, id="equal-lengths-groups"),
+        pytest.param(limited_envs, GROUP, dict(objective=dict(loss_aggregation="constant")), {}, id="always-the-time-limit"),
         pytest.param(
             one_step_envs,
             {**FAR, **GROUP, **IN_TORCH},
-            dict(importance_sampling_level="trajectory"),
+            dict(objective=dict(importance_sampling_level="trajectory")),
             {},
             id="one-step-episodes",
         ),
         pytest.param(box_envs, GROUP, of_buffer(tied_groups="skip"), {}, id="no-ties-to-skip"),
         pytest.param(component_envs, GROUP, of_buffer(reward_weights={"mean": 1.0}), {}, id="the-reward-as-component"),
-        pytest.param(make_envs, PENALTY, dict(kl_reference=1), dict(kl_reference="old"), id="renewed-each-update"),
-        pytest.param(make_envs, PENALTY, dict(kl_reference=1000), dict(kl_reference="initial"), id="never-renewed"),
+        pytest.param(make_envs, {}, penalty(kl_reference=1), penalty(kl_reference="old"), id="renewed-each-update"),
+        pytest.param(make_envs, {}, penalty(kl_reference=1000), penalty(kl_reference="initial"), id="never-renewed"),
     ],
 )
 def test_an_option_at_its_limit_leaves_a_run_as_it_is_bit_for_bit(make_env: Any, kwargs: Any, option: Any, plain: Any):
@@ -123,20 +127,30 @@ def test_an_option_at_its_limit_leaves_a_run_as_it_is_bit_for_bit(make_env: Any,
 @pytest.mark.parametrize(
     ("make_env", "kwargs", "option", "plain"),
     [
-        pytest.param(make_envs, FAR, dict(clip_range_high=0.3), {}, id="clip_range_high"),
-        pytest.param(make_envs, FAR, dict(clip_range_high=falling), dict(clip_range_high=0.11), id="clip_range_high-falls"),
-        pytest.param(make_envs, GROUP, dict(loss_aggregation="trajectory"), {}, id="different-lengths-groups"),
-        pytest.param(make_envs, GROUP, dict(loss_aggregation="constant"), {}, id="shorter-than-the-limit"),
+        pytest.param(make_envs, FAR, dict(objective=dict(clip_range_high=0.3)), {}, id="clip_range_high"),
         pytest.param(
-            even_envs, {**GROUP, **IN_TORCH}, dict(importance_sampling_level="trajectory"), {}, id="whole-trajectories"
+            make_envs,
+            FAR,
+            dict(objective=dict(clip_range_high=falling)),
+            dict(objective=dict(clip_range_high=0.11)),
+            id="clip_range_high-falls",
+        ),
+        pytest.param(make_envs, GROUP, dict(objective=dict(loss_aggregation="trajectory")), {}, id="different-lengths-groups"),
+        pytest.param(make_envs, GROUP, dict(objective=dict(loss_aggregation="constant")), {}, id="shorter-than-the-limit"),
+        pytest.param(
+            even_envs,
+            {**GROUP, **IN_TORCH},
+            dict(objective=dict(importance_sampling_level="trajectory")),
+            {},
+            id="whole-trajectories",
         ),
         pytest.param(make_envs, GROUP, of_buffer(tied_groups="skip"), {}, id="ties-to-skip"),
         pytest.param(make_envs, GROUP, of_buffer(scale="none"), {}, id="scale-none"),
         pytest.param(make_envs, OUTCOME, of_buffer(leave_one_out=True), {}, id="leave_one_out"),
         pytest.param(component_envs, GROUP, of_buffer(reward_weights={"square": 1.0}), {}, id="another-component"),
-        pytest.param(make_envs, PENALTY, dict(kl_reference=2), dict(kl_reference="old"), id="kl_reference-old"),
-        pytest.param(make_envs, PENALTY, dict(kl_reference=2), dict(kl_reference="initial"), id="kl_reference-initial"),
-        pytest.param(make_envs, PENALTY, dict(adaptive_kl_target=1e-4), {}, id="adaptive_kl_target"),
+        pytest.param(make_envs, {}, penalty(kl_reference=2), penalty(kl_reference="old"), id="kl_reference-old"),
+        pytest.param(make_envs, {}, penalty(kl_reference=2), penalty(kl_reference="initial"), id="kl_reference-initial"),
+        pytest.param(make_envs, {}, penalty(adaptive_kl_target=1e-4), penalty(), id="adaptive_kl_target"),
     ],
 )
 def test_an_option_changes_a_run_where_it_should(make_env: Any, kwargs: Any, option: Any, plain: Any):
@@ -146,7 +160,7 @@ def test_an_option_changes_a_run_where_it_should(make_env: Any, kwargs: Any, opt
 @pytest.mark.parametrize(("level", "n_steps"), [("step", 4), ("trajectory", 2)])
 def test_minibatches_consist_of_whole_trajectories_only_if_these_have_a_ratio_of_their_own(level: str, n_steps: int):
     """There are 32 transitions, of two trajectories, and minibatches of 8."""
-    model = make_model(endless_envs(), batch_size=8, n_epochs=1, importance_sampling_level=level).learn(32)
+    model = make_model(endless_envs(), batch_size=8, n_epochs=1, objective=dict(importance_sampling_level=level)).learn(32)
     assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {n_steps}
 
 
@@ -158,7 +172,7 @@ LARGE: dict[str, Any] = dict(n_steps=64, batch_size=64, n_epochs=4)
 @pytest.mark.parametrize("estimator", ["exact", "k1", "k2", "k3"])
 def test_a_large_penalty_keeps_the_policy_near_the_initial_one_and_no_penalty_does_not(estimator: Any):
     def distance(kl_coef: float) -> float:
-        model = make_model(make_envs(4), kl_coef=kl_coef, kl_estimator=estimator, **LARGE)
+        model = make_model(make_envs(4), objective=dict(kl_coef=kl_coef, kl_estimator=estimator), **LARGE)
         before = weights(model)
         return kl_between(weights(model.learn(256 * 5)), before)
 
@@ -170,7 +184,7 @@ def test_a_large_penalty_keeps_the_policy_near_the_initial_one_and_no_penalty_do
 def test_a_penalty_on_the_distance_from_the_old_policy_makes_updates_smaller(estimator: Any):
     def mean_step(kl_coef: float) -> float:
         watcher = Watcher()
-        model = make_model(make_envs(4), kl_coef=kl_coef, kl_reference="old", kl_estimator=estimator, **LARGE)
+        model = make_model(make_envs(4), objective=dict(kl_coef=kl_coef, kl_reference="old", kl_estimator=estimator), **LARGE)
         model.learn(256 * 4, callback=watcher)
         return float(np.mean([kl_between(new, old) for old, new in itertools.pairwise(watcher.weights)]))
 
@@ -182,7 +196,7 @@ def test_a_penalty_on_the_distance_from_the_old_policy_makes_updates_smaller(est
 )
 def test_the_reference_is_renewed_when_it_is_due(reference: Any, lifetime: int):
     watcher = Watcher()
-    make_model(kl_coef=0.1, kl_reference=reference).learn(32 * 7, callback=watcher)
+    make_model(objective=dict(kl_coef=0.1, kl_reference=reference)).learn(32 * 7, callback=watcher)
     assert watcher.references[0] is None
     for update in range(1, 8):
         # Update n (from 1) starts from snapshot n - 1.
@@ -193,7 +207,10 @@ def test_the_reference_is_renewed_when_it_is_due(reference: Any, lifetime: int):
 def test_the_penalty_draws_no_random_number():
     """A penalty that is too small to change a weight changes nothing, except that autograd rounds differently."""
     watchers = [Watcher(), Watcher()]
-    models = [make_model(kl_coef=each).learn(96, callback=watcher) for each, watcher in zip((0, 1e-30), watchers, strict=True)]
+    models = [
+        make_model(objective=dict(kl_coef=each)).learn(96, callback=watcher)
+        for each, watcher in zip((0, 1e-30), watchers, strict=True)
+    ]
     np.testing.assert_array_equal(*(watcher.actions for watcher in watchers))
     th.testing.assert_close(weights(models[0]), weights(models[1]))
     assert reference_weights(models[0]) is None and reference_weights(models[1]) is not None
@@ -215,7 +232,7 @@ def test_the_network_runs_once_per_minibatch_with_a_penalty(action_space: spaces
             for name, policy in modules.items():
                 policy.policy_net.register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
 
-    model = make_model(make_envs(action_space=action_space), kl_coef=0.1, kl_estimator=estimator).learn(32)
+    model = make_model(make_envs(action_space=action_space), objective=dict(kl_coef=0.1, kl_estimator=estimator)).learn(32)
     model.learn(32, callback=Counting())
     assert calls == {"policy": 4, "reference": 4}  # two epochs of two minibatches
 
@@ -223,15 +240,16 @@ def test_the_network_runs_once_per_minibatch_with_a_penalty(action_space: spaces
 @pytest.mark.parametrize(("target", "factor"), [(1e-9, 2.0), (1e3, 0.5)], ids=["above", "below"])
 def test_an_adaptive_coefficient_doubles_above_its_target_and_halves_below_it_and_continues_from_a_file(target, factor):
     watcher = Watcher()
-    model = make_model(kl_coef=0.1, adaptive_kl_target=target).learn(32 * 4, callback=watcher)
+    model = make_model(objective=dict(kl_coef=0.1, adaptive_kl_target=target)).learn(32 * 4, callback=watcher)
     assert watcher.kl_coefs == pytest.approx([0.1 * factor**update for update in range(5)])
     loaded = reload(model, env=make_envs())
     assert loaded.learn(32).kl_coef == pytest.approx(0.1 * factor**5)
+    assert reload(model, objective=dict(kl_coef=0.3)).kl_coef == 0.3  # another objective begins with its own
 
 
 def test_the_coefficient_depends_on_the_divergence_after_the_update():
     """With a single minibatch the policy equals the reference while the loss is computed, and no longer afterwards."""
-    model = make_model(kl_coef=0.1, adaptive_kl_target=1e-9, n_epochs=1, batch_size=32)
+    model = make_model(objective=dict(kl_coef=0.1, adaptive_kl_target=1e-9), n_epochs=1, batch_size=32)
     before = weights(model)
     model.learn(32)
     assert model.update_metrics["train/kl_loss"] == pytest.approx(0.0, abs=1e-7)
@@ -240,8 +258,8 @@ def test_the_coefficient_depends_on_the_divergence_after_the_update():
 
 
 def test_a_coefficient_stays_as_it_is_without_a_target_or_without_an_update():
-    assert make_model(kl_coef=0.1).learn(96).kl_coef == 0.1
-    assert make_model(endless_envs(), kl_coef=0.1, adaptive_kl_target=1e3, **GROUP).learn(96).kl_coef == 0.1
+    assert make_model(objective=dict(kl_coef=0.1)).learn(96).kl_coef == 0.1
+    assert make_model(endless_envs(), objective=dict(kl_coef=0.1, adaptive_kl_target=1e3), **GROUP).learn(96).kl_coef == 0.1
 
 
 @pytest.mark.slow
@@ -249,7 +267,7 @@ def test_a_coefficient_stays_as_it_is_without_a_target_or_without_an_update():
 def test_an_adaptive_penalty_reaches_the_divergence_that_a_constant_one_misses(kl_coef: float, is_too_far: bool):
     def divergence(target: float | None) -> float:
         watcher = Watcher()
-        model = make_model(make_envs(4), kl_coef=kl_coef, adaptive_kl_target=target, **LARGE)
+        model = make_model(make_envs(4), objective=dict(kl_coef=kl_coef, adaptive_kl_target=target), **LARGE)
         model.learn(256 * 16, callback=watcher)
         return float(np.median([kl_between(after, watcher.weights[0]) for after in watcher.weights[-6:]]))
 
@@ -263,13 +281,13 @@ def test_an_adaptive_penalty_reaches_the_divergence_that_a_constant_one_misses(k
 
 @pytest.mark.parametrize("buffer", BUFFERS)
 def test_all_options_together_train_and_continue_from_a_file(buffer: str):
-    options: dict[str, Any] = dict(
+    objective = ObjectiveOptions(
+        clip_range_high=0.3,
         importance_sampling_level="trajectory",
         loss_aggregation="constant",
         adaptive_kl_target=0.01,
         kl_coef=0.1,
         kl_reference=2,
-        ent_coef=0.01,
     )
     groups: dict[str, Any] = dict(tied_groups="skip", scale="none", component_aggregation="normalize_then_sum")
     buffer_kwargs = {**({} if buffer == "kernel" else groups), "reward_weights": {"mean": 1.0, "square": -0.5}}
@@ -278,15 +296,14 @@ def test_all_options_together_train_and_continue_from_a_file(buffer: str):
         rollout_buffer_class=buffer,
         rollout_buffer_kwargs=buffer_kwargs,
         use_sde=True,
-        clip_range_high=0.3,
-        **options,
+        objective=objective,
+        ent_coef=0.01,
     )
     before = weights(model)
     assert_trained(model.learn(96), before)
     loaded = reload(model, env=component_envs(action_space=BOX))
     assert same(weights(model), weights(loaded))
-    assert all(getattr(loaded, name) == getattr(model, name) for name in options)
-    assert loaded.clip_range_high(1.0) == 0.3
+    assert loaded.objective == objective and loaded.ent_coef == 0.01 and loaded.kl_coef == model.kl_coef != 0.1
     assert all(getattr(loaded.rollout_buffer, name) == value for name, value in buffer_kwargs.items())
     assert_trained(loaded.learn(96), before)
 
@@ -353,7 +370,7 @@ def test_the_logged_metrics_are_those_of_the_gradients_and_the_ratios(
         batch_size=32,
         learning_rate=own.learning_rate,
         clip_range=own.low,
-        clip_range_high=own.high,
+        objective=dict(clip_range_high=own.high),
         max_grad_norm=max_grad_norm,
         normalize_observations=False,
         policy_kwargs={**SMALL, "optimizer_class": th.optim.SGD, "lr_follows_std": False},
@@ -383,7 +400,7 @@ def test_the_logged_metrics_are_those_of_the_gradients_and_the_ratios(
 
 def test_the_upper_clip_range_follows_the_progress():
     watcher = Watcher()
-    make_model(clip_range=0.1, clip_range_high=falling).learn(32 * 4, callback=watcher)
+    make_model(clip_range=0.1, objective=dict(clip_range_high=falling)).learn(32 * 4, callback=watcher)
     logged = watcher.logged[1:]
     assert [update["train/clip_range_high"] for update in logged] == pytest.approx([0.085, 0.06, 0.035, 0.01])
     assert [update["train/clip_range"] for update in logged] == pytest.approx([0.1] * 4)
@@ -400,10 +417,14 @@ GROUPS = {f"rollout/group{name}" for name in ("s_completed", "s_tied", "_return_
 @pytest.mark.parametrize(
     ("option", "added", "removed"),
     [
-        (dict(clip_range_high=0.3), {"train/clip_range_high"}, set()),
-        (dict(kl_coef=0.1), {"train/kl_loss"}, set()),
-        (dict(kl_coef=0.1, adaptive_kl_target=0.1), {"train/kl_loss", "train/kl_coef", "train/kl_to_reference"}, set()),
-        (dict(loss_aggregation="trajectory", importance_sampling_level="trajectory"), set(), set()),
+        (dict(objective=dict(clip_range_high=0.3)), {"train/clip_range_high"}, set()),
+        (dict(objective=dict(kl_coef=0.1)), {"train/kl_loss"}, set()),
+        (
+            dict(objective=dict(kl_coef=0.1, adaptive_kl_target=0.1)),
+            {"train/kl_loss", "train/kl_coef", "train/kl_to_reference"},
+            set(),
+        ),
+        (dict(objective=dict(loss_aggregation="trajectory", importance_sampling_level="trajectory")), set(), set()),
         (dict(group_size=2), set(), {"rollout/group_size"}),
         (dict(share_starts=False), set(), {"rollout/start_mismatches", "rollout/group_size"}),
         (dict(repeat_starts=0.5), REPEATS, set()),
@@ -451,10 +472,10 @@ def test_reward_weights_decide_which_action_is_learned(buffer: str):
 @pytest.mark.parametrize(
     "option",
     [
-        pytest.param(dict(clip_range_high=0.28), id="clip_range_high"),
-        pytest.param(dict(importance_sampling_level="trajectory"), id="importance_sampling_level"),
-        pytest.param(dict(loss_aggregation="trajectory"), id="loss_aggregation-trajectory"),
-        pytest.param(dict(kl_coef=0.1, adaptive_kl_target=0.5), id="adaptive_kl_target"),
+        pytest.param(dict(objective=dict(clip_range_high=0.28)), id="clip_range_high"),
+        pytest.param(dict(objective=dict(importance_sampling_level="trajectory")), id="importance_sampling_level"),
+        pytest.param(dict(objective=dict(loss_aggregation="trajectory")), id="loss_aggregation-trajectory"),
+        pytest.param(dict(objective=dict(kl_coef=0.1, adaptive_kl_target=0.5)), id="adaptive_kl_target"),
         pytest.param({**OUTCOME, **of_buffer(leave_one_out=True, scale="none")}, id="leave_one_out"),
     ],
 )

@@ -470,7 +470,7 @@ def test_a_policy_that_its_constructor_does_not_describe_learns_and_takes_its_ow
     def weights(policy: Any) -> dict[str, th.Tensor]:
         return {key: each.detach().clone() for key, each in policy.named_parameters()}
 
-    model = make_unusual(name, kl_coef=kl_coef, kl_reference=2)
+    model = make_unusual(name, objective=dict(kl_coef=kl_coef, kl_reference=2))
     initial, trained = weights(model.policy), {key for key, each in model.policy.named_parameters() if each.requires_grad}
     model.learn(64)
     before = weights(model.policy)
@@ -490,9 +490,9 @@ def test_a_policy_that_its_constructor_does_not_describe_learns_and_takes_its_ow
 def test_a_compiled_policy_learns_as_an_ordinary_one_and_is_saved_and_copied_as_one(
     part: str, kl_coef: float, tmp_path: pathlib.Path
 ):
-    plain = make_unusual("required argument", kl_coef=kl_coef).learn(64)
+    plain = make_unusual("required argument", objective=dict(kl_coef=kl_coef)).learn(64)
     expected = plain.policy.state_dict()
-    compiled = make_unusual("required argument", kl_coef=kl_coef)
+    compiled = make_unusual("required argument", objective=dict(kl_coef=kl_coef))
     recursive_setattr(compiled, part, th.compile(recursive_getattr(compiled, part), backend="eager"))
     compiled.learn(64)
     target = make_unusual("required argument")

@@ -57,8 +57,8 @@ def restart(model: GRPO) -> None:
 SETTINGS: dict[str, dict[str, Any]] = {
     **{name: dict(rollout_buffer_class=name) for name in BUFFERS},
     "schedules": dict(learning_rate=lambda progress: 1e-3 * progress, clip_range=lambda progress: 0.1 + 0.1 * progress),
-    "reference every third update": dict(kl_coef=0.1, kl_reference=3),
-    "adaptive penalty": dict(kl_coef=0.1, adaptive_kl_target=0.5),
+    "reference every third update": dict(objective=dict(kl_coef=0.1, kl_reference=3)),
+    "adaptive penalty": dict(objective=dict(kl_coef=0.1, adaptive_kl_target=0.5)),
     "gSDE": dict(env="Pendulum-v1", use_sde=True),
     "log_std_lr_factor": dict(env="Pendulum-v1", policy_kwargs=dict(net_arch=[8], log_std_lr_factor=8.0)),
 }
@@ -250,7 +250,7 @@ def test_without_a_fault_workers_give_what_one_process_gives(close):
 
 @pytest.mark.parametrize("in_torch", [False, True], ids=["machine code", "torch"])
 def test_an_update_whose_gradient_is_not_finite_is_undone(in_torch: bool):
-    options = dict(kl_coef=1e-3, kl_estimator="k3") if in_torch else {}
+    options = dict(objective=dict(kl_coef=1e-3, kl_estimator="k3")) if in_torch else {}
     model = make_model(**options).learn(64)
     machine = machine_policy(model.policy, (model._objective(), model.rollout_buffer, "clipped"))
     assert isinstance(machine, MachinePolicy) != (in_torch or bool(UNAVAILABLE))

@@ -162,7 +162,9 @@ def test_a_model_can_be_loaded_with_another_window_of_episodes():
     assert loaded.ep_info_buffer is not None and loaded.ep_info_buffer.maxlen == 3
 
 
-@pytest.mark.parametrize("kwargs", [dict(group_size=4), dict(rollout_buffer_class="outcome"), dict(kl_coef=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [dict(group_size=4), dict(rollout_buffer_class="outcome"), dict(objective=dict(kl_coef=0.1))], ids=str
+)
 def test_a_model_can_be_loaded_with_another_argument(kwargs: dict[str, Any]):
     loaded, starts = reload(make_model(group_size=2).learn(64), env=make_envs(), **kwargs), Starts()
     before = weights(loaded)
@@ -171,7 +173,7 @@ def test_a_model_can_be_loaded_with_another_argument(kwargs: dict[str, Any]):
     groups = starts.groups(loaded.group_size)
     assert len(groups) >= 4 and all(len(group) == 1 for group in groups)
     reference = reference_weights(loaded)
-    assert (reference is not None) == ("kl_coef" in kwargs) and (reference is None or same(reference, before))
+    assert (reference is not None) == ("objective" in kwargs) and (reference is None or same(reference, before))
 
 
 def test_a_model_with_a_buffer_of_the_user_can_be_loaded():
@@ -201,7 +203,7 @@ def test_a_model_whose_buffer_class_is_gone_can_be_loaded_with_another(
 
 
 def test_the_initial_reference_is_kept_and_not_built_again():
-    model = make_model(kl_coef=0.1, kl_reference="initial")
+    model = make_model(objective=dict(kl_coef=0.1, kl_reference="initial"))
     load_actor(model, make_model(seed=1))  # weights that do not come from the seed of the model
     initial = weights(model)
     loaded = reload(model.learn(64), env=make_envs())
@@ -210,7 +212,7 @@ def test_the_initial_reference_is_kept_and_not_built_again():
 
 
 def test_the_age_of_the_reference_is_kept():
-    model = make_model(kl_coef=0.1, kl_reference=3)
+    model = make_model(objective=dict(kl_coef=0.1, kl_reference=3))
     first = weights(model)
     loaded = reload(model.learn(64), env=make_envs()).learn(32)  # the third update
     assert same(reference_weights(loaded), first)
@@ -270,7 +272,7 @@ def test_a_file_of_another_format_is_refused_with_both_versions(
 
 @pytest.mark.parametrize("normalizes", [True, False], ids=["with", "without"])
 def test_weights_of_a_policy_that_standardises_do_not_fit_one_that_does_not(normalizes: bool):
-    model = make_model(normalize_observations=normalizes, kl_coef=0.1).learn(64)
+    model = make_model(normalize_observations=normalizes, objective=dict(kl_coef=0.1)).learn(64)
     assert (model.policy.normalizer is not None) == normalizes
     with pytest.raises(
         ValueError, match=rf"policy with normalize_observations={normalizes}, .*={not normalizes}: .*load_actor"

@@ -193,7 +193,7 @@ def test_the_reference_policy_is_saved_without_its_device(monkeypatch: pytest.Mo
         moved.append(tensor)
         return original(tensor)
 
-    model = make_model(kl_coef=0.1).learn(64)
+    model = make_model(objective=dict(kl_coef=0.1)).learn(64)
     monkeypatch.setattr(th.Tensor, "cpu", cpu)
     state = model.kl_penalty.get_state()
     assert len(moved) == len(state["weights"]) > 0

@@ -59,7 +59,7 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
         "the name of the buffer is misspelt",
         lambda _: make_model(rollout_buffer_class="outcomes"),
         ValueError,
-        "`rollout_buffer_class` must be 'kernel', 'outcome', 'process', 'return_to_go' or 'stepwise', not 'outcomes'.",
+        "`rollout_buffer_class` must be 'kernel', 'outcome', 'process', 'return_to_go', 'stepwise' or a subclass",
     ),
     (
         "an argument is misspelt",
@@ -91,12 +91,6 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
         lambda _: reload(make_model(), env="CartPole-v1"),
         ValueError,
         "`env` is 'CartPole-v1': pass an environment, such as `gymnasium.make('CartPole-v1')`, or several, such as",
-    ),
-    (
-        "the package of the environment is not imported",
-        lambda _: GRPO("MlpPolicy", "MyGrid-Empty-v0"),
-        gym.error.UnregisteredEnv,
-        "If it belongs to another package, import that package first, as in `import minigrid`.",
     ),
     (
         "an extra is not installed",

@@ -24,7 +24,7 @@ from sb3_contrib.common.maskable.evaluation import evaluate_policy
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from sb3_grpo import GRPO, MaskableGRPO
+from sb3_grpo import GRPO, MaskableGRPO, ObjectiveOptions
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.zoo import cli, register
 from sb3_grpo.zoo.experiment import HYPERPARAMS, GRPOExperimentManager
@@ -285,9 +285,11 @@ def write_entry(folder: Path, *lines: str) -> None:
         ("vf_coef: 0.5", "GRPO has no value network"),
         ("gamma: 2", "`gamma` must be a finite number from 0 to 1, not 2"),
         ("rollout_buffer_class: kernl", "`rollout_buffer_class` must be 'kernel'"),
-        ("rollout_buffer_kwargs: dict(rigde=0.1)", r"does not take \['rigde'\]"),
-        ("clip_range_high: cos_0.3", "`clip_range_high` must be a number, or 'lin_' .* not 'cos_0.3'"),
-        ("clip_range_high: lin_much", "`clip_range_high` must be a number, or 'lin_' .* not 'lin_much'"),
+        ("rollout_buffer_kwargs: dict(rigde=0.1)", "does not take `rigde=0.1`: did you mean `ridge`"),
+        ("clip_range: cos_0.3", "`clip_range` must be a number, or 'lin_' .* not 'cos_0.3'"),
+        ("clip_range: lin_much", "`clip_range` must be a number, or 'lin_' .* not 'lin_much'"),
+        ("kl_coef: 0.1", r"write `GRPO\(..., objective=dict\(kl_coef=0.1\)\)`"),
+        ("objective: {kl_coef: -1}", "`kl_coef` must be a finite number of at least 0, not -1"),
         ("learning_rate: lin_1_0", "`learning_rate` must be a number, or 'lin_' .* not 'lin_1_0'"),
         ("gamma: much", "`gamma` must be a finite number from 0 to 1, not 'much'"),
         ("batch_size: 32.5", "`batch_size` must be an integer of at least 1, not 32.5"),
@@ -311,14 +313,20 @@ def test_a_wrong_value_in_a_file_is_refused_with_the_file_and_the_entry(folder: 
 @SHORT_ROLLOUTS
 def test_numbers_and_flags_are_understood_as_people_write_them(folder: Path):
     entry = dict(n_envs="2e0", n_timesteps="6.4e1", n_steps="16.0", batch_size="1e1", group_size="4.0", frame_stack="2e0")
-    entry |= dict(learning_rate="1e-3", clip_range="2e-1", clip_range_high="lin_3e-1", gamma="99e-2", target_kl="None")
+    entry |= dict(
+        learning_rate="1e-3",
+        clip_range="2e-1",
+        objective="{kl_coef: 1e-2, kl_reference: 2.0}",
+        gamma="99e-2",
+        target_kl="None",
+    )
     entry |= dict(normalize="'true'", use_sde="'False'", rollout_buffer_kwargs="{ridge: 1e-4, n_features: 32.0}")
     write_entry(folder, *(f"{name}: {value}" for name, value in entry.items()))
     train("-conf", "own.yml")
     model: Any = GRPO.load(LAST, device="cpu")
     assert (model.n_envs, model.n_steps, model.batch_size, model.group_size, model.num_timesteps) == (2, 16, 10, 4, 64)
     assert (model.learning_rate(1.0), model.clip_range(1.0), model.gamma, model.target_kl) == (1e-3, 0.2, 0.99, None)
-    assert model.clip_range_high(0.5) == pytest.approx(0.15)
+    assert model.objective == ObjectiveOptions(kl_coef=1e-2, kl_reference=2)
     assert model.rollout_buffer_kwargs == dict(ridge=1e-4, n_features=32) and not model.use_sde
     assert model.observation_space.shape == (8,)
     cli.main(["enjoy", "--algo", "grpo", "--env", "CartPole-v1", "-f", "logs", "--no-render", "-n", "20"])
@@ -331,12 +339,12 @@ def test_a_wrong_value_on_the_command_line_is_refused_with_the_command_line():
 
 def test_a_file_of_ones_own_is_used_as_it_is(folder: Path):
     buffer = ["rollout_buffer_class: stepwise", "rollout_buffer_kwargs: dict(scale='none')"]
-    write_entry(folder, "n_steps: 32", "clip_range_high: lin_0.3", *buffer)
+    write_entry(folder, "n_steps: 32", "objective: 'dict(clip_range_high=lambda progress: 0.3 * progress)'", *buffer)
     train("-conf", "own.yml")
     model = GRPO.load(LAST, device="cpu")
     assert model.rollout_buffer_class is BUFFERS["stepwise"]
     assert model.rollout_buffer.scale == "none"  # type: ignore[attr-defined]
-    assert callable(model.clip_range_high) and model.clip_range_high(0.5) == pytest.approx(0.15)
+    assert model.objective.clip_range_high(0.5) == 0.15  # type: ignore[operator, misc]
 
 
 # --- search -----------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_reported_seeds_are_not_those_of_tuning() -> None:
         pytest.param(dict(entry={"policy": "MlpPolicy", "gamma": 0.99}), id="default"),
         pytest.param(dict(entry={"policy": "MlpPolicy", "rollout_buffer_class": "kernel"}), id="default buffer"),
         pytest.param(dict(entry={"policy": "MlpPolicy", "rollout_buffer_kwargs": "dict(forgetting=0.8)"}), id="string"),
-        pytest.param(dict(entry={"policy": "MlpPolicy", "clip_range_high": None}), id="neutral"),
+        pytest.param(dict(entry={"policy": "MlpPolicy", "objective": {"clip_range_high": None}}), id="neutral"),
     ],
 )
 def test_the_hash_is_the_same_where_the_outcome_is(same: dict[str, Any]) -> None:

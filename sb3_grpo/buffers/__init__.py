@@ -8,9 +8,6 @@ complete, and hands out minibatches. A buffer overrides one of two hooks:
 - :meth:`CompleteGroupRolloutBuffer._group_advantages` compares whole trajectories of complete groups (the four others).
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from sb3_grpo.buffers.base import DEFAULT_GROUP_SIZE, Defaults, GroupRolloutBuffer
 from sb3_grpo.buffers.groups import (
     CompleteGroupRolloutBuffer,
@@ -21,7 +18,7 @@ from sb3_grpo.buffers.groups import (
 )
 from sb3_grpo.buffers.kernel import KernelRolloutBuffer
 from sb3_grpo.buffers.rollout import Columns, GroupRolloutBufferSamples, Observations, Transitions
-from sb3_grpo.validation import constructor_arguments, require_mapping, require_one_of
+from sb3_grpo.validation import constructor_arguments
 
 __all__ = [
     "BUFFERS",
@@ -39,7 +36,6 @@ __all__ = [
     "StepwiseRolloutBuffer",
     "Transitions",
     "buffer_options",
-    "check_buffer_arguments",
     "resolve_buffer_class",
 ]
 
@@ -59,12 +55,11 @@ def resolve_buffer_class(buffer: str | type[GroupRolloutBuffer] | None) -> type[
     """
     if buffer is None:
         return KernelRolloutBuffer
-    if isinstance(buffer, str):
-        require_one_of("rollout_buffer_class", buffer, BUFFERS)
+    if isinstance(buffer, str) and buffer in BUFFERS:
         return BUFFERS[buffer]
     if not (isinstance(buffer, type) and issubclass(buffer, GroupRolloutBuffer)):
         raise ValueError(
-            f"`rollout_buffer_class` must be one of {', '.join(map(repr, BUFFERS))} or a subclass of "
+            f"`rollout_buffer_class` must be {', '.join(map(repr, BUFFERS))} or a subclass of "
             f"`sb3_grpo.GroupRolloutBuffer`, not {buffer!r}: SB3's own rollout buffers need a critic."
         )
     return buffer
@@ -74,15 +69,3 @@ def buffer_options(buffer_class: type[GroupRolloutBuffer]) -> set[str]:
     """:return: Names of the arguments that users may pass in ``rollout_buffer_kwargs``"""
     by_grpo = {"buffer_size", "observation_space", "action_space", "device", "gae_lambda", "gamma", "n_envs", "group_size"}
     return constructor_arguments(buffer_class) - by_grpo
-
-
-def check_buffer_arguments(buffer_class: type[GroupRolloutBuffer], kwargs: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` if ``rollout_buffer_kwargs`` are no dictionary of arguments that the buffer takes."""
-    require_mapping("rollout_buffer_kwargs", kwargs)
-    accepted = buffer_options(buffer_class)
-    unknown = sorted(set(kwargs) - accepted, key=str)
-    if unknown:
-        raise ValueError(
-            f"{buffer_class.__name__} does not take {unknown} in `rollout_buffer_kwargs`: it takes {sorted(accepted)}. "
-            "Settings such as `gamma` and `group_size` are arguments of GRPO itself."
-        )

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import rl_zoo3.exp_manager
 from rl_zoo3.exp_manager import ExperimentManager
-from rl_zoo3.utils import SimpleLinearSchedule
 from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import EvalCallback
@@ -20,7 +19,7 @@ from sb3_grpo.validation import require_at_least
 ALGO, MASKED_ALGO = "grpo", "grpo_mask"
 HYPERPARAMS = Path(__file__).with_name("hyperparams") / "grpo.yml"
 #: Entries that may be Python in a string.
-EVALUATED = ("policy_kwargs", "rollout_buffer_kwargs", "normalize", "monitor_kwargs")
+EVALUATED = ("policy_kwargs", "rollout_buffer_kwargs", "objective", "normalize", "monitor_kwargs")
 #: Words that people write in a hyperparameter file, and that YAML takes for strings, at least in quotation marks.
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
@@ -28,9 +27,9 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 class GRPOExperimentManager(ExperimentManager):
     """
     :class:`rl_zoo3.exp_manager.ExperimentManager` with additions for ``grpo`` and ``grpo_mask``. It uses the hyperparameter
-    file of this package unless another one is given. It understands numbers as people write them, ``rollout_buffer_kwargs``
-    in a string and schedules of ``clip_range_high``. It refuses wrong values with the file and the entry. With ``grpo_mask``,
-    evaluation uses masks.
+    file of this package unless another one is given. It understands numbers as people write them, and ``objective`` and
+    ``rollout_buffer_kwargs`` in a string. It refuses wrong values with the file and the entry. With ``grpo_mask``, evaluation
+    uses masks.
 
     :param args: See the base class
     :param kwargs: See the base class
@@ -113,11 +112,9 @@ def processed(hyperparams: dict[str, Any]) -> dict[str, Any]:
             value = {option: plain_number(each) for option, each in value.items()}
         if name in hyperparams:
             hyperparams[name] = value
-    for name in ("learning_rate", "clip_range", "clip_range_high"):
+    for name in ("learning_rate", "clip_range"):
         if isinstance(hyperparams.get(name), str):
-            schedule = linear_schedule(name, hyperparams[name])
-            if name == "clip_range_high":  # rl-zoo3 does it for the others
-                hyperparams[name] = schedule
+            check_linear_schedule(name, hyperparams[name])
     if not isinstance(hyperparams.get("policy"), str):
         raise ValueError(f"`policy` is {hyperparams.get('policy', 'missing')!r}: write a name, such as `policy: MlpPolicy`.")
     for name, default in (("n_timesteps", None), ("n_envs", 1)):
@@ -147,14 +144,9 @@ def plain_number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def linear_schedule(name: str, text: str) -> SimpleLinearSchedule:
-    """Make a schedule to zero of a text such as ``"lin_0.2"``. For another text, a ``ValueError`` names the argument."""
+def check_linear_schedule(name: str, text: str) -> None:
+    """Raise a ``ValueError`` that names the argument if rl-zoo3 cannot make a schedule of a text such as ``"lin_0.2"``."""
     kind, _, initial_value = text.partition("_")
-    try:
-        if kind != "lin" or "_" in initial_value:  # rl-zoo3 splits at each underscore
-            raise ValueError(kind)
-        return SimpleLinearSchedule(initial_value)
-    except ValueError:
-        raise ValueError(
-            f"`{name}` must be a number, or 'lin_' and the initial value, such as 'lin_0.3', not {text!r}."
-        ) from None
+    is_number = isinstance(plain_number(initial_value), (int, float)) and "_" not in initial_value  # rl-zoo3 splits there
+    if kind != "lin" or not is_number:
+        raise ValueError(f"`{name}` must be a number, or 'lin_' and the initial value, such as 'lin_0.3', not {text!r}.")
