@@ -30,7 +30,9 @@ $(TRAINING): setup.py pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
 	@echo '== Stable-Baselines3, this package, progress bar and plots'
-	$(INSTALL) -e '.[extra]'
+	$(INSTALL) -e .
+	@echo '== Compiling machine code meanwhile'
+	$(PY) -m sb3_grpo.compile & $(INSTALL) -e '.[extra]' && wait
 	@touch $@
 
 $(ALL): $(TRAINING)

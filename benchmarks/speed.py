@@ -4,6 +4,7 @@ Measure speed and memory on one core.
     python -m benchmarks.speed              # GRPO, SB3's PPO and sbx's PPO in turns, about eight minutes
     python -m benchmarks.speed profile      # the time of GRPO's training by part
     python -m benchmarks.speed images       # steps per second and peak memory on images; --device cuda for a GPU
+    python -m benchmarks.speed cold         # the first training on a machine, compilation included, and PPO's
     python -m benchmarks.speed turns        # seconds per step of the arms of a suite
 
 - Without a word: all have GRPO's default settings: rollouts of 1024 transitions with discrete actions and of 2048 with
@@ -15,6 +16,8 @@ Measure speed and memory on one core.
 - `profile`: stopwatches around the parts of GRPO's training, whose overhead is in the figures.
 - `images`: GRPO, PPO and the environments alone take turns, with GRPO's defaults for images. Peak memory is that of a process
   of its own, and on a GPU that of its tensors there.
+- `cold`: a short training in a new process, imports included: GRPO with an empty cache of machine code and with a full one, and
+  PPO, in turns. CPU time is that of the whole process.
 - `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for `benchmarks.seconds`.
 """
 
@@ -25,6 +28,10 @@ import importlib.util
 import multiprocessing
 import os
 import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -275,6 +282,54 @@ def images(args: argparse.Namespace) -> None:
     print(markdown_table(["minibatch", *ALGORITHMS, "ratio of rates", "environments alone"], rows))
 
 
+#: Environment and timesteps of the first training on a machine, and its limits: GRPO's time over PPO's
+COLD = {"CartPole-v1": (10_000, 1.3), "Pendulum-v1": (8_192, 1.6)}
+COLD_TRAINING = """
+import torch, {module}
+torch.set_num_threads(1)
+{module}.{algorithm}("MlpPolicy", "{env}", seed=0, device="cpu").learn({timesteps})
+"""
+
+
+def first_training(algorithm: str, env: str, timesteps: int, cache: str) -> tuple[float, float]:
+    """
+    Train in a new process.
+
+    :param algorithm: ``"GRPO"`` or ``"PPO"``
+    :param env: Gymnasium environment
+    :param timesteps: Steps of the training
+    :param cache: Folder of numba's cache
+    :return: Seconds of wall-clock time and of CPU time, from the start of the process to its end
+    """
+    module = "sb3_grpo" if algorithm == "GRPO" else "stable_baselines3"
+    code = COLD_TRAINING.format(module=module, algorithm=algorithm, env=env, timesteps=timesteps)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
+    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def cold(args: argparse.Namespace) -> None:
+    """
+    :param args: Command line
+    """
+    rows = []
+    for env, (timesteps, limit) in COLD.items():
+        seconds: dict[str, list[tuple[float, float]]] = {"empty cache": [], "full cache": [], "PPO": []}
+        for _ in range(args.rounds):
+            with tempfile.TemporaryDirectory() as cache:
+                for name, each in seconds.items():
+                    each.append(first_training("PPO" if name == "PPO" else "GRPO", env, timesteps, cache))
+        wall, cpu = ({name: np.array(each)[:, i] for name, each in seconds.items()} for i in range(2))
+        ratios = [np.median(each["empty cache"] / each["PPO"]) for each in (wall, cpu)]
+        figures = [f"{np.median(wall[name]):.1f} ({np.median(cpu[name]):.1f})" for name in seconds]
+        rows.append([env, f"{timesteps:,}", *figures, *(f"{ratio:.2f}" for ratio in ratios), f"{limit}"])
+    names = "empty cache", "full cache", "PPO", "empty over PPO", "by CPU time", "limit"
+    print("Seconds of a first training, in brackets those of CPU time; medians\n")
+    print(markdown_table(["environment", "steps", *names], rows))
+
+
 def turns_of(runs: list[Run]) -> list[dict[str, Any]]:
     """
     Train in turns of whole rollouts of every arm. The time is that of this process alone, all its threads together.
@@ -327,11 +382,12 @@ def main() -> None:
     parser.set_defaults(command=comparison)
     parser.add_argument("--rounds", type=int, default=7, help="turns of each algorithm")
     commands = parser.add_subparsers()
-    for command in (profile, images, turns):
+    for command in (profile, images, cold, turns):
         commands.add_parser(command.__name__, parents=[common]).set_defaults(command=command)
     commands.choices["profile"].add_argument("--rollouts", type=int, default=20)
     commands.choices["images"].add_argument("--device", default="cpu", help="cpu or cuda")
     commands.choices["images"].add_argument("--rounds", type=int, default=5, help="turns of each algorithm")
+    commands.choices["cold"].add_argument("--rounds", type=int, default=5, help="trainings of each kind")
     commands.choices["turns"].add_argument("--suite", default="proof")
     commands.choices["turns"].add_argument("--arms", nargs="+", default=[], metavar="ARM")
     commands.choices["turns"].add_argument("--dry-run", action="store_true", help="print what would be measured")

@@ -30,12 +30,13 @@ from sb3_grpo.arithmetic.conditions import FAMILIES
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
 from sb3_grpo.arithmetic.machine import MachinePolicy
 from sb3_grpo.arithmetic.machine_code import distributions, layers, linear_algebra, optimizer
-from sb3_grpo.arithmetic.machine_code.jit import EntryPoint, compile_functions
+from sb3_grpo.arithmetic.machine_code.jit import compile_functions
 from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.network import NO_PATCHES, NO_ROWS, Bernoulli, Categorical, Gaussian, Network, Reference
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
 from sb3_grpo.arithmetic.update import clipped_update, natural_update
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
+from sb3_grpo.compile import ENTRY_POINTS
 from sb3_grpo.extractors import SmallCNN
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,))
