@@ -223,7 +223,7 @@ def take_steps(
         clipped = policy.within_bounds(sampled)
         position = starts.ledger.position
         # A copy, because an environment may change the action that it is given.
-        obs, rewards, dones, infos = starts.step(clipped.copy())
+        obs, rewards, dones, infos = starts.step_all(clipped.copy())
         yield Step(obs_tensor, sampled, clipped, log_probs, action_masks, position, obs, rewards, dones, infos)
 
 

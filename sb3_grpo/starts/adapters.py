@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
-from stable_baselines3.common.vec_env.subproc_vec_env import _stack_obs
+from stable_baselines3.common.vec_env.subproc_vec_env import _stack_obs, _worker
 from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_grpo.observations import map_observations, observation_parts, space_parts
@@ -71,20 +71,31 @@ class VecEnvAdapter:
         """The context in which ``reset()`` of the ``VecEnv`` is called, by whomever."""
         yield
 
+    def step(self, actions: np.ndarray, restart: Restart) -> VecEnvStepReturn:
+        """
+        Take a step as ``VecEnv.step`` does, which a class may define, and reset the environments that are done.
+
+        :param actions: Actions, shape ``(n_envs, *action_shape)``
+        :param restart: Gives the seed of the reset of an environment that is done
+        :return: As of ``VecEnv.step``
+        """
+        with self._without_autoreset() as defers:
+            stepped = self.venv.step(actions)
+        return self._with_resets(stepped, restart, defers)
+
     def step_async(self, actions: np.ndarray) -> None:
         """Send actions of shape ``(n_envs, *action_shape)``."""
         with self._without_autoreset():
             self.venv.step_async(actions)
 
     def step_wait(self, restart: Restart) -> VecEnvStepReturn:
-        """
-        Wait for the step, and reset the environments that are done.
-
-        :param restart: Gives the seed of the reset of an environment that is done
-        :return: As of ``VecEnv.step_wait``
-        """
+        """:return: The step whose actions were sent, after the resets of :meth:`step`"""
         with self._without_autoreset() as defers:
-            observations, rewards, dones, infos = self.venv.step_wait()
+            stepped = self.venv.step_wait()
+        return self._with_resets(stepped, restart, defers)
+
+    def _with_resets(self, stepped: VecEnvStepReturn, restart: Restart, defers: bool) -> VecEnvStepReturn:
+        observations, rewards, dones, infos = stepped
         # Copies, because a simulator may write the next step into the same arrays.
         observations = map_observations(np.array, observations)
         done = np.flatnonzero(dones).tolist()
@@ -112,11 +123,20 @@ class VecEnvAdapter:
             self.venv.autoreset = True
 
 
-class DummyVecEnvAdapter(VecEnvAdapter):
+class KnownVecEnvAdapter(VecEnvAdapter):
+    """The adapter of a ``VecEnv`` of SB3, whose ``step`` consists of ``step_async`` and ``step_wait``."""
+
+    takes_seeds = True
+
+    def step(self, actions: np.ndarray, restart: Restart) -> VecEnvStepReturn:
+        self.step_async(actions)
+        return self.step_wait(restart)
+
+
+class DummyVecEnvAdapter(KnownVecEnvAdapter):
     """The adapter of a ``DummyVecEnv``, whose first environment has the index ``first_env`` among all."""
 
     venv: DummyVecEnv
-    takes_seeds = True
 
     def __init__(self, venv: DummyVecEnv, first_env: int = 0):
         super().__init__(venv)
@@ -175,12 +195,12 @@ class DummyVecEnvAdapter(VecEnvAdapter):
 
     def _check_sizes(self, env_idx: int, observation: Any) -> None:
         # numpy would broadcast a part of an observation to the whole.
-        parts = observation_parts(observation)
         for key, size in self._sizes.items():
-            if np.size(parts.get(key, ())) != size:
+            part = np.asarray(observation if key is None else observation_parts(observation).get(key, ()))
+            if part.size != size:
                 name = "an observation" if key is None else f"an observation with {key!r}"
                 expected = space_parts(self.venv.observation_space)[key].shape
-                what = f"returned {name} of shape {np.shape(parts.get(key, ()))}, but its space has shape {expected}"
+                what = f"returned {name} of shape {part.shape}, but its space has shape {expected}"
                 raise EnvironmentFault(self.first_env + env_idx, what)
 
 
@@ -195,7 +215,7 @@ def _copied(info: dict[str, Any]) -> dict[str, Any]:
     return {key: value if type(value) in IMMUTABLE else deepcopy(value) for key, value in info.items()}
 
 
-class SubprocVecEnvAdapter(VecEnvAdapter):
+class SubprocVecEnvAdapter(KnownVecEnvAdapter):
     """
     The adapter of a ``SubprocVecEnv``. Workers reset an environment right after the last step of its episode, before a seed
     could reach them, if they are asked for a step. They do not if they are asked for a method of the environment, ``step``.
@@ -204,7 +224,6 @@ class SubprocVecEnvAdapter(VecEnvAdapter):
     """
 
     venv: SubprocVecEnv
-    takes_seeds = True
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
@@ -308,12 +327,13 @@ def adapter_of(venv: VecEnv) -> VecEnvAdapter:
     :return: The adapter of a base ``VecEnv``. One that steps in a way of its own has the general one, whatever it derives from
     """
 
-    def steps_like(kind: type[VecEnv]) -> bool:
-        methods = ("step_async", "step_wait", "reset")
+    def is_like(kind: type[VecEnv], *others: str) -> bool:
+        methods = ("step", "step_async", "step_wait", "reset", *others)
         return all(getattr(getattr(venv, name), "__func__", None) is getattr(kind, name) for name in methods)
 
-    if isinstance(venv, DummyVecEnv) and steps_like(DummyVecEnv):
+    if isinstance(venv, DummyVecEnv) and is_like(DummyVecEnv):
         return DummyVecEnvAdapter(venv)
-    if isinstance(venv, SubprocVecEnv) and steps_like(SubprocVecEnv):
+    # A constructor of its own may start workers that do something of their own in a step.
+    if isinstance(venv, SubprocVecEnv) and is_like(SubprocVecEnv, "__init__") and _worker.__module__ == _stack_obs.__module__:
         return SubprocVecEnvAdapter(venv)
     return VecEnvAdapter(venv)
