@@ -67,6 +67,12 @@ def in_form(observations: Any, space: spaces.Space) -> Any:
     return formed(observations, space)
 
 
+def one_in_form(observation: Any, space: spaces.Space) -> Any:
+    """:return: A single observation as :func:`in_form` has it in a batch"""
+    batch = {key: [observation[key]] for key in space.spaces} if isinstance(space, spaces.Dict) else [observation]
+    return take_observations(in_form(batch, space), 0)
+
+
 def has_images(space: spaces.Space) -> bool:
     """:return: Whether observations are images or boards, or contain some: arrays with three axes, of whatever type"""
     return any(isinstance(part, spaces.Box) and len(part.shape) > 2 for part in space_parts(space).values())
