@@ -32,6 +32,7 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_grpo.observations import map_observations, observation_parts, space_parts
 from sb3_grpo.starts.faults import EnvironmentFault, name_environment
+from sb3_grpo.starts.generators import ActionForWorker, SeedForWorker, exchange
 
 #: How long to wait until the operating system reports that a worker has ended.
 DEAD_WORKER_TIMEOUT_S = 5.0
@@ -55,6 +56,8 @@ class VecEnvAdapter:
 
     def __init__(self, venv: VecEnv):
         self.venv = venv
+        # For `exchange`
+        self._generators: dict[str, Any] = {}
 
     @property
     def takes_seeds(self) -> bool:
@@ -70,6 +73,10 @@ class VecEnvAdapter:
     def resetting(self) -> Iterator[None]:
         """The context in which ``reset()`` of the ``VecEnv`` is called, by whomever."""
         yield
+
+    def seed(self, env_idx: int, seed: int) -> int:
+        """:return: The seed of an environment as ``reset()`` of the ``VecEnv`` is to pass it on"""
+        return seed
 
     def step(self, actions: np.ndarray, restart: Restart) -> VecEnvStepReturn:
         """
@@ -101,7 +108,11 @@ class VecEnvAdapter:
         done = np.flatnonzero(dones).tolist()
         seeds = [restart(env_idx) for env_idx in done]
         if done and (defers or any(seed is not None for seed in seeds)):
-            first, reset_infos = self.venv.reset_envs(done, seeds)  # type: ignore[attr-defined]
+            exchange(self._generators, next((seed for seed in seeds if seed is not None), None))
+            try:
+                first, reset_infos = self.venv.reset_envs(done, seeds)  # type: ignore[attr-defined]
+            finally:
+                exchange(self._generators, None)
             reset_infos_of_all = list(self.venv.reset_infos)
             for env_idx, observation, info in zip(done, first, reset_infos, strict=True):
                 reset_infos_of_all[env_idx] = info
@@ -184,12 +195,15 @@ class DummyVecEnvAdapter(KnownVecEnvAdapter):
 
     def reset_env(self, env_idx: int, seed: int | None) -> Any:
         """:return: First observation of an environment, which is reset with a seed if there is one"""
+        exchange(self._generators, seed)
         try:
             seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
             observation, self.venv.reset_infos[env_idx] = self.venv.envs[env_idx].reset(**seeded)
         except Exception as error:
             name_environment(error, self.first_env + env_idx, "reset")
             raise
+        finally:
+            exchange(self._generators, None)
         self._check_sizes(env_idx, observation)
         return observation
 
@@ -225,6 +239,11 @@ class SubprocVecEnvAdapter(KnownVecEnvAdapter):
 
     venv: SubprocVecEnv
 
+    def __init__(self, venv: SubprocVecEnv):
+        super().__init__(venv)
+        # Environments that were reset since their last step
+        self._after_reset: set[int] = set()
+
     @contextmanager
     def resetting(self) -> Iterator[None]:
         with self._all_or_no_answers():
@@ -246,10 +265,16 @@ class SubprocVecEnvAdapter(KnownVecEnvAdapter):
                 raise fault from error
             raise
 
+    def seed(self, env_idx: int, seed: int) -> int:
+        self._after_reset.add(env_idx)
+        return SeedForWorker(seed)
+
     def step_async(self, actions: np.ndarray) -> None:
         with self._all_or_no_answers():
             for env_idx, action in enumerate(actions):
-                self._send(env_idx, ("env_method", ("step", (action,), {})))
+                sent = ActionForWorker(action) if env_idx in self._after_reset else action
+                self._send(env_idx, ("env_method", ("step", (sent,), {})))
+            self._after_reset = set()
             self.venv.waiting = True
 
     def step_wait(self, restart: Restart) -> VecEnvStepReturn:
@@ -257,18 +282,21 @@ class SubprocVecEnvAdapter(KnownVecEnvAdapter):
             answers = [self._receive(env_idx) for env_idx in range(self.venv.num_envs)]
             self.venv.waiting = False
             steps, rewards, terminated, truncated, infos = zip(*answers, strict=True)
-            observations, dones = list(steps), np.logical_or(terminated, truncated)
+            observations, dones = list(steps), [
+                bool(ends or is_cut) for ends, is_cut in zip(terminated, truncated, strict=True)
+            ]
             done = np.flatnonzero(dones).tolist()
             for info, has_terminated, is_truncated in zip(infos, terminated, truncated, strict=True):
                 info["TimeLimit.truncated"] = is_truncated and not has_terminated
             for env_idx in done:
                 infos[env_idx]["terminal_observation"] = observations[env_idx]
-                self._send(env_idx, ("reset", (restart(env_idx), {})))
+                seed = restart(env_idx)
+                self._send(env_idx, ("reset", (seed if seed is None else self.seed(env_idx, seed), {})))
             reset_infos = list(self.venv.reset_infos)
             for env_idx in done:
                 observations[env_idx], reset_infos[env_idx] = self._receive(env_idx)
             self.venv.reset_infos = reset_infos
-        return _stack_obs(observations, self.venv.observation_space), np.stack(rewards), dones, list(infos)
+        return _stack_obs(observations, self.venv.observation_space), np.stack(rewards), np.array(dones), list(infos)
 
     @contextmanager
     def _all_or_no_answers(self) -> Iterator[None]:

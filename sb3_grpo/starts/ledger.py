@@ -135,7 +135,8 @@ class Ledger:
         :return: Group and seed of the next start of the last of them
         """
         lanes = [self._lanes[env_idx] for env_idx in env_indices]
-        filling, next_group, left = dict(self._filling), self._next_group, {}
+        filling, next_group = dict(self._filling), self._next_group
+        left: dict[int, int] = {}
         for lane in lanes:
             progress = self._open.get(filling[lane])
             left.setdefault(lane, progress.size - progress.begun if progress else 0)

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,12 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepR
 from sb3_grpo.masks import checked_masks, choices_of
 from sb3_grpo.observations import in_form, observation_parts, same_values
 from sb3_grpo.starts.adapters import VecEnvAdapter, adapter_of
-from sb3_grpo.starts.ledger import Ledger
+from sb3_grpo.starts.ledger import Ledger, Position
 from sb3_grpo.validation import check_finite, check_step
 from sb3_grpo.vec_wrappers import base_of, normalizes_directly
+
+#: Log-probability below which nobody takes the same actions by chance.
+RARE = -25.0
 
 
 class SeededVecEnv:
@@ -77,7 +81,9 @@ class SeededVecEnv:
         """Only record starts from now on. Members of one group have equal generators, so their next resets get other seeds."""
         self.share_starts = False
         self._parting = {env_idx: self.ledger.seed_apart(1 + env_idx) for env_idx in range(len(self.ledger.position.steps))}
-        self.warn(f"{because}, so the members of a group do not share their start. Training works without that. {remedy}".strip())
+        self.warn(
+            f"{because}, so the members of a group do not share their start. Training works without that. {remedy}".strip()
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Called only for attributes that this class does not have; a wrapper may ask for those of the base.
@@ -106,7 +112,7 @@ class SeededVecEnv:
         starts = self.ledger.begin_all(self.adapter.lanes if n_envs == self.venv.num_envs else [0] * n_envs)
         self._first, self._restarted, self._parting = {}, [], {}
         if self.share_starts:
-            self.venv._seeds = [start.seed for start in starts]
+            self.venv._seeds = [self.adapter.seed(env_idx, start.seed) for env_idx, start in enumerate(starts)]
         self._first_raw = None
         with self._in_place(), self.adapter.resetting():
             observations = reset()
@@ -178,6 +184,30 @@ class SeededVecEnv:
             self._seeds_apart = self.venv._seeds
             if is_known:
                 self._lists = self._present_lists()
+
+    def note_copies(self, position: Position, actions: np.ndarray, log_probs: np.ndarray, is_continuous: bool) -> None:
+        """
+        Warn if members of a group took the same actions after the first as long as both ran, which hardly happens by chance.
+
+        :param position: Position of each transition of a rollout, in arrays of shape ``(n_envs, n_steps)``
+        :param actions: Actions as sampled, shape ``(n_envs, n_steps, action_dim)``
+        :param log_probs: Their log-probabilities, shape ``(n_envs, n_steps)``
+        :param is_continuous: Whether equal actions are rare, however likely they are
+        """
+        first: dict[int, tuple[int, int, int]] = {}
+        for env_idx, steps in enumerate(position.steps):
+            begun = [*np.flatnonzero(steps == 0).tolist(), len(steps)]
+            for begin, end in pairwise(begun):
+                env, other, n = first.setdefault(int(position.groups[env_idx, begin]), (env_idx, begin, end - begin))
+                n = min(n, end - begin)
+                own, others = (env_idx, slice(begin + 1, begin + n)), (env, slice(other + 1, other + n))
+                is_rare = (is_continuous and n > 1) or log_probs[own].sum() < RARE
+                if (env, other) != (env_idx, begin) and is_rare and np.array_equal(actions[own], actions[others]):
+                    self.warn(
+                        "Members of a group took the same actions from beginning to end, so nothing can be learned from "
+                        "comparing them. Probably the environment sets the global random generator of torch: use "
+                        "`self.np_random` in it, or pass share_starts=False to GRPO."
+                    )
 
     def add_mismatches(self, number: int, messages: Sequence[str]) -> None:
         """Add the mismatches that workers have found, and print each of their warnings once."""
