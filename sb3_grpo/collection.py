@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
-from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
@@ -142,9 +141,6 @@ def prepare_starts(
         ledger.forget_repeats()
     if not starts.share_starts:
         return {}
-    columns, is_continuous = rollout_buffer, isinstance(rollout_buffer.action_space, spaces.Box)
-    position = Position(columns.groups, columns.members, columns.steps)
-    starts.note_copies(position, columns.actions, columns.log_probs, is_continuous)
     metrics = {"rollout/start_mismatches": float(starts.mismatches), **ledger.choice.metrics}
     if chooses_group_size:
         ledger.group_size = rollout_buffer.suggested_group_size()

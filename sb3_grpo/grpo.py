@@ -43,7 +43,7 @@ from sb3_grpo.settings import (
     warn_without_vec_normalize,
 )
 from sb3_grpo.starts import Ledger, SeededVecEnv
-from sb3_grpo.update import ClipRange, Objective, check_update, describe_update, rolled_back_on_error, unchecked_distributions
+from sb3_grpo.update import ClipRange, Objective, UncheckedDistributions, check_update, describe_update, rolled_back_on_error
 from sb3_grpo.validation import check_environment, check_registered
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
@@ -464,6 +464,8 @@ class GRPO(PersistentAlgorithm):
             raise
         finally:
             starts.release()
+        if starts.share_starts and not self.use_sde:  # whose noise may be one for the whole rollout
+            starts.note_copies(rollout_buffer, isinstance(self.action_space, spaces.Box))
         of_starts = prepare_starts(self.ledger, starts, rollout_buffer, self.group_size is None)
         self._log("rollout/", {**rollout_buffer.metrics, **of_starts})
 
@@ -488,7 +490,7 @@ class GRPO(PersistentAlgorithm):
     def _update(self) -> None:
         self.policy.set_training_mode(True)
         objective = self._objective()
-        with rolled_back_on_error(self.policy, self.kl_penalty), unchecked_distributions():
+        with rolled_back_on_error(self.policy, self.kl_penalty), UncheckedDistributions():
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
             if self.update_rule == "natural":

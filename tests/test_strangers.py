@@ -12,9 +12,11 @@ import torch as th
 from gymnasium import spaces
 from helpers import AnyEnv, Watcher, make_model
 from stable_baselines3 import PPO
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnvWrapper
 
 from sb3_grpo.buffers import BUFFERS
+from sb3_grpo.update import UncheckedDistributions
 
 forked = partial(SubprocVecEnv, start_method="fork")
 
@@ -22,7 +24,8 @@ forked = partial(SubprocVecEnv, start_method="fork")
 class Counts(gym.Env):
     """Observes the number of its steps, its reward is ten times that, and episodes have ``length`` steps."""
 
-    observation_space, action_space = spaces.Box(-1, 1000, (2,), np.float32), spaces.Discrete(2)
+    observation_space = spaces.Box(-1, 1000, (2,), np.float32)
+    action_space: spaces.Space = spaces.Discrete(2)
     length = 6
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -399,3 +402,103 @@ def test_observations_rewards_and_ends_are_brought_into_form(venv_class: Any, fo
     steps = np.arange(16) % 6 if form != "booleans" else np.arange(16) % 6 > 0
     assert observed.dtype == np.float32 and observed[0, :, 0].tolist() == steps.astype(float).tolist()
     assert rewards(model)[:7] == [10, 20, 30, 40, 50, 60, 10]
+
+
+# --- features extractors ------------------------------------------------------------------------------------------------
+
+
+class Extractor(BaseFeaturesExtractor):
+    def __init__(self, space: Any, layers: str):
+        super().__init__(space, 8)
+        self.layers, self.after = th.nn.Linear(2, 8), LAYERS[layers]()
+
+    def forward(self, observations: th.Tensor) -> th.Tensor:
+        return self.after(self.layers(observations / 6))
+
+
+class Attention(th.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = th.nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, features: th.Tensor) -> th.Tensor:
+        tokens = features.view(-1, 2, 4)
+        return self.attend(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
+
+
+class DoubledOnce(th.autograd.Function):
+    """Its second derivative is zero, without an error."""
+
+    @staticmethod
+    def forward(ctx: Any, features: th.Tensor) -> th.Tensor:
+        return 2 * features
+
+    @staticmethod
+    def backward(ctx: Any, gradient: th.Tensor) -> th.Tensor:
+        return 2 * gradient.detach()
+
+
+class Once(th.nn.Module):
+    def forward(self, features: th.Tensor) -> th.Tensor:
+        return DoubledOnce.apply(features)
+
+
+class Twice(th.nn.Module):
+    def forward(self, features: th.Tensor) -> th.Tensor:
+        return 2 * features
+
+
+LAYERS: dict[str, Any] = {
+    "attention": Attention,
+    "transformer": lambda: th.nn.Sequential(
+        th.nn.Unflatten(1, (2, 4)), th.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), th.nn.Flatten()
+    ),
+    "once": Once,
+    "dropout": lambda: th.nn.Dropout(0.4),
+    "batch norm": lambda: th.nn.BatchNorm1d(8),
+    "nothing": Twice,
+}
+
+
+def natural_model(layers: str) -> Any:
+    class Steers(Counts):
+        action_space = spaces.Box(-1, 1, (2,))
+
+        def step(self, action: Any) -> Any:
+            observation, _, *others = super().step(action)
+            return observation, -float(np.square(action - np.sin(self.t)).sum()), *others
+
+    kwargs = dict(features_extractor_class=Extractor, features_extractor_kwargs=dict(layers=layers), net_arch=[8])
+    only_clipped: dict[str, Any] = dict(n_epochs=None, batch_size=64, learning_rate=3e-4)
+    return make_model(DummyVecEnv([Steers] * 4), n_steps=64, policy_kwargs=kwargs, seed=1, **only_clipped)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_natural_steps_move_every_features_extractor(layers: str):
+    model = natural_model(layers)
+    assert model.update_rule == "natural"
+    accepted = []
+    for _ in range(8):
+        before = model.policy.features_extractor.layers.weight.detach().clone()
+        model.learn(256, reset_num_timesteps=False)
+        accepted.append(not th.equal(before, model.policy.features_extractor.layers.weight))
+    assert sum(accepted) >= 6
+
+
+def test_a_lost_part_of_the_fisher_matrix_is_replaced_by_differences():
+    """Both extractors compute the same, so the first step is the same up to rounding."""
+    once, twice = (natural_model(layers) for layers in ("once", "nothing"))
+    for model in (once, twice):
+        model.learn(256)
+    weights = [model.policy.features_extractor.layers.weight for model in (once, twice)]
+    th.testing.assert_close(*weights, atol=2e-3, rtol=0)
+
+
+def test_distributions_check_their_arguments_again_after_contexts_that_overlap():
+    first, second = UncheckedDistributions(), UncheckedDistributions()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not th.distributions.Distribution._validate_args
+    second.__exit__(None, None, None)
+    assert th.distributions.Distribution._validate_args

@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepR
 from sb3_grpo.masks import checked_masks, choices_of
 from sb3_grpo.observations import in_form, observation_parts, same_values
 from sb3_grpo.starts.adapters import VecEnvAdapter, adapter_of
-from sb3_grpo.starts.ledger import Ledger, Position
+from sb3_grpo.starts.ledger import Ledger
 from sb3_grpo.validation import check_finite, check_step
 from sb3_grpo.vec_wrappers import base_of, normalizes_directly
 
@@ -128,10 +128,11 @@ class SeededVecEnv:
 
     def step_all(self, actions: np.ndarray) -> VecEnvStepReturn:
         """Step the training environment, with its wrappers, whose outermost says which episodes have ended."""
+        was_reset = self.was_reset
         with self._in_place():
             observations, rewards, dones, infos = (self if self._wrapper is None else self.env).step(actions)
         rewards, dones = np.reshape(rewards, -1), np.reshape(dones, -1).astype(bool)
-        if self.was_reset:  # by a wrapper
+        if self.was_reset and not was_reset:  # by a wrapper
             self._lists = self._present_lists()
             self._restarted.append((-1, -1))
         self._note_ends(np.flatnonzero(dones).tolist() if np.count_nonzero(dones) else [])
@@ -185,24 +186,22 @@ class SeededVecEnv:
             if is_known:
                 self._lists = self._present_lists()
 
-    def note_copies(self, position: Position, actions: np.ndarray, log_probs: np.ndarray, is_continuous: bool) -> None:
+    def note_copies(self, rollout: Any, is_continuous: bool) -> None:
         """
         Warn if members of a group took the same actions after the first as long as both ran, which hardly happens by chance.
 
-        :param position: Position of each transition of a rollout, in arrays of shape ``(n_envs, n_steps)``
-        :param actions: Actions as sampled, shape ``(n_envs, n_steps, action_dim)``
-        :param log_probs: Their log-probabilities, shape ``(n_envs, n_steps)``
+        :param rollout: ``actions``, ``log_probs``, ``groups`` and ``steps`` in arrays of shape ``(n_envs, n_steps, ...)``
         :param is_continuous: Whether equal actions are rare, however likely they are
         """
         first: dict[int, tuple[int, int, int]] = {}
-        for env_idx, steps in enumerate(position.steps):
-            begun = [*np.flatnonzero(steps == 0).tolist(), len(steps)]
-            for begin, end in pairwise(begun):
-                env, other, n = first.setdefault(int(position.groups[env_idx, begin]), (env_idx, begin, end - begin))
+        for env_idx, steps in enumerate(rollout.steps):
+            for begin, end in pairwise([*np.flatnonzero(steps == 0).tolist(), len(steps)]):
+                env, other, n = first.setdefault(int(rollout.groups[env_idx, begin]), (env_idx, begin, end - begin))
                 n = min(n, end - begin)
                 own, others = (env_idx, slice(begin + 1, begin + n)), (env, slice(other + 1, other + n))
-                is_rare = (is_continuous and n > 1) or log_probs[own].sum() < RARE
-                if (env, other) != (env_idx, begin) and is_rare and np.array_equal(actions[own], actions[others]):
+                is_rare = (is_continuous and n > 1) or rollout.log_probs[own].sum() < RARE
+                is_other = (env, other) != (env_idx, begin)
+                if is_rare and is_other and np.array_equal(rollout.actions[own], rollout.actions[others]):
                     self.warn(
                         "Members of a group took the same actions from beginning to end, so nothing can be learned from "
                         "comparing them. Probably the environment sets the global random generator of torch: use "
