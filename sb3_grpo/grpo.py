@@ -292,8 +292,9 @@ class GRPO(PersistentAlgorithm):
         return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed, self.repeat_starts)
 
     def _current_settings(self) -> dict[str, Any]:
-        """:return: The arguments of the constructor that are attributes, by name"""
-        return {name: vars(self)[name] for name in inspect.signature(GRPO.__init__).parameters if name in vars(self)}
+        """:return: The arguments of the constructor that are attributes, and what was made of some, by name"""
+        arguments = {name: vars(self)[name] for name in inspect.signature(GRPO.__init__).parameters if name in vars(self)}
+        return {**arguments, "lr_schedule": self.lr_schedule, "optimizer": self.policy.optimizer}
 
     def _take_up_changes(self) -> None:
         """Put attributes to use that were assigned after construction, or raise a ``ValueError`` about them."""

@@ -263,11 +263,12 @@ def warn_of_idle_arguments(settings: Mapping[str, Any], changed: Iterable[str]) 
     :param settings: Arguments of GRPO by name
     :param changed: Names of arguments that were changed after the model was made
     """
-    idle = sorted(set(changed) & set(OF_CLIPPED_UPDATES))
+    idle = sorted(set(changed) & {*OF_CLIPPED_UPDATES, "lr_schedule", "optimizer"})
     if settings["update_rule"] == "natural" and idle:
         warnings.warn(
             f"{', '.join(idle)} changed, and natural-gradient steps do not use {'it' if len(idle) == 1 else 'them'}. "
-            "`target_kl` sets the size of a step; for PPO's update, make a model with update_rule='clipped'.",
+            "`target_kl` sets the size of a step, and no `learning_rate`; for PPO's update, make a model with "
+            "update_rule='clipped'.",
             stacklevel=3,
         )
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from helpers import AnyEnv, Watcher, make_model
+from helpers import AnyEnv, Watcher, make_model, reload
 from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback, EveryNTimesteps, StopTrainingOnMaxEpisodes
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnvWrapper
 
@@ -502,3 +503,59 @@ def test_distributions_check_their_arguments_again_after_contexts_that_overlap()
     assert not th.distributions.Distribution._validate_args
     second.__exit__(None, None, None)
     assert th.distributions.Distribution._validate_args
+
+
+# --- callbacks and models that are loaded -------------------------------------------------------------------------------
+
+
+class Forgets(BaseCallback):
+    def _on_step(self) -> None:  # type: ignore[override]
+        pass
+
+
+class Remembers(BaseCallback):
+    def _on_step(self) -> bool:
+        return True
+
+
+def forgets(names: Any, others: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "name"),
+    [
+        (Forgets(), "Forgets"),
+        (forgets, "forgets"),
+        ([StopTrainingOnMaxEpisodes(99), Forgets()], "Forgets"),
+        (EveryNTimesteps(1, Forgets()), "Forgets"),
+        (Remembers(), None),
+    ],
+    ids=["class", "function", "list", "event", "returns"],
+)
+def test_a_callback_that_forgets_to_return_ends_the_training_with_its_name(callback: Any, name: str | None):
+    model = make_model(DummyVecEnv([Counts]))
+    sentences = [each for each in said(model, 64, callback=callback) if "returned None" in each]
+    assert [f"callback {name} has" in each for each in sentences] == [True] * (name is not None)
+    assert model.num_timesteps == (64 if name is None else 1)
+
+
+def with_attribute(thing: Any, name: str, value: Any, model: Any) -> Any:
+    setattr(thing, name, value)
+    return model
+
+
+CHANGES: dict[str, Any] = {
+    "custom_objects": lambda model: reload(model, env=model.env, custom_objects=dict(learning_rate=0.0)),
+    "lr_schedule": lambda model: with_attribute(model, "lr_schedule", lambda _: 0.0, model),
+    "optimizer": lambda model: with_attribute(model.policy, "optimizer", th.optim.SGD(model.policy.parameters(), 0.1), model),
+    "nothing": lambda model: model,
+    "loaded": lambda model: reload(model, env=model.env),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_natural_steps_ignore_is_said_once_they_learn(change: str):
+    model = CHANGES[change](natural_model("nothing").learn(256))
+    sentences = [each for each in said(model, 512) if "natural-gradient steps do not use it" in each]
+    assert len(sentences) == (change not in ("nothing", "loaded")) and not said(model, 256)
