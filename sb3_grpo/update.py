@@ -283,12 +283,18 @@ class TorchUpdate:
 
     def _loses_second_derivatives(self, vector: th.Tensor) -> bool:
         """:return: Whether some operation, as fused attention, has no second derivative, or silently one of zero"""
-        sizes, approximate = [parameter.numel() for parameter in self._parameters], self._difference(vector)
+        sizes, head = [each.numel() for each in self._parameters], set(
+            getattr(self._policy, "action_net", th.nn.Identity()).parameters()
+        )
+        # The entries of the action layer, which are far larger at first, would hide what the layers below it lose.
+        below = [part * (each not in head) for each, part in zip(self._parameters, vector.split(sizes), strict=True)]
+        vector = th.cat(below)
+        approximate = self._difference(vector)
         try:
             exact = self._second_derivative(vector)
         except RuntimeError:
             return True
-        smallest = 0.01 * approximate.norm()
+        smallest = 1e-5 * approximate.norm()  # below that, differences are rounding errors
         parts = zip(exact.split(sizes), approximate.split(sizes), strict=True)
         return any((own - other).norm() > 0.5 * th.maximum(other.norm(), smallest) for own, other in parts)
 

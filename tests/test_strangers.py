@@ -478,21 +478,13 @@ def natural_model(layers: str) -> Any:
 def test_natural_steps_move_every_features_extractor(layers: str):
     model = natural_model(layers)
     assert model.update_rule == "natural"
-    accepted = []
+    n_tried = []
     for _ in range(8):
         before = model.policy.features_extractor.layers.weight.detach().clone()
         model.learn(256, reset_num_timesteps=False)
-        accepted.append(not th.equal(before, model.policy.features_extractor.layers.weight))
-    assert sum(accepted) >= 6
-
-
-def test_a_lost_part_of_the_fisher_matrix_is_replaced_by_differences():
-    """Both extractors compute the same, so the first step is the same up to rounding."""
-    once, twice = (natural_model(layers) for layers in ("once", "nothing"))
-    for model in (once, twice):
-        model.learn(256)
-    weights = [model.policy.features_extractor.layers.weight for model in (once, twice)]
-    th.testing.assert_close(*weights, atol=2e-3, rtol=0)
+        assert not th.equal(before, model.policy.features_extractor.layers.weight)
+        n_tried.append(model.update_metrics["train/line_search_steps"])
+    assert np.mean(n_tried) < 2.5  # with unequal masks, or a part of the Fisher matrix missing, the model of it is wrong
 
 
 def test_distributions_check_their_arguments_again_after_contexts_that_overlap():
