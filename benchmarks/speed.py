@@ -16,8 +16,8 @@ Measure speed and memory on one core.
 - `profile`: stopwatches around the parts of GRPO's training, whose overhead is in the figures.
 - `images`: GRPO, PPO and the environments alone take turns, with GRPO's defaults for images. Peak memory is that of a process
   of its own, and on a GPU that of its tensors there.
-- `cold`: a short training in a new process, imports included: GRPO with an empty cache of machine code and with a full one, and
-  PPO, in turns. CPU time is that of the whole process.
+- `cold`: a short training in a new process, imports included: GRPO with an empty cache of machine code, GRPO with a full one,
+  and PPO, in turns. CPU time is that of the whole process.
 - `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for `benchmarks.seconds`.
 """
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
@@ -89,6 +89,13 @@ def collect(
 
         callback.update_locals(locals())
         continue_training = callback.on_step()
+        if continue_training is None:
+            warnings.warn(
+                f"Training ends after {self.num_timesteps} timesteps, because the callback {' or '.join(_names(callback))} "
+                "has returned None, which counts as False: return True to go on.",
+                UserWarning,
+                stacklevel=4,
+            )
         if starts.was_reset:
             raise RuntimeError(
                 "A callback reset the training environment in the course of a rollout: pass `EvalCallback` (or "
@@ -114,6 +121,16 @@ def collect(
                 self._last_obs = None  # the environments are ahead
             return False
     return True
+
+
+def _names(callback: BaseCallback) -> list[str]:
+    """:return: Names of the callbacks in a callback that are not SB3's own"""
+    if isinstance(callback, ConvertCallback):
+        return [getattr(callback.callback, "__name__", repr(callback.callback))]
+    values = [value for name, value in vars(callback).items() if name != "parent"]
+    inner = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    own = [] if type(callback).__module__.startswith("stable_baselines3.") else [type(callback).__name__]
+    return own + [name for each in inner if isinstance(each, BaseCallback) for name in _names(each)]
 
 
 def _of_fresh_starts(
@@ -212,7 +229,7 @@ def run_policy(
         clipped = policy.within_bounds(sampled)
         position = starts.ledger.position
         # A copy, because an environment may change the action that it is given.
-        obs, rewards, dones, infos = starts.step(clipped.copy())
+        obs, rewards, dones, infos = starts.step_all(clipped.copy())
         yield obs_tensor, clipped, EnvStep(sampled, log_probs, position, obs, rewards, dones, optional, infos)
 
 

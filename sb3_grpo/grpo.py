@@ -23,11 +23,11 @@ from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.natural import default_limit
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
 from sb3_grpo.arithmetic.update import (
+    UncheckedDistributions,
     check_update,
     clipped_update,
     natural_update,
     rolled_back_on_error,
-    unchecked_distributions,
 )
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.collection import collect, prepare_starts
@@ -271,8 +271,9 @@ class GRPO(PersistentAlgorithm):
         return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed, self.repeat_starts)
 
     def _current_settings(self) -> dict[str, Any]:
-        """:return: The arguments of the constructor that are attributes, by name"""
-        return {name: vars(self)[name] for name in inspect.signature(GRPO.__init__).parameters if name in vars(self)}
+        """:return: The arguments of the constructor that are attributes, and what was made of some, by name"""
+        arguments = {name: vars(self)[name] for name in inspect.signature(GRPO.__init__).parameters if name in vars(self)}
+        return {**arguments, "lr_schedule": self.lr_schedule, "optimizer": self.policy.optimizer}
 
     def _take_up_changes(self) -> None:
         """Put attributes to use that were assigned after construction, or raise a ``ValueError`` about them."""
@@ -445,6 +446,8 @@ class GRPO(PersistentAlgorithm):
             raise
         finally:
             starts.release()
+        if starts.share_starts and not self.use_sde:  # whose noise may be one for the whole rollout
+            starts.note_copies(rollout_buffer, isinstance(self.action_space, spaces.Box))
         of_starts = prepare_starts(self.ledger, starts, rollout_buffer, self.group_size is None)
         self._log("rollout/", {**rollout_buffer.metrics, **of_starts})
 
@@ -469,7 +472,7 @@ class GRPO(PersistentAlgorithm):
     def _update(self) -> None:
         self.policy.set_training_mode(True)
         objective = self._objective()
-        with rolled_back_on_error(self.policy, self.kl_penalty), unchecked_distributions():
+        with rolled_back_on_error(self.policy, self.kl_penalty), UncheckedDistributions():
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
             if self.update_rule == "natural":

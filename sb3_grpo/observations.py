@@ -49,6 +49,30 @@ def space_parts(space: spaces.Space) -> dict[Any, spaces.Space]:
     return dict(space.spaces) if isinstance(space, spaces.Dict) else {None: space}
 
 
+def in_form(observations: Any, space: spaces.Space) -> Any:
+    """
+    :param observations: A batch, as an environment or a wrapper returned it: arrays, tensors, lists, of any type of numbers
+    :param space: Space of each observation, none of which is a ``Tuple``
+    :return: A copy in arrays of shape ``(n, *obs_shape)``, with numbers of the space in the place of booleans
+    """
+
+    def formed(batch: Any, part: spaces.Space) -> np.ndarray:
+        array = np.array(batch)
+        if array.dtype.kind == "b":
+            array = array.astype(part.dtype)
+        return array if array.shape[1:] == part.shape else array.reshape(-1, *part.shape)  # type: ignore[misc]
+
+    if isinstance(space, spaces.Dict):
+        return {key: formed(observations[key], part) for key, part in space.spaces.items()}
+    return formed(observations, space)
+
+
+def one_in_form(observation: Any, space: spaces.Space) -> Any:
+    """:return: A single observation as :func:`in_form` has it in a batch"""
+    batch = {key: [observation[key]] for key in space.spaces} if isinstance(space, spaces.Dict) else [observation]
+    return take_observations(in_form(batch, space), 0)
+
+
 def has_images(space: spaces.Space) -> bool:
     """:return: Whether observations are images or boards, or contain some: arrays with three axes, of whatever type"""
     return any(isinstance(part, spaces.Box) and len(part.shape) > 2 for part in space_parts(space).values())

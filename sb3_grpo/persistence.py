@@ -152,6 +152,8 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     repeat_starts: float
     #: Which start each environment runs, and the starts to come.
     ledger: Ledger | None = None
+    # The arguments as they were last taken up, by name
+    _settings: dict[str, Any]
     # State that a saved model carries from its file to the parts that are built later.
     _run_state: RunState | None = None
     # Random state with which a loaded model continues its run.
@@ -267,6 +269,8 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         warn_of_idle_arguments(vars(model), kwargs)
+        for name in custom_objects or ():  # taken as changed by `learn`; who only predicts is not warned
+            model._settings.pop(name, None)
         if changed.get("seed") is not None:  # a new run
             model.ledger = model._new_ledger(model.seed)
             model._random_state = None

@@ -276,11 +276,12 @@ def chosen_update_rule(
 
 def warn_of_idle_arguments(settings: Mapping[str, Any], changed: Iterable[str]) -> None:
     """Warn of arguments that were changed after the model was made, and that its update rule does not use."""
-    idle = sorted(set(changed) & set(CLIPPED_ONLY))
+    idle = sorted(set(changed) & {*CLIPPED_ONLY, "lr_schedule", "optimizer"})
     if settings["update_rule"] == "natural" and idle:
         warnings.warn(
             f"{', '.join(idle)} changed, and natural-gradient steps do not use {'it' if len(idle) == 1 else 'them'}. "
-            "`target_kl` sets the size of a step; for PPO's update, make a model with update_rule='clipped'.",
+            "`target_kl` sets the size of a step, and no `learning_rate`; for PPO's update, make a model with "
+            "update_rule='clipped'.",
             stacklevel=3,
         )
 

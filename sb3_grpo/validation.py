@@ -188,7 +188,7 @@ def check_step(
     for env in np.flatnonzero(dones).tolist() if np.count_nonzero(dones) else ():
         final = infos[env].get("terminal_observation")
         if final is not None and infos[env].get("TimeLimit.truncated", False):
-            batch = {key: np.asarray(part)[None] for key, part in observation_parts(final).items()}
+            batch = {key: np.array([final if key is None else final[key]]) for key in observation_parts(observations)}
             check_finite("final observation", batch, num_timesteps, steps[env : env + 1], first_env=env)
 
 

@@ -51,9 +51,6 @@ ACTION_SPACES = {
 }
 N = 40
 
-ENTRY_POINTS = [
-    each for of in (layers, distributions, optimizer) for each in vars(of).values() if isinstance(each, EntryPoint)
-]
 WITHOUT_NUMBA = compile_functions(ENTRY_POINTS)
 needs_numba = pytest.mark.skipif(bool(WITHOUT_NUMBA), reason=WITHOUT_NUMBA)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch as th
@@ -23,6 +24,9 @@ from sb3_grpo.arithmetic.objective import ClipRange, Objective
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.losses import MinibatchLoss
 from sb3_grpo.policies import ENCODING_BATCH, ActorPolicy
+
+#: Whether products with the Fisher matrix of a policy are taken from differences, which its first natural step finds out
+FISHER_BY_DIFFERENCES: "WeakKeyDictionary[ActorPolicy, bool]" = WeakKeyDictionary()
 
 
 def torch_actor(policy: ActorPolicy) -> Callable[..., tuple[np.ndarray, th.Tensor]]:
@@ -77,6 +81,7 @@ class TorchLearner:
         self._max_kl = max_kl
         self._whole_trajectories = objective.importance_sampling_level == "trajectory"
         self._before: list[Distribution] = []
+        self._random_states = [generator.get_state() for generator in self._generators()]
 
     def take_epoch(self, batch_size: int) -> "tuple[Epoch, float]":
         """
@@ -150,24 +155,78 @@ class TorchLearner:
     def n_components(self) -> int:
         return get_action_dim(self._policy.action_space)
 
+    def _generators(self) -> list[th.Generator]:
+        device = self._policy.device
+        return [th.default_generator, *([th.cuda.default_generators[device.index or 0]] if device.type == "cuda" else [])]
+
+    def _rewind(self) -> None:
+        """Give all passes of a step the same random numbers, so that dropout has the same masks in what is compared."""
+        for generator, state in zip(self._generators(), self._random_states, strict=True):
+            generator.set_state(state)
+
     def loss_and_gradient(self) -> tuple[float, th.Tensor]:
         self._policy.optimizer.zero_grad()
         n, total = self._rollout_buffer.n_samples, 0.0
+        self._rewind()
         for batch in self._batches:
             loss = self._objective.evaluate(self._policy, batch).loss * (len(batch.advantages) / n)
             loss.backward()
             total += loss.item()
-        fisher_batch = self._rollout_buffer.update.take(slice(None, None, fisher_stride(n)))
+        self._fisher_batch = self._rollout_buffer.update.take(slice(None, None, fisher_stride(n)))
         with th.no_grad():  # a policy has one distribution object, in which every call puts another distribution of torch
+            self._rewind()
             self._before = [copy.copy(self._distribution(batch)) for batch in self._batches]
-            before = copy.copy(self._distribution(fisher_batch))
-        divergence = losses.exact_kl(self._distribution(fisher_batch), before).mean()
-        self._slope = self._flat(th.autograd.grad(divergence, self._parameters, create_graph=True, allow_unused=True))
+            self._rewind()
+            self._fisher_before = copy.copy(self._distribution(self._fisher_batch))
+        self._slope: th.Tensor | None = None
         return total, self._flat([parameter.grad for parameter in self._parameters]).clone()
 
     def fisher_product(self, vector: th.Tensor) -> th.Tensor:
+        if self._policy not in FISHER_BY_DIFFERENCES:
+            FISHER_BY_DIFFERENCES[self._policy] = self._loses_second_derivatives(vector)
+        if FISHER_BY_DIFFERENCES[self._policy]:
+            return self._difference(vector)
+        return self._second_derivative(vector)
+
+    def _second_derivative(self, vector: th.Tensor) -> th.Tensor:
+        if self._slope is None:
+            self._slope = self._gradient_of_divergence(create_graph=True)
         along = self._slope.dot(vector)
         return self._flat(th.autograd.grad(along, self._parameters, retain_graph=True, allow_unused=True)).clone()
+
+    def _difference(self, vector: th.Tensor) -> th.Tensor:
+        """:return: The same product as :meth:`fisher_product`, from first derivatives a little along the vector and back"""
+        weights, norm = self.weights(), vector.norm().item()
+        if norm == 0.0:
+            return th.zeros_like(vector)
+        length, gradients = 1e-3 * max(weights.norm().item(), 1.0) / norm, []
+        for sign in (1.0, -1.0):
+            self.move(weights.add(vector, alpha=sign * length))
+            gradients.append(self._gradient_of_divergence())
+        self.move(weights)
+        return gradients[0].sub_(gradients[1]).div_(2.0 * length)
+
+    def _gradient_of_divergence(self, create_graph: bool = False) -> th.Tensor:
+        self._rewind()
+        divergence = losses.exact_kl(self._distribution(self._fisher_batch), self._fisher_before).mean()
+        return self._flat(th.autograd.grad(divergence, self._parameters, create_graph=create_graph, allow_unused=True))
+
+    def _loses_second_derivatives(self, vector: th.Tensor) -> bool:
+        """:return: Whether some operation, as fused attention, has no second derivative, or silently one of zero"""
+        sizes, head = [each.numel() for each in self._parameters], set(
+            getattr(self._policy, "action_net", th.nn.Identity()).parameters()
+        )
+        # The entries of the action layer, which are far larger at first, would hide what the layers below it lose.
+        below = [part * (each not in head) for each, part in zip(self._parameters, vector.split(sizes), strict=True)]
+        vector = th.cat(below)
+        approximate = self._difference(vector)
+        try:
+            exact = self._second_derivative(vector)
+        except RuntimeError:
+            return True
+        smallest = 1e-5 * approximate.norm()  # below that, differences are rounding errors
+        parts = zip(exact.split(sizes), approximate.split(sizes), strict=True)
+        return any((own - other).norm() > 0.5 * th.maximum(other.norm(), smallest) for own, other in parts)
 
     def largest_changes(self, limit: float) -> th.Tensor:
         return self._policy.largest_changes(self._parameters, limit)
@@ -183,6 +242,7 @@ class TorchLearner:
 
     @th.no_grad()
     def loss(self) -> float:
+        self._rewind()
         evaluated = [self._objective.evaluate(self._policy, batch) for batch in self._batches]
         sizes = [len(each.ratio) for each in evaluated]
         means, rows = zip(*((each[:2], each[2:]) for each in evaluated), strict=True)  # of each batch, of each transition
@@ -194,6 +254,7 @@ class TorchLearner:
     @th.no_grad()
     def divergence(self) -> float:
         total = 0.0
+        self._rewind()
         for batch, before in zip(self._batches, self._before, strict=True):
             total += losses.exact_kl(self._distribution(batch), before).sum().item()
         return total / self._rollout_buffer.n_samples

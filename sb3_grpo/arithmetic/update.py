@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,18 +72,29 @@ def natural_update(
     return UpdateReport([learner.epoch()._replace(n_steps=1.0, grad_norm=step.grad_norm)], natural=step)
 
 
-@contextmanager
-def unchecked_distributions() -> Iterator[None]:
+class UncheckedDistributions:
     """
-    Torch's distributions check their arguments, and wait for a GPU to do so. In an update, all that could be wrong with them
-    is NaN, which :func:`check_update` finds.
+    A context in which torch's distributions do not check their arguments, for which they would wait for a GPU. In an update,
+    all that could be wrong with them is NaN, which :func:`check_update` finds. The switch is one for the whole process, so the
+    first of several threads takes it and the last gives it back.
     """
-    before = TorchDistribution._validate_args
-    TorchDistribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        TorchDistribution.set_default_validate_args(before)
+
+    _lock, _n_inside, _before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        cls = UncheckedDistributions
+        with cls._lock:
+            if cls._n_inside == 0:
+                cls._before = TorchDistribution._validate_args
+                TorchDistribution.set_default_validate_args(False)
+            cls._n_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        cls = UncheckedDistributions
+        with cls._lock:
+            cls._n_inside -= 1
+            if cls._n_inside == 0:
+                TorchDistribution.set_default_validate_args(cls._before)
 
 
 @contextmanager

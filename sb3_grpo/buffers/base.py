@@ -26,7 +26,7 @@ from sb3_grpo.buffers.rollout import (
     checked_reward_weights,
     reward_components,
 )
-from sb3_grpo.observations import Observations, has_images, map_observations
+from sb3_grpo.observations import Observations, has_images, map_observations, one_in_form
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Position
 from sb3_grpo.validation import require_at_least
@@ -262,7 +262,8 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         self._running_returns.add(reward, done, position.groups)
         for env in np.flatnonzero(done).tolist() if np.count_nonzero(done) else ():
             if infos[env].get("TimeLimit.truncated", False) and infos[env].get("terminal_observation") is not None:
-                self._final_observations.append((env, self.pos, infos[env]["terminal_observation"]))
+                final = one_in_form(infos[env]["terminal_observation"], self.observation_space)
+                self._final_observations.append((env, self.pos, final))
         self.pos += 1
         self.full = self.pos == self.buffer_size
 

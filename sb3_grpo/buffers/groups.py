@@ -171,8 +171,8 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
 
     def _lengths_and_groups(self, update: Transitions) -> tuple[np.ndarray, np.ndarray]:
         """:return: Number of transitions and group of each trajectory, groups as integers from 0 on, both of shape ``(m,)``"""
-        lengths = update.steps[update.dones] + 1
-        return lengths, np.unique(update.groups[update.dones], return_inverse=True)[1]
+        _, first, lengths = np.unique(update.trajectories, return_index=True, return_counts=True)
+        return lengths, np.unique(update.groups[first], return_inverse=True)[1]
 
     def _drop_excess(self, waiting: Transitions) -> Transitions:
         """:return: At most ``max_waiting`` of the transitions: those of the groups that started last"""

@@ -27,11 +27,12 @@ from typing import Any
 import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
-from stable_baselines3.common.vec_env.subproc_vec_env import _stack_obs
+from stable_baselines3.common.vec_env.subproc_vec_env import _stack_obs, _worker
 from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_grpo.observations import map_observations, observation_parts, space_parts
 from sb3_grpo.starts.faults import EnvironmentFault, name_environment
+from sb3_grpo.starts.generators import ActionForWorker, SeedForWorker, exchange
 
 #: How long to wait until the operating system reports that a worker has ended.
 DEAD_WORKER_TIMEOUT_S = 5.0
@@ -55,6 +56,8 @@ class VecEnvAdapter:
 
     def __init__(self, venv: VecEnv):
         self.venv = venv
+        # For `exchange`
+        self._generators: dict[str, Any] = {}
 
     @property
     def takes_seeds(self) -> bool:
@@ -71,26 +74,45 @@ class VecEnvAdapter:
         """The context in which ``reset()`` of the ``VecEnv`` is called, by whomever."""
         yield
 
+    def seed(self, env_idx: int, seed: int) -> int:
+        """:return: The seed of an environment as ``reset()`` of the ``VecEnv`` is to pass it on"""
+        return seed
+
+    def step(self, actions: np.ndarray, restart: Restart) -> VecEnvStepReturn:
+        """
+        Take a step as ``VecEnv.step`` does, which a class may define, and reset the environments that are done.
+
+        :param actions: Actions, shape ``(n_envs, *action_shape)``
+        :param restart: Gives the seed of the reset of an environment that is done
+        :return: As of ``VecEnv.step``
+        """
+        with self._without_autoreset() as defers:
+            stepped = self.venv.step(actions)
+        return self._with_resets(stepped, restart, defers)
+
     def step_async(self, actions: np.ndarray) -> None:
         """Send actions of shape ``(n_envs, *action_shape)``."""
         with self._without_autoreset():
             self.venv.step_async(actions)
 
     def step_wait(self, restart: Restart) -> VecEnvStepReturn:
-        """
-        Wait for the step, and reset the environments that are done.
-
-        :param restart: Gives the seed of the reset of an environment that is done
-        :return: As of ``VecEnv.step_wait``
-        """
+        """:return: The step whose actions were sent, after the resets of :meth:`step`"""
         with self._without_autoreset() as defers:
-            observations, rewards, dones, infos = self.venv.step_wait()
+            stepped = self.venv.step_wait()
+        return self._with_resets(stepped, restart, defers)
+
+    def _with_resets(self, stepped: VecEnvStepReturn, restart: Restart, defers: bool) -> VecEnvStepReturn:
+        observations, rewards, dones, infos = stepped
         # Copies, because a simulator may write the next step into the same arrays.
         observations = map_observations(np.array, observations)
         done = np.flatnonzero(dones).tolist()
         seeds = [restart(env_idx) for env_idx in done]
         if done and (defers or any(seed is not None for seed in seeds)):
-            first, reset_infos = self.venv.reset_envs(done, seeds)  # type: ignore[attr-defined]
+            exchange(self._generators, next((seed for seed in seeds if seed is not None), None))
+            try:
+                first, reset_infos = self.venv.reset_envs(done, seeds)  # type: ignore[attr-defined]
+            finally:
+                exchange(self._generators, None)
             reset_infos_of_all = list(self.venv.reset_infos)
             for env_idx, observation, info in zip(done, first, reset_infos, strict=True):
                 reset_infos_of_all[env_idx] = info
@@ -112,11 +134,20 @@ class VecEnvAdapter:
             self.venv.autoreset = True
 
 
-class DummyVecEnvAdapter(VecEnvAdapter):
+class KnownVecEnvAdapter(VecEnvAdapter):
+    """The adapter of a ``VecEnv`` of SB3, whose ``step`` consists of ``step_async`` and ``step_wait``."""
+
+    takes_seeds = True
+
+    def step(self, actions: np.ndarray, restart: Restart) -> VecEnvStepReturn:
+        self.step_async(actions)
+        return self.step_wait(restart)
+
+
+class DummyVecEnvAdapter(KnownVecEnvAdapter):
     """The adapter of a ``DummyVecEnv``, whose first environment has the index ``first_env`` among all."""
 
     venv: DummyVecEnv
-    takes_seeds = True
 
     def __init__(self, venv: DummyVecEnv, first_env: int = 0):
         super().__init__(venv)
@@ -164,23 +195,26 @@ class DummyVecEnvAdapter(VecEnvAdapter):
 
     def reset_env(self, env_idx: int, seed: int | None) -> Any:
         """:return: First observation of an environment, which is reset with a seed if there is one"""
+        exchange(self._generators, seed)
         try:
             seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
             observation, self.venv.reset_infos[env_idx] = self.venv.envs[env_idx].reset(**seeded)
         except Exception as error:
             name_environment(error, self.first_env + env_idx, "reset")
             raise
+        finally:
+            exchange(self._generators, None)
         self._check_sizes(env_idx, observation)
         return observation
 
     def _check_sizes(self, env_idx: int, observation: Any) -> None:
         # numpy would broadcast a part of an observation to the whole.
-        parts = observation_parts(observation)
         for key, size in self._sizes.items():
-            if np.size(parts.get(key, ())) != size:
+            part = np.asarray(observation if key is None else observation_parts(observation).get(key, ()))
+            if part.size != size:
                 name = "an observation" if key is None else f"an observation with {key!r}"
                 expected = space_parts(self.venv.observation_space)[key].shape
-                what = f"returned {name} of shape {np.shape(parts.get(key, ()))}, but its space has shape {expected}"
+                what = f"returned {name} of shape {part.shape}, but its space has shape {expected}"
                 raise EnvironmentFault(self.first_env + env_idx, what)
 
 
@@ -195,7 +229,7 @@ def _copied(info: dict[str, Any]) -> dict[str, Any]:
     return {key: value if type(value) in IMMUTABLE else deepcopy(value) for key, value in info.items()}
 
 
-class SubprocVecEnvAdapter(VecEnvAdapter):
+class SubprocVecEnvAdapter(KnownVecEnvAdapter):
     """
     The adapter of a ``SubprocVecEnv``. Workers reset an environment right after the last step of its episode, before a seed
     could reach them, if they are asked for a step. They do not if they are asked for a method of the environment, ``step``.
@@ -204,7 +238,11 @@ class SubprocVecEnvAdapter(VecEnvAdapter):
     """
 
     venv: SubprocVecEnv
-    takes_seeds = True
+
+    def __init__(self, venv: SubprocVecEnv):
+        super().__init__(venv)
+        # Environments that were reset since their last step
+        self._after_reset: set[int] = set()
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
@@ -227,10 +265,16 @@ class SubprocVecEnvAdapter(VecEnvAdapter):
                 raise fault from error
             raise
 
+    def seed(self, env_idx: int, seed: int) -> int:
+        self._after_reset.add(env_idx)
+        return SeedForWorker(seed)
+
     def step_async(self, actions: np.ndarray) -> None:
         with self._all_or_no_answers():
             for env_idx, action in enumerate(actions):
-                self._send(env_idx, ("env_method", ("step", (action,), {})))
+                sent = ActionForWorker(action) if env_idx in self._after_reset else action
+                self._send(env_idx, ("env_method", ("step", (sent,), {})))
+            self._after_reset = set()
             self.venv.waiting = True
 
     def step_wait(self, restart: Restart) -> VecEnvStepReturn:
@@ -238,18 +282,21 @@ class SubprocVecEnvAdapter(VecEnvAdapter):
             answers = [self._receive(env_idx) for env_idx in range(self.venv.num_envs)]
             self.venv.waiting = False
             steps, rewards, terminated, truncated, infos = zip(*answers, strict=True)
-            observations, dones = list(steps), np.logical_or(terminated, truncated)
+            observations, dones = list(steps), [
+                bool(ends or is_cut) for ends, is_cut in zip(terminated, truncated, strict=True)
+            ]
             done = np.flatnonzero(dones).tolist()
             for info, has_terminated, is_truncated in zip(infos, terminated, truncated, strict=True):
                 info["TimeLimit.truncated"] = is_truncated and not has_terminated
             for env_idx in done:
                 infos[env_idx]["terminal_observation"] = observations[env_idx]
-                self._send(env_idx, ("reset", (restart(env_idx), {})))
+                seed = restart(env_idx)
+                self._send(env_idx, ("reset", (seed if seed is None else self.seed(env_idx, seed), {})))
             reset_infos = list(self.venv.reset_infos)
             for env_idx in done:
                 observations[env_idx], reset_infos[env_idx] = self._receive(env_idx)
             self.venv.reset_infos = reset_infos
-        return _stack_obs(observations, self.venv.observation_space), np.stack(rewards), dones, list(infos)
+        return _stack_obs(observations, self.venv.observation_space), np.stack(rewards), np.array(dones), list(infos)
 
     @contextmanager
     def _all_or_no_answers(self) -> Iterator[None]:
@@ -308,12 +355,13 @@ def adapter_of(venv: VecEnv) -> VecEnvAdapter:
     :return: The adapter of a base ``VecEnv``. One that steps in a way of its own has the general one, whatever it derives from
     """
 
-    def steps_like(kind: type[VecEnv]) -> bool:
-        methods = ("step_async", "step_wait", "reset")
+    def is_like(kind: type[VecEnv], *others: str) -> bool:
+        methods = ("step", "step_async", "step_wait", "reset", *others)
         return all(getattr(getattr(venv, name), "__func__", None) is getattr(kind, name) for name in methods)
 
-    if isinstance(venv, DummyVecEnv) and steps_like(DummyVecEnv):
+    if isinstance(venv, DummyVecEnv) and is_like(DummyVecEnv):
         return DummyVecEnvAdapter(venv)
-    if isinstance(venv, SubprocVecEnv) and steps_like(SubprocVecEnv):
+    # A constructor of its own may start workers that do something of their own in a step.
+    if isinstance(venv, SubprocVecEnv) and is_like(SubprocVecEnv, "__init__") and _worker.__module__ == _stack_obs.__module__:
         return SubprocVecEnvAdapter(venv)
     return VecEnvAdapter(venv)

@@ -125,6 +125,25 @@ class Ledger:
         self._restarted[env_idx] = start = self._take(self._lanes[env_idx])
         return start
 
+    def foresee(self, env_indices: Sequence[int]) -> tuple[int, int]:
+        """
+        :param env_indices: Environments that :meth:`restart` will get in this order
+        :return: Group and seed of the next start of the last of them
+        """
+        lanes = [self._lanes[env_idx] for env_idx in env_indices]
+        filling, next_group = dict(self._filling), self._next_group
+        left: dict[int, int] = {}
+        for lane in lanes:
+            progress = self._open.get(filling[lane])
+            left.setdefault(lane, progress.size - progress.begun if progress else 0)
+            if left[lane] == 0:
+                filling[lane], left[lane] = next_group, self.group_size
+                next_group += self._stride
+            left[lane] -= 1
+        group = filling[lanes[-1]]
+        repeated = None if group in self._open else self._seed_to_repeat(group)
+        return group, self.seed_of(group) if repeated is None else repeated
+
     def advance(self) -> None:
         """Note that all environments have taken a step. Those that were restarted during it are at the start again."""
         groups, members, steps = self.position
@@ -149,11 +168,16 @@ class Ledger:
     def _new_group(self) -> int:
         group = self._next_group
         self._next_group += self._stride
-        if self.choice.probability > 0.0:
-            repeated = self.choice.draw(self._random_numbers(group, 1, size=2) / 2**32)
-            if repeated is not None:
-                self._repeated[group] = repeated
+        repeated = self._seed_to_repeat(group)
+        if repeated is not None:
+            self._repeated[group] = repeated
         return group
+
+    def _seed_to_repeat(self, group: int) -> int | None:
+        """:return: Seed of the start that a new group repeats; ``None`` for a fresh start"""
+        if self.choice.probability == 0.0:
+            return None
+        return self.choice.draw(self._random_numbers(group, 1, size=2) / 2**32)
 
     def seed_of(self, group: int) -> int:
         """:return: Seed with which the members of a group are reset"""
@@ -183,12 +207,13 @@ class Ledger:
     def _forget_repeated_groups(self) -> None:
         self._repeated = {group: seed for group, seed in self._repeated.items() if group in self._open}
 
-    def seed_apart(self) -> int:
+    def seed_apart(self, number: int = 0) -> int:
         """
+        :param number: Number of the seed, from 0
         :return: A seed for resets that are not starts of this run. It differs from the seeds of all groups, and changes as
             starts are taken
         """
-        return self._derive_seed(self._next_group, 0)
+        return self._derive_seed(self._next_group, 2 * number)
 
     def _derive_seed(self, *spawn_key: int) -> int:
         # 31 bits, because some environments pass the seed to functions that take signed 32-bit integers.

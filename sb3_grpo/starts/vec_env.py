@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,14 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
 from sb3_grpo.masks import checked_masks, choices_of
-from sb3_grpo.observations import map_observations, observation_parts, same_values
+from sb3_grpo.observations import in_form, observation_parts, same_values
 from sb3_grpo.starts.adapters import VecEnvAdapter, adapter_of
 from sb3_grpo.starts.ledger import Ledger
 from sb3_grpo.validation import check_finite, check_step
 from sb3_grpo.vec_wrappers import base_of, normalizes_directly
+
+#: Log-probability below which nobody takes the same actions by chance.
+RARE = -25.0
 
 
 class SeededVecEnv:
@@ -41,28 +45,45 @@ class SeededVecEnv:
         self.ledger = ledger
         self.wants_shared_starts = share_starts
         #: Whether the members of a group share their start.
-        self.share_starts = share_starts and self.adapter.takes_seeds and not _goes_on_after_a_lost_life(self.venv)
+        self.share_starts = share_starts
         #: Number of starts whose first observation differed from that of their group's first member.
         self.mismatches = 0
         #: Number of transitions before the present rollout, for messages.
         self.num_timesteps = 0
         # Running statistics must not see values that are not finite. Other wrappers may be there to replace them.
-        self._checks = normalizes_directly(env)
+        self._checks = normalizes_directly(env) and env.num_envs == self.venv.num_envs
         # First observation of each group whose members have not all begun
         self._first: dict[int, Any] = {}
         self._first_raw: VecEnvObs | None = None
+        # Environments that were reset in the present step, in this order, and the group of the next start of each
+        self._restarted: list[tuple[int, int]] = []
+        # Seeds of the next resets of environments that had shared starts, and share them no longer
+        self._parting: dict[int, int] = {}
         # The lists of the base after the last reset of ours, see `was_reset`
         self._lists: tuple[Any, Any] = (None, None)
         self._seeds_apart: Any = None
         self._warned: set[str] = set()
-        if share_starts and not self.adapter.takes_seeds:
+        if not share_starts:
+            return
+        name = type(self.venv).__name__
+        if env.num_envs != self.venv.num_envs:
+            self._share_no_longer(f"The wrappers make {env.num_envs} environments of the {self.venv.num_envs} of `{name}`")
+        elif not self.adapter.takes_seeds:
             remedy = "To share starts, define `reset_envs(env_indices, seeds)` in the class, which resets these environments "
             remedy += "and no others, and returns their observations and their infos."
             reason = getattr(self.venv, "unseeded_because", None)
-            self.warn(
-                f"`{type(self.venv).__name__}` cannot reset single environments with a seed, so the members of a group do not "
-                f"share their start. Training works without that. {remedy if reason is None else f'The reason: {reason}.'}"
-            )
+            remedy = remedy if reason is None else f"The reason: {reason}."
+            self._share_no_longer(f"`{name}` cannot reset single environments with a seed", remedy)
+        elif _goes_on_after_a_lost_life(self.venv):
+            self.share_starts = False
+
+    def _share_no_longer(self, because: str, remedy: str = "") -> None:
+        """Only record starts from now on. Members of one group have equal generators, so their next resets get other seeds."""
+        self.share_starts = False
+        self._parting = {env_idx: self.ledger.seed_apart(1 + env_idx) for env_idx in range(len(self.ledger.position.steps))}
+        self.warn(
+            f"{because}, so the members of a group do not share their start. Training works without that. {remedy}".strip()
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Called only for attributes that this class does not have; a wrapper may ask for those of the base.
@@ -87,10 +108,11 @@ class SeededVecEnv:
         :return: A copy of them
         :raises ValueError: If a first observation is not finite
         """
-        starts = self.ledger.begin_all(self.adapter.lanes)
-        self._first = {}
+        n_envs = self.env.num_envs
+        starts = self.ledger.begin_all(self.adapter.lanes if n_envs == self.venv.num_envs else [0] * n_envs)
+        self._first, self._restarted, self._parting = {}, [], {}
         if self.share_starts:
-            self.venv._seeds = [start.seed for start in starts]
+            self.venv._seeds = [self.adapter.seed(env_idx, start.seed) for env_idx, start in enumerate(starts)]
         self._first_raw = None
         with self._in_place(), self.adapter.resetting():
             observations = reset()
@@ -99,18 +121,35 @@ class SeededVecEnv:
             for env_idx, start in enumerate(starts):
                 self._verify(env_idx, start.group, raw)
         self._lists = self._present_lists()
+        self._note_ends([])
+        observations = in_form(observations, self.env.observation_space)
         check_finite("observation", observations, self.num_timesteps)
-        return map_observations(np.array, observations)  # a copy, because a simulator may write into the same arrays
+        return observations
 
-    def step(self, actions: np.ndarray) -> VecEnvStepReturn:
-        """Step the training environment, with its wrappers."""
-        if self._wrapper is None:
-            self.step_async(actions)
-            return self.step_wait()
+    def step_all(self, actions: np.ndarray) -> VecEnvStepReturn:
+        """Step the training environment, with its wrappers, whose outermost says which episodes have ended."""
+        was_reset = self.was_reset
         with self._in_place():
-            observations, rewards, dones, infos = self.env.step(actions)
-        # A copy, because a wrapper may write its next step into the same arrays.
-        return map_observations(np.array, observations), rewards, dones, infos
+            observations, rewards, dones, infos = (self if self._wrapper is None else self.env).step(actions)
+        rewards, dones = np.reshape(rewards, -1), np.reshape(dones, -1).astype(bool)
+        if self.was_reset and not was_reset:  # by a wrapper
+            self._lists = self._present_lists()
+            self._restarted.append((-1, -1))
+        self._note_ends(np.flatnonzero(dones).tolist() if np.count_nonzero(dones) else [])
+        self.ledger.advance()
+        return in_form(observations, self.env.observation_space), rewards, dones, infos
+
+    def _note_ends(self, ended: list[int]) -> None:
+        """
+        Take the next starts of the environments whose episodes have ended with the present step.
+
+        :param ended: Their indices, as the outermost wrapper has them
+        """
+        restarted, self._restarted = [env_idx for env_idx, _ in self._restarted], []
+        if self.share_starts and sorted(restarted) != ended:
+            self._share_no_longer("A wrapper ends episodes where no environment below it is reset, or hides such ends")
+        for env_idx in restarted if self.share_starts else ended:
+            self.ledger.restart(env_idx)
 
     def require_action_masks(self) -> None:
         """Raise a ``ValueError`` if an environment does not say which actions it allows."""
@@ -147,6 +186,28 @@ class SeededVecEnv:
             if is_known:
                 self._lists = self._present_lists()
 
+    def note_copies(self, rollout: Any, is_continuous: bool) -> None:
+        """
+        Warn if members of a group took the same actions after the first as long as both ran, which hardly happens by chance.
+
+        :param rollout: ``actions``, ``log_probs``, ``groups`` and ``steps`` in arrays of shape ``(n_envs, n_steps, ...)``
+        :param is_continuous: Whether equal actions are rare, however likely they are
+        """
+        first: dict[int, tuple[int, int, int]] = {}
+        for env_idx, steps in enumerate(rollout.steps):
+            for begin, end in pairwise([*np.flatnonzero(steps == 0).tolist(), len(steps)]):
+                env, other, n = first.setdefault(int(rollout.groups[env_idx, begin]), (env_idx, begin, end - begin))
+                n = min(n, end - begin)
+                own, others = (env_idx, slice(begin + 1, begin + n)), (env, slice(other + 1, other + n))
+                is_rare = (is_continuous and n > 1) or rollout.log_probs[own].sum() < RARE
+                is_other = (env, other) != (env_idx, begin)
+                if is_rare and is_other and np.array_equal(rollout.actions[own], rollout.actions[others]):
+                    self.warn(
+                        "Members of a group took the same actions from beginning to end, so nothing can be learned from "
+                        "comparing them. Probably the environment sets the global random generator of torch: use "
+                        "`self.np_random` in it, or pass share_starts=False to GRPO."
+                    )
+
     def add_mismatches(self, number: int, messages: Sequence[str]) -> None:
         """Add the mismatches that workers have found, and print each of their warnings once."""
         self.mismatches += number
@@ -176,6 +237,10 @@ class SeededVecEnv:
             check_finite("observation", self._first_raw, self.num_timesteps)
         return self._first_raw
 
+    def step(self, actions: np.ndarray) -> VecEnvStepReturn:
+        """:return: A step of the base, as of :meth:`step_wait`"""
+        return self._checked(self.adapter.step(actions, self._restart))
+
     def step_async(self, actions: np.ndarray) -> None:
         """Send actions of shape ``(n_envs, *action_shape)``."""
         self.adapter.step_async(actions)
@@ -185,20 +250,25 @@ class SeededVecEnv:
         :return: Observations, rewards, dones and infos. The observations of environments that are done are those of the reset
         :raises EnvironmentFault: If the process of an environment has ended, or its observation has another shape
         """
-        before = self.ledger.position
-        observations, rewards, dones, infos = self.adapter.step_wait(self._restart)
-        self.ledger.advance()
-        if self.share_starts and np.count_nonzero(dones):
-            for env_idx in np.flatnonzero(dones).tolist():
-                self._verify(env_idx, int(self.ledger.position.groups[env_idx]), observations)
+        return self._checked(self.adapter.step_wait(self._restart))
+
+    def _checked(self, stepped: VecEnvStepReturn) -> VecEnvStepReturn:
+        observations, rewards, dones, infos = stepped
+        for env_idx, group in self._restarted:
+            if dones[env_idx]:
+                self._verify(env_idx, group, observations)
         if self._checks:
-            check_step(observations, rewards, dones, infos, self.num_timesteps, before.steps)
+            check_step(observations, rewards, dones, infos, self.num_timesteps, self.ledger.position.steps)
         self.num_timesteps += self.venv.num_envs
-        return observations, rewards, dones, infos
+        return stepped
 
     def _restart(self, env_idx: int) -> int | None:
-        start = self.ledger.restart(env_idx)
-        return start.seed if self.share_starts else None
+        """:return: Seed of the reset of an environment of the base, which it takes now"""
+        if not self.share_starts:
+            return self._parting.pop(env_idx, None)
+        group, seed = self.ledger.foresee([*(each for each, _ in self._restarted), env_idx])
+        self._restarted.append((env_idx, group))
+        return seed
 
     def _present_lists(self) -> tuple[Any, Any]:
         attributes = vars(self.venv)

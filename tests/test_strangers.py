@@ -1,0 +1,553 @@
+"""Environments, wrappers and callbacks that do unusual things which PPO copes with."""
+
+import random
+import warnings
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from helpers import AnyEnv, Watcher, make_model, reload
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback, EveryNTimesteps, StopTrainingOnMaxEpisodes
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnvWrapper
+
+from sb3_grpo.arithmetic.update import UncheckedDistributions
+from sb3_grpo.buffers import BUFFERS
+
+forked = partial(SubprocVecEnv, start_method="fork")
+
+
+class Counts(gym.Env):
+    """Observes the number of its steps, its reward is ten times that, and episodes have ``length`` steps."""
+
+    observation_space = spaces.Box(-1, 1000, (2,), np.float32)
+    action_space: spaces.Space = spaces.Discrete(2)
+    length = 6
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        self.t += 1
+        return np.full(2, self.t, np.float32), 10.0 * self.t, False, self.t >= self.length, {}
+
+
+def said(model: Any, timesteps: int = 64, **kwargs: Any) -> list[str]:
+    """:return: Warnings of a training"""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.learn(timesteps, **kwargs)
+    return [str(each.message) for each in caught]
+
+
+def rewards(model: Any) -> list[float]:
+    """:return: Rewards of the first environment in the last rollout"""
+    buffer = model.rollout_buffer
+    by_env = buffer.rewards if buffer.rewards.shape[0] == model.n_envs else buffer.rewards.T
+    return by_env.reshape(model.n_envs, -1)[0].tolist()
+
+
+def under_ppo(env: Any) -> list[float]:
+    model = PPO("MlpPolicy", env, n_steps=16, batch_size=16, n_epochs=1, policy_kwargs=dict(net_arch=[8]), device="cpu")
+    ppo_rewards: list[float] = []
+    model.learn(1, callback=lambda names, _: ppo_rewards.append(float(names["rewards"][0])) or True)  # type: ignore[func-returns-value]
+    return ppo_rewards
+
+
+# --- the step of a user's class -----------------------------------------------------------------------------------------
+
+
+class OwnStep(DummyVecEnv):
+    def step(self, actions: np.ndarray) -> Any:
+        observations, rewards, dones, infos = super().step(actions)
+        return observations, rewards + 1, dones, infos
+
+
+class OwnAsync(DummyVecEnv):
+    """Sends the opposite actions, and counts calls."""
+
+    calls = 0
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self.calls += 1
+        super().step_async(1 - np.asarray(actions))
+
+
+class OwnWait(DummyVecEnv):
+    def step_wait(self) -> Any:
+        observations, rewards, dones, infos = super().step_wait()
+        return observations, rewards + 1, dones, infos
+
+
+class OwnStepInWorkers(SubprocVecEnv):
+    def step(self, actions: np.ndarray) -> Any:
+        observations, rewards, dones, infos = super().step(actions)
+        return observations, rewards + 1, dones, infos
+
+
+class OwnConstructor(SubprocVecEnv):
+    """May have workers of its own as well, for all that can be seen."""
+
+    def __init__(self, env_fns: Any):
+        super().__init__(env_fns, start_method="fork")
+
+
+class PassThrough(VecEnvWrapper):
+    venv: Any
+
+    def reset(self) -> Any:
+        return self.venv.reset()
+
+    def step_wait(self) -> Any:
+        return self.venv.step_wait()
+
+
+class WrapperWithStep(PassThrough):
+    def step(self, actions: np.ndarray) -> Any:
+        observations, rewards, dones, infos = self.venv.step(actions)
+        return observations, rewards + 1, dones, infos
+
+
+class Repeat(PassThrough):
+    """Each action lasts three steps of the base."""
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self.actions = actions
+
+    def step_wait(self) -> Any:
+        total = np.zeros(self.num_envs, np.float32)
+        for _ in range(3):
+            observations, rewards, dones, infos = self.venv.step(self.actions)
+            total += rewards
+        return observations, total, dones, infos
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OwnStep([Counts] * 2),
+        lambda: OwnAsync([Counts] * 2),
+        lambda: OwnWait([Counts] * 2),
+        lambda: OwnStepInWorkers([Counts] * 2, start_method="fork"),
+        lambda: OwnConstructor([Counts] * 2),
+        lambda: PassThrough(OwnStep([Counts] * 2)),
+        lambda: WrapperWithStep(DummyVecEnv([Counts] * 2)),
+        lambda: PassThrough(WrapperWithStep(OwnStep([Counts] * 2))),
+        lambda: Repeat(DummyVecEnv([Counts] * 2)),
+        lambda: Repeat(OwnStep([Counts] * 2)),
+    ],
+    ids=[
+        *("step", "step_async", "step_wait", "step of workers", "constructor", "step under a wrapper"),
+        *("wrapper's step", "inner wrapper's step", "repeats", "repeats with step"),
+    ],
+)
+def test_rewards_come_through_the_step_of_the_users_class(make: Any):
+    model = make_model(make())
+    said(model, 1)
+    assert rewards(model) == under_ppo(make())
+
+
+def test_a_method_of_the_users_class_runs_once_a_step():
+    env = OwnAsync([Counts] * 2)
+    said(make_model(env), 1)
+    assert env.calls == 16
+
+
+@pytest.mark.parametrize(
+    ("make", "is_shared"),
+    [
+        (lambda: OwnStep([Counts] * 2), False),
+        (lambda: OwnConstructor([Counts] * 2), False),
+        (lambda: WrapperWithStep(DummyVecEnv([Counts] * 2)), True),
+        (lambda: Repeat(DummyVecEnv([Counts] * 2)), True),
+    ],
+    ids=["step", "constructor", "wrapper's step", "repeats"],
+)
+def test_starts_are_shared_where_a_users_step_allows_it_and_one_sentence_says_where_not(make: Any, is_shared: bool):
+    model = make_model(make())
+    sentences = [each for each in said(model) if "do not share their start" in each]
+    assert model._seeded_env.share_starts == is_shared and len(sentences) == (not is_shared)
+
+
+# --- lanes and ends of the outermost wrapper ----------------------------------------------------------------------------
+
+
+class Splits(PassThrough):
+    """Each environment is two lanes."""
+
+    def __init__(self, venv: Any):
+        super().__init__(venv)
+        self.num_envs = 2 * venv.num_envs
+
+    def reset(self) -> Any:
+        return self.venv.reset().repeat(2, axis=0)
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self.venv.step_async(actions[::2])
+
+    def step_wait(self) -> Any:
+        observations, rewards, dones, infos = self.venv.step_wait()
+        return (
+            observations.repeat(2, axis=0),
+            rewards.repeat(2),
+            dones.repeat(2),
+            [dict(infos[i // 2]) for i in range(len(self))],
+        )
+
+    def __len__(self) -> int:
+        return self.num_envs
+
+
+class Merges(PassThrough):
+    """Only the first of the environments is seen."""
+
+    def __init__(self, venv: Any):
+        super().__init__(venv)
+        self.num_envs = 1
+
+    def reset(self) -> Any:
+        return self.venv.reset()[:1]
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self.venv.step_async(np.repeat(actions, self.venv.num_envs, axis=0))
+
+    def step_wait(self) -> Any:
+        return tuple(each[:1] for each in self.venv.step_wait())
+
+
+class Endless(PassThrough):
+    def step_wait(self) -> Any:
+        observations, rewards, dones, infos = self.venv.step_wait()
+        return observations, rewards, np.zeros_like(dones), infos
+
+
+class Limit(PassThrough):
+    """A time limit of three steps. All environments are reset at once."""
+
+    t = 0
+
+    def step_wait(self) -> Any:
+        observations, rewards, dones, infos = self.venv.step_wait()
+        self.t += 1
+        if self.t == 3:
+            self.t, dones = 0, np.ones_like(dones)
+            infos = [
+                {**info, "terminal_observation": observations[i], "TimeLimit.truncated": True} for i, info in enumerate(infos)
+            ]
+            observations = self.venv.reset()
+        return observations, rewards, dones, infos
+
+
+class Late(PassThrough):
+    """Returns each step one step later, as lists."""
+
+    late: Any = None
+
+    def step_wait(self) -> Any:
+        now = self.venv.step_wait()
+        before, self.late = self.late or now, now
+        return before[0], list(before[1]), list(before[2]), tuple(before[3])
+
+
+WRAPPERS = {each.__name__: each for each in (Splits, Merges, Endless, Limit, Late)}
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_every_buffer_takes_the_lanes_and_ends_of_the_outermost_wrapper(wrapper: str, buffer: str):
+    model, watcher = make_model(WRAPPERS[wrapper](DummyVecEnv([Counts] * 2)), rollout_buffer_class=buffer), Watcher()
+    sentences = [each for each in said(model, 64, callback=watcher) if "do not share their start" in each]
+    assert len(sentences) == 1 and rewards(model)[:5] != []
+    # A trajectory ends where the wrapper says so: its steps count from there.
+    steps = np.stack([position.steps for position in watcher.positions])
+    groups = np.stack([position.groups * 2 + position.members for position in watcher.positions])
+    begins = steps[1:] == 0
+    assert (steps[1:][~begins] == steps[:-1][~begins] + 1).all() and (groups[1:] == groups[:-1])[~begins].all()
+    assert begins.any() == (wrapper != "Endless") and not (groups[1:] == groups[:-1])[begins].any()
+
+
+def test_environments_that_share_starts_no_longer_begin_differently():
+    """The members of a group have equal generators, so without other seeds they would go on alike."""
+    env = Endless(DummyVecEnv([partial(AnyEnv, lengths=(3, 4))] * 2))
+    model = make_model(env)
+    firsts: list[Any] = []
+
+    def note(names: Any, _: Any) -> bool:
+        firsts.append([tuple(each) for each in env.get_attr("first_observation")])
+        return True
+
+    said(model, 64, callback=note)
+    later = [first for step in firsts[4:] for first in [step] if step != firsts[3]]
+    assert later and all(one != other for one, other in later)
+
+
+# --- global generators --------------------------------------------------------------------------------------------------
+
+
+class SeedsAll(AnyEnv):
+    """Seeds everything in a reset, and draws from the global generators in its steps."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed)
+            th.manual_seed(seed)
+        super().reset(seed=seed)
+        self.steps_left = 4
+        return self.draw(), {}
+
+    def step(self, action: Any) -> Any:
+        _, *others = super().step(action)
+        return self.draw(), *others
+
+    def draw(self) -> np.ndarray:
+        return np.array([random.random(), np.random.random(), th.rand(()).item()], np.float32)
+
+
+class DrawsFromAll(SeedsAll):
+    """Takes no seed, so that its starts come from the global generators."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset()
+
+
+@pytest.mark.parametrize(("venv_class", "n_envs"), [(DummyVecEnv, 1), (DummyVecEnv, 2), (forked, 2)])
+def test_a_seeded_reset_leaves_the_global_generators_as_they_were(venv_class: Any, n_envs: int):
+    model = make_model(venv_class([SeedsAll] * n_envs), normalize_observations=False, n_steps=32)
+    assert not said(model)
+    buffer = model.rollout_buffer
+    first, later = (np.unique(buffer.observations[buffer.steps == step], axis=0) for step in (0, 1))
+    assert len(first) == (buffer.steps == 0).sum() / 2  # the start is that of the group
+    assert len(later) == (buffer.steps == 1).sum()  # and what follows is not
+
+
+def test_starts_that_are_drawn_from_the_global_generators_differ():
+    """Giving generators back the state before each reset would make all starts of a rollout equal."""
+    model = make_model(DummyVecEnv([DrawsFromAll] * 2), normalize_observations=False, n_steps=32)
+    assert any("does not reproduce" in each for each in said(model))
+    buffer = model.rollout_buffer
+    assert len(np.unique(buffer.observations[buffer.steps == 0], axis=0)) == (buffer.steps == 0).sum()
+
+
+class SeedsInSteps(Counts):
+    action_space, length = spaces.Discrete(8), 24
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.seed = seed or 0
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        if self.t == 0:
+            th.manual_seed(self.seed)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("actions", [spaces.Discrete(8), spaces.Box(-1, 1, (1,))], ids=["Discrete", "Box"])
+def test_copies_within_a_group_are_noticed_once(actions: spaces.Space, monkeypatch: pytest.MonkeyPatch):
+    for env_class, n in ((SeedsInSteps, 1), (Counts, 0)):
+        monkeypatch.setattr(env_class, "action_space", actions)
+        model = make_model(DummyVecEnv([env_class]), n_steps=128)
+        assert sum("the same actions" in each for each in said(model, 512)) == n
+
+
+# --- forms of what environments return ----------------------------------------------------------------------------------
+
+FORMS: dict[str, Any] = {
+    "tuple": lambda x: tuple(map(float, x)),
+    "list": lambda x: x.tolist(),
+    "tensor": th.as_tensor,
+    "row": lambda x: x[None],
+    "booleans": lambda x: x > 0,
+    "integers": lambda x: x.astype(int),
+}
+
+
+class InForm(Counts):
+    observation_space: Any
+
+    def __init__(self, form: str, space: spaces.Space):
+        self.form, self.observation_space = FORMS[form], space
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        return self.formed(observation), info
+
+    def step(self, action: Any) -> Any:
+        observation, reward, _, truncated, info = super().step(action)
+        return self.formed(observation), th.tensor(reward), np.array(False), th.tensor(truncated), info
+
+    def formed(self, observation: Any) -> Any:
+        observation = self.form(observation)
+        return {"a": observation} if isinstance(self.observation_space, spaces.Dict) else observation
+
+
+BOX = Counts.observation_space
+
+
+@pytest.mark.parametrize("space", [BOX, spaces.Dict({"a": BOX})], ids=["Box", "Dict"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("venv_class", [DummyVecEnv, forked])
+def test_observations_rewards_and_ends_are_brought_into_form(venv_class: Any, form: str, space: spaces.Space):
+    policy = "MultiInputPolicy" if isinstance(space, spaces.Dict) else "MlpPolicy"
+    model = make_model(venv_class([lambda: InForm(form, space)] * 2), policy)
+    assert not said(model, 1)
+    observed = model.rollout_buffer.observations
+    observed = observed["a"] if isinstance(observed, dict) else observed
+    steps = np.arange(16) % 6 if form != "booleans" else np.arange(16) % 6 > 0
+    assert observed.dtype == np.float32 and observed[0, :, 0].tolist() == steps.astype(float).tolist()
+    assert rewards(model)[:7] == [10, 20, 30, 40, 50, 60, 10]
+
+
+# --- features extractors ------------------------------------------------------------------------------------------------
+
+
+class Extractor(BaseFeaturesExtractor):
+    def __init__(self, space: Any, layers: str):
+        super().__init__(space, 8)
+        self.layers, self.after = th.nn.Linear(2, 8), LAYERS[layers]()
+
+    def forward(self, observations: th.Tensor) -> th.Tensor:
+        return self.after(self.layers(observations / 6))
+
+
+class Attention(th.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = th.nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, features: th.Tensor) -> th.Tensor:
+        tokens = features.view(-1, 2, 4)
+        return self.attend(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
+
+
+class DoubledOnce(th.autograd.Function):
+    """Its second derivative is zero, without an error."""
+
+    @staticmethod
+    def forward(ctx: Any, features: th.Tensor) -> th.Tensor:
+        return 2 * features
+
+    @staticmethod
+    def backward(ctx: Any, gradient: th.Tensor) -> th.Tensor:
+        return 2 * gradient.detach()
+
+
+class Once(th.nn.Module):
+    def forward(self, features: th.Tensor) -> th.Tensor:
+        return DoubledOnce.apply(features)
+
+
+class Twice(th.nn.Module):
+    def forward(self, features: th.Tensor) -> th.Tensor:
+        return 2 * features
+
+
+LAYERS: dict[str, Any] = {
+    "attention": Attention,
+    "transformer": lambda: th.nn.Sequential(
+        th.nn.Unflatten(1, (2, 4)), th.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), th.nn.Flatten()
+    ),
+    "once": Once,
+    "dropout": lambda: th.nn.Dropout(0.4),
+    "batch norm": lambda: th.nn.BatchNorm1d(8),
+    "nothing": Twice,
+}
+
+
+def natural_model(layers: str) -> Any:
+    class Steers(Counts):
+        action_space = spaces.Box(-1, 1, (2,))
+
+        def step(self, action: Any) -> Any:
+            observation, _, *others = super().step(action)
+            return observation, -float(np.square(action - np.sin(self.t)).sum()), *others
+
+    kwargs = dict(features_extractor_class=Extractor, features_extractor_kwargs=dict(layers=layers), net_arch=[8])
+    only_clipped: dict[str, Any] = dict(n_epochs=None, batch_size=64, learning_rate=3e-4)
+    return make_model(DummyVecEnv([Steers] * 4), n_steps=64, policy_kwargs=kwargs, seed=1, **only_clipped)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_natural_steps_move_every_features_extractor(layers: str):
+    model = natural_model(layers)
+    assert model.update_rule == "natural"
+    n_tried = []
+    for _ in range(8):
+        before = model.policy.features_extractor.layers.weight.detach().clone()
+        model.learn(256, reset_num_timesteps=False)
+        assert not th.equal(before, model.policy.features_extractor.layers.weight)
+        n_tried.append(model.update_metrics["train/line_search_steps"])
+    assert np.mean(n_tried) < 2.5  # with unequal masks, or a part of the Fisher matrix missing, the model of it is wrong
+
+
+def test_distributions_check_their_arguments_again_after_contexts_that_overlap():
+    first, second = UncheckedDistributions(), UncheckedDistributions()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not th.distributions.Distribution._validate_args
+    second.__exit__(None, None, None)
+    assert th.distributions.Distribution._validate_args
+
+
+# --- callbacks and models that are loaded -------------------------------------------------------------------------------
+
+
+class Forgets(BaseCallback):
+    def _on_step(self) -> None:  # type: ignore[override]
+        pass
+
+
+class Remembers(BaseCallback):
+    def _on_step(self) -> bool:
+        return True
+
+
+def forgets(names: Any, others: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "name"),
+    [
+        (Forgets(), "Forgets"),
+        (forgets, "forgets"),
+        ([StopTrainingOnMaxEpisodes(99), Forgets()], "Forgets"),
+        (EveryNTimesteps(1, Forgets()), "Forgets"),
+        (Remembers(), None),
+    ],
+    ids=["class", "function", "list", "event", "returns"],
+)
+def test_a_callback_that_forgets_to_return_ends_the_training_with_its_name(callback: Any, name: str | None):
+    model = make_model(DummyVecEnv([Counts]))
+    sentences = [each for each in said(model, 64, callback=callback) if "returned None" in each]
+    assert [f"callback {name} has" in each for each in sentences] == [True] * (name is not None)
+    assert model.num_timesteps == (64 if name is None else 1)
+
+
+def with_attribute(thing: Any, name: str, value: Any, model: Any) -> Any:
+    setattr(thing, name, value)
+    return model
+
+
+CHANGES: dict[str, Any] = {
+    "custom_objects": lambda model: reload(model, env=model.env, custom_objects=dict(learning_rate=0.0)),
+    "lr_schedule": lambda model: with_attribute(model, "lr_schedule", lambda _: 0.0, model),
+    "optimizer": lambda model: with_attribute(model.policy, "optimizer", th.optim.SGD(model.policy.parameters(), 0.1), model),
+    "nothing": lambda model: model,
+    "loaded": lambda model: reload(model, env=model.env),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_natural_steps_ignore_is_said_once_they_learn(change: str):
+    model = CHANGES[change](natural_model("nothing").learn(256))
+    sentences = [each for each in said(model, 512) if "natural-gradient steps do not use it" in each]
+    assert len(sentences) == (change not in ("nothing", "loaded")) and not said(model, 256)
