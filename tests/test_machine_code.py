@@ -32,7 +32,7 @@ from sb3_grpo.arithmetic.machine import MachinePolicy
 from sb3_grpo.arithmetic.machine_code import distributions, layers, linear_algebra, optimizer
 from sb3_grpo.arithmetic.machine_code.jit import compile_functions
 from sb3_grpo.arithmetic.metrics import describe_update
-from sb3_grpo.arithmetic.network import NO_PATCHES, NO_ROWS, Bernoulli, Categorical, Gaussian, Network, Reference
+from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, NO_PATCHES, NO_ROWS, Network
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
 from sb3_grpo.arithmetic.update import clipped_update, natural_update
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
@@ -199,8 +199,8 @@ def test_a_gaussian_agrees_with_numbers_worked_out_by_hand():
         np.array([[1.0, 0.0]], np.float32),
         np.zeros((3, 1), np.float32),
     )
-    reference = Reference(0.0 * means, log_std + np.float32(math.log(2.0)))
-    Gaussian(log_std, NO_CHOICES).evaluate(means, reference, actions, terms)
+    reference = 0.0 * means, log_std + np.float32(math.log(2.0))
+    GAUSSIAN.evaluate.run(means, log_std, NO_CHOICES, *reference, actions, terms)
     assert terms[0, 0] == pytest.approx(-1.0 - math.log(2.0) - math.log(2 * math.pi), abs=1e-6)
     assert terms[1, 0] == pytest.approx(1.0 + math.log(2 * math.pi) + math.log(2.0), abs=1e-6)
     assert terms[2, 0] == pytest.approx(2 * math.log(2.0) - 0.75 + 0.125, abs=1e-6)
@@ -209,9 +209,9 @@ def test_a_gaussian_agrees_with_numbers_worked_out_by_hand():
 @needs_numba
 def test_a_categorical_agrees_with_numbers_worked_out_by_hand():
     log_p, log_q = np.log(np.array([[0.25, 0.25, 0.5]], np.float32)) + 3, np.log(np.array([[0.5, 0.25, 0.25]], np.float32))
-    terms, distribution = np.zeros((3, 1), np.float32), Categorical(NO_NUMBERS, np.array([3]))
-    distribution.prepare(log_p)
-    distribution.evaluate(log_p, Reference(log_q, NO_NUMBERS), np.array([[2.0]], np.float32), terms)
+    terms, action, choices = np.zeros((3, 1), np.float32), np.array([[2.0]], np.float32), np.array([3])
+    distributions.log_softmax.run(log_p, choices)
+    CATEGORICAL.evaluate.run(log_p, NO_NUMBERS, choices, log_q, NO_NUMBERS, action, terms)
     assert terms[:, 0] == pytest.approx([-math.log(2.0), 1.5 * math.log(2.0), 0.25 * math.log(2.0)], abs=1e-6)
 
 
@@ -219,8 +219,8 @@ def test_a_categorical_agrees_with_numbers_worked_out_by_hand():
 def test_a_bernoulli_variable_agrees_with_numbers_worked_out_by_hand():
     # p = 3/4, and 1/4 for the reference: KL = 3/4 log 3 - 1/4 log 3
     logits, terms = np.log(np.array([[3.0]], np.float32)), np.zeros((3, 1), np.float32)
-    reference = Reference(-logits, NO_NUMBERS)
-    Bernoulli(NO_NUMBERS, NO_CHOICES).evaluate(logits, reference, np.ones((1, 1), np.float32), terms)
+    action = np.ones((1, 1), np.float32)
+    BERNOULLI.evaluate.run(logits, NO_NUMBERS, NO_CHOICES, -logits, NO_NUMBERS, action, terms)
     entropy = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
     assert terms[:, 0] == pytest.approx([math.log(0.75), entropy, 0.5 * math.log(3.0)], abs=1e-6)
 
@@ -243,7 +243,7 @@ def torch_distribution(action_space: spaces.Space, outputs: th.Tensor, log_std: 
 def test_values_and_gradients_of_distributions_are_those_of_autograd(space: spaces.Space, has_reference: bool):
     family = FAMILIES[type(make_proba_distribution(space))]
     choices = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0))).astype(np.int64)
-    k = int(choices.sum()) if family is Categorical else int(np.prod(space.shape))  # type: ignore[arg-type]
+    k = int(choices.sum()) if family is CATEGORICAL else int(np.prod(space.shape))  # type: ignore[arg-type]
     outputs, reference_outputs = th.randn(N, k, requires_grad=True), th.randn(N, k)
     log_std, reference_log_std = th.randn(k, requires_grad=True), th.randn(k)
     pi, q = torch_distribution(space, outputs, log_std), torch_distribution(space, reference_outputs, reference_log_std)
@@ -253,13 +253,19 @@ def test_values_and_gradients_of_distributions_are_those_of_autograd(space: spac
     (up * expected).sum().backward()
 
     terms, gradient, grad_log_std = np.zeros((3, N), np.float32), np.zeros((N, k), np.float32), np.zeros(k, np.float32)
-    distribution, rows = family(log_std.detach().numpy(), choices), outputs.detach().numpy().copy()
-    reference = Reference(reference_outputs.numpy() if has_reference else NO_ROWS, reference_log_std.numpy())
-    for each in (rows, reference.outputs):
-        distribution.prepare(each)
-    taken = actions.reshape(N, -1).float().numpy()
-    distribution.evaluate(rows, reference, taken, terms)
-    distribution.backward(rows, reference, taken, up.numpy(), gradient, grad_log_std)
+    rows, reference = outputs.detach().numpy().copy(), reference_outputs.numpy() if has_reference else NO_ROWS
+    for each in (rows, reference) if family is CATEGORICAL else ():
+        distributions.log_softmax.run(each, choices)
+    known = (
+        rows,
+        log_std.detach().numpy(),
+        choices,
+        reference,
+        reference_log_std.numpy(),
+        actions.reshape(N, -1).float().numpy(),
+    )
+    family.evaluate.run(*known, terms)
+    family.backward.run(*known, up.numpy(), gradient, grad_log_std)
     close(terms, expected)
     close(gradient, outputs.grad)
     close(grad_log_std, th.zeros(k) if log_std.grad is None else log_std.grad)
@@ -267,12 +273,12 @@ def test_values_and_gradients_of_distributions_are_those_of_autograd(space: spac
 
 @needs_numba
 def test_a_forbidden_action_spoils_neither_entropy_nor_divergence_nor_gradient():
-    log_p, distribution = np.array([[0.0, 0.0, -np.inf]], np.float32), Categorical(NO_NUMBERS, np.array([3]))
-    distribution.prepare(log_p)
+    log_p, choices = np.array([[0.0, 0.0, -np.inf]], np.float32), np.array([3])
+    distributions.log_softmax.run(log_p, choices)
     terms, gradient, action = np.zeros((3, 1), np.float32), np.ones((1, 3), np.float32), np.zeros((1, 1), np.float32)
-    reference = Reference(log_p.copy(), NO_NUMBERS)
-    distribution.evaluate(log_p, reference, action, terms)
-    distribution.backward(log_p, reference, action, np.ones((3, 1), np.float32), gradient, NO_NUMBERS)
+    known = log_p, NO_NUMBERS, choices, log_p.copy(), NO_NUMBERS, action
+    CATEGORICAL.evaluate.run(*known, terms)
+    CATEGORICAL.backward.run(*known, np.ones((3, 1), np.float32), gradient, NO_NUMBERS)
     assert terms[:, 0] == pytest.approx([-math.log(2.0), math.log(2.0), 0.0], abs=1e-6)
     assert gradient[0] == pytest.approx([0.5, -0.5, 0.0], abs=1e-6)
 
@@ -312,7 +318,7 @@ def test_a_network_and_its_derivatives_are_those_of_torch(activation: int, hidde
     linear = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     between = nn.Tanh if activation == layers.TANH else nn.ReLU
     in_torch = nn.Sequential(linear[0], *(each for layer in linear[1:] for each in (between(), layer)))
-    network = Network(np.array(sizes), NO_PATCHES, activation, Bernoulli, NO_CHOICES)
+    network = Network(np.array(sizes), NO_PATCHES, activation, BERNOULLI, NO_CHOICES)
     assert_the_network_is_that_of_torch(network, linear, th.randn(7, 3), in_torch)
 
 
@@ -326,7 +332,7 @@ def test_a_convolution_and_its_derivatives_are_those_of_torch(shape: tuple[int, 
     def in_torch(x: th.Tensor) -> th.Tensor:
         return linear(extractor.cnn(x if extractor.channels_first else x.permute(0, 3, 1, 2)))
 
-    network = Network(np.array([40, 4 * 6, 3]), extractor.patches(), layers.RELU, Bernoulli, NO_CHOICES)
+    network = Network(np.array([40, 4 * 6, 3]), extractor.patches(), layers.RELU, BERNOULLI, NO_CHOICES)
     assert_the_network_is_that_of_torch(network, [convolution, linear], th.randn(7, *shape), in_torch)
 
 
@@ -614,18 +620,18 @@ def needed(network: Network, rule: Any) -> set[str]:
 
 
 def test_a_run_needs_only_the_functions_of_its_policy_and_its_update():
+    families = {"gaussian": GAUSSIAN, "categorical": CATEGORICAL, "bernoulli": BERNOULLI}
     networks = {
-        family: Network(np.array([3, 4, 2]), NO_PATCHES, layers.TANH, family, NO_CHOICES)
-        for family in (Gaussian, Categorical, Bernoulli)
+        name: Network(np.array([3, 4, 2]), NO_PATCHES, layers.TANH, family, NO_CHOICES) for name, family in families.items()
     }
     common = {"standardise", "forward", "surrogate", "backward"}
-    for family, network in networks.items():
-        own = {f"{name}_{family.__name__.lower()}" for name in ("sample", "evaluate", "backward")}
-        own |= {"log_softmax"} if family is Categorical else set()
+    for name, network in networks.items():
+        own = {f"{each}_{name}" for each in ("sample", "evaluate", "backward")}
+        own |= {"log_softmax"} if name == "categorical" else set()
         assert needed(network, "clipped") == common | own | {"clip_gradient", "adam"}
-        assert needed(network, "natural") == common | own | {"forward_tangent", f"fisher_{family.__name__.lower()}"}
-    pictures = Network(np.array([40, 24, 3]), np.zeros((18, 6), np.int64), layers.RELU, Gaussian, NO_CHOICES)
-    assert needed(pictures, "clipped") - needed(networks[Gaussian], "clipped") == {"convolve", "convolve_backward"}
+        assert needed(network, "natural") == common | own | {"forward_tangent", f"fisher_{name}"}
+    pictures = Network(np.array([40, 24, 3]), np.zeros((18, 6), np.int64), layers.RELU, GAUSSIAN, NO_CHOICES)
+    assert needed(pictures, "clipped") - needed(networks["gaussian"], "clipped") == {"convolve", "convolve_backward"}
 
 
 # --- one memory ---

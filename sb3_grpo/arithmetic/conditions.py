@@ -17,16 +17,16 @@ from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtr
 from torch import nn
 
 from sb3_grpo.arithmetic.machine_code.layers import RELU, TANH
-from sb3_grpo.arithmetic.network import NO_PATCHES, Bernoulli, Categorical, Family, Gaussian, Network
+from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, NO_PATCHES, Family, Network
 from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.policies import ActorPolicy
 
 #: Keys are exact classes: a subclass may mean something else.
-FAMILIES: dict[type[Distribution], type[Family]] = {
-    DiagGaussianDistribution: Gaussian,
-    CategoricalDistribution: Categorical,
-    MultiCategoricalDistribution: Categorical,
-    BernoulliDistribution: Bernoulli,
+FAMILIES: dict[type[Distribution], Family] = {
+    DiagGaussianDistribution: GAUSSIAN,
+    CategoricalDistribution: CATEGORICAL,
+    MultiCategoricalDistribution: CATEGORICAL,
+    BernoulliDistribution: BERNOULLI,
 }
 #: Keys are exact classes, as above.
 ACTIVATIONS: dict[type[nn.Module], int] = {nn.Tanh: TANH, nn.ReLU: RELU}
@@ -118,7 +118,7 @@ def parts_of(policy: ActorPolicy) -> Parts | str:
     if any(has_hooks(module) for module in (policy, *extractor.modules(), policy.policy_net, *modules)):
         return "there are hooks on the policy"
     tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-    if family is Gaussian:
+    if family is GAUSSIAN:
         tensors.append(policy.log_std)
     if len(tensors) != len(set(tensors)) or set(tensors) != set(policy.parameters()):
         return "the policy has other parameters than those of its layers"

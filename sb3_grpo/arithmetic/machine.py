@@ -25,14 +25,14 @@ from sb3_grpo.arithmetic.conditions import Parts
 from sb3_grpo.arithmetic.machine_code import layers, optimizer
 from sb3_grpo.arithmetic.metrics import Epoch
 from sb3_grpo.arithmetic.natural import fisher_stride
-from sb3_grpo.arithmetic.network import NO_ROWS, Categorical, Family, Gaussian, Reference
+from sb3_grpo.arithmetic.network import CATEGORICAL, GAUSSIAN, NO_ROWS, Distribution
 from sb3_grpo.arithmetic.objective import Objective
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.masks import forced_logits
 from sb3_grpo.policies import ActorPolicy
 
-NO_REFERENCE = Reference(NO_ROWS, np.zeros(0, np.float32))
+NO_NUMBERS = np.zeros(0, np.float32)
 
 
 class MachinePolicy:
@@ -61,8 +61,6 @@ class MachinePolicy:
         self.parameters, self.gradient = arrays["parameter"], arrays["grad"]
         self._moments = arrays["exp_avg"], arrays["exp_avg_sq"], steps.numpy()
         self._rates = np.zeros((len(shapes), 4))
-        #: The action distributions of the policy as it is at any time
-        self.distribution = self.network.distribution(self.parameters)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A copy of the policy has its own memory, so this object is not for it.
@@ -125,13 +123,13 @@ class MachinePolicy:
         :return: A function that chooses actions as the policy does now: with its weights of any time, and with its present
             statistics of observations
         """
-        network, parameters, distribution = self.network, self.parameters, self.distribution
+        network, parameters, log_std = self.network, self.parameters, self.network.log_std(self.parameters)
         draw, values_for = self._noise(), functools.cache(network.new_values)
         is_vector = isinstance(policy.observation_space, spaces.Box) and not network.has_convolution
         shift = scale = np.zeros(0, np.float32)
         if is_vector and policy.normalizer is not None:
             shift, scale = policy.normalizer.shift.numpy(), policy.normalizer.scale.numpy()
-        dtype: type[np.generic] = np.int64 if network.family is Categorical else np.float32
+        dtype: type[np.generic] = np.int64 if network.family is CATEGORICAL else np.float32
         shape = (-1, *policy.action_space.shape)  # type: ignore[misc]
 
         def choose(obs: Any, obs_tensor: Any, action_masks: Any = None) -> tuple[np.ndarray, th.Tensor]:
@@ -143,9 +141,9 @@ class MachinePolicy:
             terms = np.empty((3, n), np.float32)
             layers.standardise.run(shift, scale, observations, values[: observations.size].reshape(n, -1))
             outputs = network.forward(parameters, values, n, forced_outputs(policy, action_masks, n))
-            distribution.prepare(outputs)
-            distribution.sample(outputs, draw(n), actions)
-            distribution.evaluate(outputs, NO_REFERENCE, actions, terms)
+            distribution = network.distribution(outputs, log_std)
+            network.family.sample.run(*distribution, draw(n), actions)
+            network.family.evaluate.run(*distribution, NO_ROWS, NO_NUMBERS, actions, terms)
             return actions.astype(dtype, copy=False).reshape(shape), th.from_numpy(terms[0])
 
         return choose
@@ -237,8 +235,8 @@ class MachineLearner:
         self._network = machine.network
         self._values_for = functools.cache(machine.network.new_values)
         reference = objective.kl_penalty.policy if objective.kl_coef > 0 else None
-        self._reference_log_std = np.zeros(0, np.float32)
-        if reference is not None and self._network.family is Gaussian:
+        self._reference_log_std = NO_NUMBERS
+        if reference is not None and self._network.family is GAUSSIAN:
             self._reference_log_std = array_of(reference.log_std.detach())
         self._rows = self._rows_of(rollout_buffer.update, reference)
 
@@ -251,7 +249,7 @@ class MachineLearner:
             outputs = array_of(reference.action_net(reference._latent(samples.observations)))
             if len(forced) > 0:
                 np.copyto(outputs, forced, where=forced != 0)
-            self._machine.distribution.prepare(outputs)
+            self._network.distribution(outputs, self._reference_log_std)
         return Rows(
             array_of(network_inputs(self._policy, samples.observations)),
             array_of(samples.actions.reshape(n, -1)),
@@ -291,14 +289,14 @@ class MachineLearner:
         :return: Estimate of the divergence from the old policy
         """
         objective, network, parameters = self._objective, self._network, self._machine.parameters
-        distribution, n = self._machine.distribution, len(rows.advantages)
+        family, n = network.family, len(rows.advantages)
         values = self._values_for(n)
         values[: rows.features.size] = rows.features.reshape(-1)
         outputs = network.forward(parameters, values, n, rows.forced)
-        distribution.prepare(outputs)
-        reference = Reference(rows.reference, self._reference_log_std)
+        distribution = network.distribution(outputs, network.log_std(parameters))
+        known = *distribution, rows.reference, self._reference_log_std, rows.actions
         terms, grad_terms = np.empty((3, n), np.float32), np.empty((3, n), np.float32)
-        distribution.evaluate(outputs, reference, rows.actions, terms)
+        family.evaluate.run(*known, terms)
         approx_kl: float = optimizer.surrogate.run(
             terms,
             rows.old_log_prob,
@@ -311,8 +309,8 @@ class MachineLearner:
             sums,
         )
         if gradient is not None:
-            grad_outputs, grad_log_std = np.empty(outputs.shape, np.float32), network.log_std(gradient)
-            distribution.backward(outputs, reference, rows.actions, grad_terms, grad_outputs, grad_log_std)
+            grad_outputs = np.empty(outputs.shape, np.float32)
+            family.backward.run(*known, grad_terms, grad_outputs, network.log_std(gradient))
             network.backward(parameters, values, grad_outputs, gradient)
         return approx_kl
 
@@ -327,31 +325,31 @@ class MachineLearner:
         gradient, self._sums = np.empty_like(parameters), np.zeros(optimizer.N_SUMS)
         self._evaluate(self._rows, self._sums, gradient)
         n = len(self._rows.advantages)
-        outputs = self._network.outputs(self._values_for(n), n).copy()
-        self._reference = Reference(outputs, self._network.log_std(parameters))
+        # Outputs and log standard deviations before the step
+        self._before = self._network.outputs(self._values_for(n), n).copy(), self._network.log_std(parameters)
         rows = self._rows.take(slice(None, None, fisher_stride(n)))
-        self._fisher = functools.partial(self._fisher_product, parameters, *self._distributions(parameters, rows))
+        self._fisher = functools.partial(self._fisher_product, parameters, *self._evaluated(parameters, rows))
         return float(self._sums[optimizer.LOSS]), th.from_numpy(gradient)
 
-    def _distributions(self, parameters: np.ndarray, rows: Rows) -> tuple[np.ndarray, np.ndarray, Family]:
-        """:return: The numbers of all layers for some parameters, the outputs among them, and the action distributions"""
-        n, distribution = len(rows.advantages), self._network.distribution(parameters)
+    def _evaluated(self, parameters: np.ndarray, rows: Rows) -> tuple[np.ndarray, Distribution]:
+        """:return: The numbers of all layers for some parameters, and the action distributions"""
+        n = len(rows.advantages)
         values = self._network.new_values(n)
         values[: rows.features.size] = np.ravel(rows.features)
         outputs = self._network.forward(parameters, values, n, rows.forced)
-        distribution.prepare(outputs)
-        return values, outputs, distribution
+        return values, self._network.distribution(outputs, self._network.log_std(parameters))
 
     def _fisher_product(
-        self, parameters: np.ndarray, values: np.ndarray, outputs: np.ndarray, distribution: Family, vector: np.ndarray
+        self, parameters: np.ndarray, values: np.ndarray, distribution: Distribution, vector: np.ndarray
     ) -> np.ndarray:
         """
         ``1/n sum_t J_t' M_t J_t v``, where ``J`` is the Jacobian of the outputs and ``M`` the Fisher matrix of the action
         distribution. That of ``log sigma`` is twice the identity.
         """
-        tangent = self._network.tangent(parameters, values, vector, len(outputs))
-        distribution.fisher(outputs, tangent)
-        tangent *= np.float32(1.0) / np.float32(len(outputs))
+        n = len(distribution.outputs)
+        tangent = self._network.tangent(parameters, values, vector, n)
+        self._network.family.fisher.run(*distribution, tangent)
+        tangent *= np.float32(1.0) / np.float32(n)
         product = np.empty_like(parameters)
         self._network.backward(parameters, values, tangent, product)
         self._network.log_std(product)[:] = np.float32(2.0) * self._network.log_std(vector)
@@ -375,9 +373,9 @@ class MachineLearner:
         return float(self._sums[optimizer.LOSS])
 
     def divergence(self) -> float:
-        _, outputs, distribution = self._distributions(self._machine.parameters, self._rows)
-        terms = np.empty((3, len(outputs)), np.float32)
-        distribution.evaluate(outputs, self._reference, np.zeros_like(self._rows.actions), terms)
+        distribution, actions = self._evaluated(self._machine.parameters, self._rows)[1], np.zeros_like(self._rows.actions)
+        terms = np.empty((3, len(actions)), np.float32)
+        self._network.family.evaluate.run(*distribution, *self._before, actions, terms)
         return float(terms[2].mean(dtype=np.float64))
 
     def epoch(self) -> Epoch:

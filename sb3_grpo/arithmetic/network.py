@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,152 +17,62 @@ NO_PATCHES = np.zeros((0, 0), np.int64)
 NO_ROWS = np.zeros((0, 0), np.float32)
 
 
-class Reference(NamedTuple):
+class Family(NamedTuple):
     """
-    The action distributions of the reference of a KL divergence.
+    The functions of a family of action distributions, see :mod:`~sb3_grpo.arithmetic.machine_code.distributions`.
 
-    :param outputs: Outputs of its network, as :meth:`Family.prepare` leaves them, shape ``(n, k)``; no rows without one
-    :param log_std: Its log standard deviations, shape ``(d,)``; empty where the family has none
+    :param noise: Method of torch's tensors that draws the noise of samples
+    :param sample: Draws actions
+    :param evaluate: Computes log-probabilities, entropies and divergences
+    :param backward: Applies the chain rule to ``evaluate``
+    :param fisher: Multiplies derivatives of the outputs by the Fisher matrix
+    """
+
+    noise: str
+    sample: EntryPoint
+    evaluate: EntryPoint
+    backward: EntryPoint
+    fisher: EntryPoint
+
+
+#: Independent Gaussians (``Box``). The outputs of the network are the means.
+GAUSSIAN = Family(
+    "normal_",
+    distributions.sample_gaussian,
+    distributions.evaluate_gaussian,
+    distributions.backward_gaussian,
+    distributions.fisher_gaussian,
+)
+#: One choice (``Discrete``) or several independent ones (``MultiDiscrete``). The outputs are logits.
+CATEGORICAL = Family(
+    "exponential_",
+    distributions.sample_categorical,
+    distributions.evaluate_categorical,
+    distributions.backward_categorical,
+    distributions.fisher_categorical,
+)
+#: Independent yes-or-no choices (``MultiBinary``). The outputs are logits.
+BERNOULLI = Family(
+    "uniform_",
+    distributions.sample_bernoulli,
+    distributions.evaluate_bernoulli,
+    distributions.backward_bernoulli,
+    distributions.fisher_bernoulli,
+)
+
+
+class Distribution(NamedTuple):
+    """
+    Action distributions of ``n`` observations.
+
+    :param outputs: Outputs of the network, shape ``(n, k)``; logarithms of probabilities for ``CATEGORICAL``
+    :param log_std: Log standard deviations, shape ``(d,)``; empty for other families than ``GAUSSIAN``
+    :param n_categories: Number of categories of each choice; empty for other families than ``CATEGORICAL``
     """
 
     outputs: np.ndarray
     log_std: np.ndarray
-
-
-class Family:
-    """
-    A family of action distributions. See :mod:`~sb3_grpo.arithmetic.machine_code.distributions` for shapes.
-
-    :param log_std: Log standard deviations of Gaussians, a view of the parameters; empty for other families
-    :param n_categories: Number of categories of each choice; empty for other families
-    """
-
-    #: Method of torch's tensors that draws the noise of samples
-    noise: ClassVar[str]
-    #: Functions that acting calls, what updates call besides, and what natural-gradient steps call besides
-    acting: ClassVar[tuple[EntryPoint, ...]]
-    updating: ClassVar[EntryPoint]
-    natural: ClassVar[EntryPoint]
-
-    def __init__(self, log_std: np.ndarray, n_categories: np.ndarray):
-        self.log_std = log_std
-        self.n_categories = n_categories
-
-    def prepare(self, outputs: np.ndarray) -> None:
-        """Bring outputs of the network into the form that the other methods take, in place."""
-
-    def sample(self, outputs: np.ndarray, noise: np.ndarray, actions: np.ndarray) -> None:
-        """Draw actions."""
-        raise NotImplementedError
-
-    def evaluate(self, outputs: np.ndarray, reference: Reference, actions: np.ndarray, terms: np.ndarray) -> None:
-        """Compute log-probabilities, entropies and divergences, shape ``(3, n)``."""
-        raise NotImplementedError
-
-    def backward(
-        self,
-        outputs: np.ndarray,
-        reference: Reference,
-        actions: np.ndarray,
-        grad_terms: np.ndarray,
-        grad_outputs: np.ndarray,
-        grad_log_std: np.ndarray,
-    ) -> None:
-        """Apply the chain rule to :meth:`evaluate` and :meth:`prepare`."""
-        raise NotImplementedError
-
-    def fisher(self, outputs: np.ndarray, tangent: np.ndarray) -> None:
-        """Multiply derivatives of the outputs by the Fisher matrix, in place."""
-        raise NotImplementedError
-
-
-class Gaussian(Family):
-    """Independent Gaussians (``Box``). The outputs are the means."""
-
-    noise = "normal_"
-    acting = distributions.sample_gaussian, distributions.evaluate_gaussian
-    updating, natural = distributions.backward_gaussian, distributions.fisher_gaussian
-
-    def sample(self, outputs: np.ndarray, noise: np.ndarray, actions: np.ndarray) -> None:
-        distributions.sample_gaussian.run(outputs, self.log_std, noise, actions)
-
-    def evaluate(self, outputs: np.ndarray, reference: Reference, actions: np.ndarray, terms: np.ndarray) -> None:
-        distributions.evaluate_gaussian.run(outputs, self.log_std, *reference, actions, terms)
-
-    def backward(
-        self,
-        outputs: np.ndarray,
-        reference: Reference,
-        actions: np.ndarray,
-        grad_terms: np.ndarray,
-        grad_outputs: np.ndarray,
-        grad_log_std: np.ndarray,
-    ) -> None:
-        distributions.backward_gaussian.run(outputs, self.log_std, *reference, actions, grad_terms, grad_outputs, grad_log_std)
-
-    def fisher(self, outputs: np.ndarray, tangent: np.ndarray) -> None:
-        distributions.fisher_gaussian.run(self.log_std, tangent)
-
-
-class Categorical(Family):
-    """One choice (``Discrete``) or several independent ones (``MultiDiscrete``). The outputs are logits."""
-
-    noise = "exponential_"
-    acting = distributions.log_softmax, distributions.sample_categorical, distributions.evaluate_categorical
-    updating, natural = distributions.backward_categorical, distributions.fisher_categorical
-
-    def prepare(self, outputs: np.ndarray) -> None:
-        distributions.log_softmax.run(outputs, self.n_categories)
-
-    def sample(self, outputs: np.ndarray, noise: np.ndarray, actions: np.ndarray) -> None:
-        distributions.sample_categorical.run(outputs, self.n_categories, noise, actions)
-
-    def evaluate(self, outputs: np.ndarray, reference: Reference, actions: np.ndarray, terms: np.ndarray) -> None:
-        distributions.evaluate_categorical.run(outputs, reference.outputs, self.n_categories, actions, terms)
-
-    def backward(
-        self,
-        outputs: np.ndarray,
-        reference: Reference,
-        actions: np.ndarray,
-        grad_terms: np.ndarray,
-        grad_outputs: np.ndarray,
-        grad_log_std: np.ndarray,
-    ) -> None:
-        distributions.backward_categorical.run(
-            outputs, reference.outputs, self.n_categories, actions, grad_terms, grad_outputs
-        )
-
-    def fisher(self, outputs: np.ndarray, tangent: np.ndarray) -> None:
-        distributions.fisher_categorical.run(outputs, self.n_categories, tangent)
-
-
-class Bernoulli(Family):
-    """Independent yes-or-no choices (``MultiBinary``). The outputs are logits."""
-
-    noise = "uniform_"
-    acting = distributions.sample_bernoulli, distributions.evaluate_bernoulli
-    updating, natural = distributions.backward_bernoulli, distributions.fisher_bernoulli
-
-    def sample(self, outputs: np.ndarray, noise: np.ndarray, actions: np.ndarray) -> None:
-        distributions.sample_bernoulli.run(outputs, noise, actions)
-
-    def evaluate(self, outputs: np.ndarray, reference: Reference, actions: np.ndarray, terms: np.ndarray) -> None:
-        distributions.evaluate_bernoulli.run(outputs, reference.outputs, actions, terms)
-
-    def backward(
-        self,
-        outputs: np.ndarray,
-        reference: Reference,
-        actions: np.ndarray,
-        grad_terms: np.ndarray,
-        grad_outputs: np.ndarray,
-        grad_log_std: np.ndarray,
-    ) -> None:
-        distributions.backward_bernoulli.run(outputs, reference.outputs, actions, grad_terms, grad_outputs)
-
-    def fisher(self, outputs: np.ndarray, tangent: np.ndarray) -> None:
-        distributions.fisher_bernoulli.run(outputs, tangent)
+    n_categories: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +92,7 @@ class Network:
     sizes: np.ndarray
     patches: np.ndarray
     activation: int
-    family: type[Family]
+    family: Family
     n_categories: np.ndarray
 
     def is_like(self, other: "Network") -> bool:
@@ -213,22 +123,25 @@ class Network:
     def acting_entry_points(self) -> Iterable[EntryPoint]:
         """:return: The functions that acting calls, small ones first"""
         convolution = (layers.convolve,) if self.has_convolution else ()
-        return layers.standardise, *self.family.acting, *convolution, layers.forward
+        softmax = (distributions.log_softmax,) if self.family is CATEGORICAL else ()
+        return layers.standardise, *softmax, self.family.sample, self.family.evaluate, *convolution, layers.forward
 
     def update_entry_points(self, rule: UpdateRule) -> Iterable[EntryPoint]:
         """:return: The functions that an update calls"""
-        natural = self.family.natural, layers.forward_tangent
+        natural = self.family.fisher, layers.forward_tangent
         steps = natural if rule == "natural" else (optimizer.clip_gradient, optimizer.adam)
         convolution = (layers.convolve_backward,) if self.has_convolution else ()
-        return *self.acting_entry_points(), self.family.updating, *convolution, optimizer.surrogate, layers.backward, *steps
+        return *self.acting_entry_points(), self.family.backward, *convolution, optimizer.surrogate, layers.backward, *steps
 
     def log_std(self, parameters: np.ndarray) -> np.ndarray:
         """:return: The view of ``log_std`` in an array of all parameters; empty for families without it"""
-        return parameters[len(parameters) - (self.n_outputs if self.family is Gaussian else 0) :]
+        return parameters[len(parameters) - (self.n_outputs if self.family is GAUSSIAN else 0) :]
 
-    def distribution(self, parameters: np.ndarray) -> Family:
-        """:return: The action distributions of a policy with these parameters"""
-        return self.family(self.log_std(parameters), self.n_categories)
+    def distribution(self, outputs: np.ndarray, log_std: np.ndarray) -> Distribution:
+        """:return: The action distributions for outputs, which are brought into their form in place"""
+        if self.family is CATEGORICAL:
+            distributions.log_softmax.run(outputs, self.n_categories)
+        return Distribution(outputs, log_std, self.n_categories)
 
     def new_values(self, n: int) -> np.ndarray:
         """:return: Space for the numbers of all layers for ``n`` rows, of which the inputs come first"""

@@ -1,12 +1,22 @@
 """
 The action distributions: independent Gaussians, categorical choices, and yes-or-no choices (Bernoulli variables).
 
-Symbols: ``n`` rows, ``k`` outputs of the network, which are the parameters of the distribution, ``d`` components of an action.
-``pi`` is the policy that is trained, ``q`` the reference of a KL divergence. The *terms* of the loss are a row of
-log-probabilities, one of entropies and one of divergences KL(pi || q), shape ``(3, n)``.
+Symbols: ``n`` rows, ``k`` outputs of the network, ``d`` components of an action. ``pi`` is the policy that is trained, ``q``
+the reference of a KL divergence. The functions of all families take the same arguments, and leave the empty ones alone:
 
-Noise makes the samples: ``mu + sigma noise`` for a Gaussian, the category with the largest ``p_j / noise_j`` (an exponential
-race), and ``noise < p`` for a Bernoulli variable.
+- the outputs, which are the parameters of the distribution, shape ``(n, k)``: means ``mu``, or logits ``x`` of a one, or
+  logarithms of probabilities ``p``, which :func:`log_softmax` makes of the logits of choices;
+- ``log_std``: logarithms of the standard deviations ``sigma`` of a Gaussian, shape ``(d,)``; else empty;
+- ``n_categories``: number of categories of each choice, shape ``(d,)``; else empty;
+- the outputs of the reference, shape ``(n, k)``; no rows without one; and ``reference_log_std``, shape ``(d,)``;
+- ``actions``: actions ``a``, shape ``(n, d)``;
+- ``noise``: random numbers that make the samples, shape ``(n, k)``;
+- ``terms``: the terms of the loss, a row of log-probabilities, one of entropies and one of divergences KL(pi || q), shape
+  ``(3, n)``; and ``grad_terms``, the gradient with respect to them;
+- the gradients with respect to the outputs, shape ``(n, k)``, and to ``log_std``;
+- ``tangent``: derivatives ``t`` of the outputs in a direction of parameters, shape ``(n, k)``.
+
+What a function computes, it writes into the last of its arguments.
 """
 
 import math
@@ -15,30 +25,38 @@ import numpy as np
 
 from sb3_grpo.arithmetic.machine_code.jit import entry_point, inner
 
-ZERO, HALF, ONE, TWO = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(2.0)
+#: Signatures of the functions of a family
+SAMPLING = "void(f4[:, ::1], f4[::1], i8[::1], f4[:, ::1], f4[:, ::1])"
+EVALUATING = "void(f4[:, ::1], f4[::1], i8[::1], f4[:, ::1], f4[::1], f4[:, ::1], f4[:, ::1])"
+BACKWARD = "void(f4[:, ::1], f4[::1], i8[::1], f4[:, ::1], f4[::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[::1])"
+FISHER = "void(f4[:, ::1], f4[::1], i8[::1], f4[:, ::1])"
+
+ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
 HALF_LOG_2_PI = np.float32(0.5 * math.log(2.0 * math.pi))
 
 # --- Gaussian ---------------------------------------------------------------------------------------------------------
 
 
-@entry_point("void(f4[:, ::1], f4[::1], f4[:, ::1], f4[:, ::1])")
-def sample_gaussian(means: np.ndarray, log_std: np.ndarray, noise: np.ndarray, actions: np.ndarray) -> None:
-    """
-    :param means: Means ``mu``, shape ``(n, d)``
-    :param log_std: ``log sigma``, shape ``(d,)``
-    :param noise: Normal random numbers, shape ``(n, d)``
-    :param actions: Receives the samples, shape ``(n, d)``
-    """
+@entry_point(SAMPLING)
+def sample_gaussian(
+    means: np.ndarray,
+    log_std: np.ndarray,
+    n_categories: np.ndarray,
+    noise: np.ndarray,
+    actions: np.ndarray,
+) -> None:
+    """``a = mu + sigma noise``, with normal noise."""
     for j in range(len(log_std)):
         std = math.exp(log_std[j])
         for i in range(len(means)):
             actions[i, j] = means[i, j] + noise[i, j] * std
 
 
-@entry_point("void(f4[:, ::1], f4[::1], f4[:, ::1], f4[::1], f4[:, ::1], f4[:, ::1])")
+@entry_point(EVALUATING)
 def evaluate_gaussian(
     means: np.ndarray,
     log_std: np.ndarray,
+    n_categories: np.ndarray,
     reference_means: np.ndarray,
     reference_log_std: np.ndarray,
     actions: np.ndarray,
@@ -47,13 +65,6 @@ def evaluate_gaussian(
     """
     With ``z = (a - mu) / sigma``: ``log p = -z^2 / 2 - log sigma - log(2 pi) / 2``, ``H = 1/2 + log(2 pi) / 2 + log sigma``,
     ``KL = log sigma_q - log sigma + (sigma^2 + (mu - mu_q)^2) / (2 sigma_q^2) - 1/2``, summed over the components.
-
-    :param means: Means ``mu``, shape ``(n, d)``
-    :param log_std: ``log sigma``, shape ``(d,)``
-    :param reference_means: ``mu_q``, shape ``(n, d)``; no rows without a reference
-    :param reference_log_std: ``log sigma_q``, shape ``(d,)``
-    :param actions: Actions ``a``, shape ``(n, d)``
-    :param terms: Receives the terms of the loss, shape ``(3, n)``
     """
     n, d = actions.shape
     precision = np.empty(d, np.float32)
@@ -82,10 +93,11 @@ def evaluate_gaussian(
             terms[2, i] = kl
 
 
-@entry_point("void(f4[:, ::1], f4[::1], f4[:, ::1], f4[::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[::1])")
+@entry_point(BACKWARD)
 def backward_gaussian(
     means: np.ndarray,
     log_std: np.ndarray,
+    n_categories: np.ndarray,
     reference_means: np.ndarray,
     reference_log_std: np.ndarray,
     actions: np.ndarray,
@@ -96,15 +108,6 @@ def backward_gaussian(
     """
     The chain rule through :func:`evaluate_gaussian`: ``d log p / dmu = z / sigma``, ``d log p / dlog sigma = z^2 - 1``,
     ``dH / dlog sigma = 1``, ``dKL / dmu = (mu - mu_q) / sigma_q^2``, ``dKL / dlog sigma = sigma^2 / sigma_q^2 - 1``.
-
-    :param means: As for :func:`evaluate_gaussian`
-    :param log_std: As for :func:`evaluate_gaussian`
-    :param reference_means: As for :func:`evaluate_gaussian`
-    :param reference_log_std: As for :func:`evaluate_gaussian`
-    :param actions: As for :func:`evaluate_gaussian`
-    :param grad_terms: Gradient with respect to the terms, shape ``(3, n)``
-    :param grad_means: Receives the gradient with respect to the means, shape ``(n, d)``
-    :param grad_log_std: Receives the gradient with respect to ``log_std``, shape ``(d,)``
     """
     n, d = actions.shape
     precision, growth = np.empty(d, np.float32), np.empty(d, np.float32)
@@ -128,13 +131,15 @@ def backward_gaussian(
                 grad_log_std[j] += grad_terms[2, i] * growth[j]
 
 
-@entry_point("void(f4[::1], f4[:, ::1])")
-def fisher_gaussian(log_std: np.ndarray, tangent: np.ndarray) -> None:
+@entry_point(FISHER)
+def fisher_gaussian(
+    means: np.ndarray,
+    log_std: np.ndarray,
+    n_categories: np.ndarray,
+    tangent: np.ndarray,
+) -> None:
     """
     Multiply derivatives of the means, in place, by the Fisher matrix: ``t / sigma^2``.
-
-    :param log_std: ``log sigma``, shape ``(d,)``
-    :param tangent: Derivatives ``t``, shape ``(n, d)``
     """
     for j in range(len(log_std)):
         precision = math.exp(-log_std[j])
@@ -169,14 +174,15 @@ def log_softmax(logits: np.ndarray, n_categories: np.ndarray) -> None:
             first += size
 
 
-@entry_point("void(f4[:, ::1], i8[::1], f4[:, ::1], f4[:, ::1])")
-def sample_categorical(log_p: np.ndarray, n_categories: np.ndarray, noise: np.ndarray, actions: np.ndarray) -> None:
-    """
-    :param log_p: Logarithms of the probabilities, shape ``(n, k)``
-    :param n_categories: Number of categories of each choice
-    :param noise: Exponential random numbers, shape ``(n, k)``
-    :param actions: Receives the chosen categories, shape ``(n, d)``
-    """
+@entry_point(SAMPLING)
+def sample_categorical(
+    log_p: np.ndarray,
+    log_std: np.ndarray,
+    n_categories: np.ndarray,
+    noise: np.ndarray,
+    actions: np.ndarray,
+) -> None:
+    """The category with the largest ``p_j / noise_j``, with exponential noise (an exponential race)."""
     for i in range(len(log_p)):
         first = 0
         for choice in range(len(n_categories)):
@@ -190,18 +196,18 @@ def sample_categorical(log_p: np.ndarray, n_categories: np.ndarray, noise: np.nd
             first += n_categories[choice]
 
 
-@entry_point("void(f4[:, ::1], f4[:, ::1], i8[::1], f4[:, ::1], f4[:, ::1])")
+@entry_point(EVALUATING)
 def evaluate_categorical(
-    log_p: np.ndarray, log_q: np.ndarray, n_categories: np.ndarray, actions: np.ndarray, terms: np.ndarray
+    log_p: np.ndarray,
+    log_std: np.ndarray,
+    n_categories: np.ndarray,
+    log_q: np.ndarray,
+    reference_log_std: np.ndarray,
+    actions: np.ndarray,
+    terms: np.ndarray,
 ) -> None:
     """
     ``log p_a``, ``H = -sum_j p_j log p_j`` and ``KL = sum_j p_j (log p_j - log q_j)``, summed over the choices.
-
-    :param log_p: Logarithms of the probabilities, shape ``(n, k)``
-    :param log_q: Those of the reference; no rows without one
-    :param n_categories: Number of categories of each choice
-    :param actions: Chosen categories ``a``, shape ``(n, d)``
-    :param terms: Receives the terms of the loss, shape ``(3, n)``
     """
     has_reference = len(log_q) > 0
     for i in range(len(log_p)):
@@ -219,25 +225,21 @@ def evaluate_categorical(
         terms[0, i], terms[1, i], terms[2, i] = log_prob, entropy, kl
 
 
-@entry_point("void(f4[:, ::1], f4[:, ::1], i8[::1], f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+@entry_point(BACKWARD)
 def backward_categorical(
     log_p: np.ndarray,
-    log_q: np.ndarray,
+    log_std: np.ndarray,
     n_categories: np.ndarray,
+    log_q: np.ndarray,
+    reference_log_std: np.ndarray,
     actions: np.ndarray,
     grad_terms: np.ndarray,
     grad_logits: np.ndarray,
+    grad_log_std: np.ndarray,
 ) -> None:
     """
     The chain rule through :func:`evaluate_categorical` and :func:`log_softmax`: for the logits ``x_j`` of each choice,
     ``d log p_a / dx_j = 1[j = a] - p_j``, ``dH / dx_j = -p_j (log p_j + H)``, ``dKL / dx_j = p_j (log p_j - log q_j - KL)``.
-
-    :param log_p: As for :func:`evaluate_categorical`
-    :param log_q: As for :func:`evaluate_categorical`
-    :param n_categories: As for :func:`evaluate_categorical`
-    :param actions: As for :func:`evaluate_categorical`
-    :param grad_terms: Gradient with respect to the terms, shape ``(3, n)``
-    :param grad_logits: Receives the gradient with respect to the logits, shape ``(n, k)``
     """
     has_reference = len(log_q) > 0
     for i in range(len(log_p)):
@@ -264,14 +266,15 @@ def backward_categorical(
             first = stop
 
 
-@entry_point("void(f4[:, ::1], i8[::1], f4[:, ::1])")
-def fisher_categorical(log_p: np.ndarray, n_categories: np.ndarray, tangent: np.ndarray) -> None:
+@entry_point(FISHER)
+def fisher_categorical(
+    log_p: np.ndarray,
+    log_std: np.ndarray,
+    n_categories: np.ndarray,
+    tangent: np.ndarray,
+) -> None:
     """
     Multiply derivatives of the logits, in place, by the Fisher matrix: ``p_j (t_j - sum_i p_i t_i)`` for each choice.
-
-    :param log_p: Logarithms of the probabilities, shape ``(n, k)``
-    :param n_categories: Number of categories of each choice
-    :param tangent: Derivatives ``t``, shape ``(n, k)``
     """
     for i in range(len(tangent)):
         first = 0
@@ -306,28 +309,33 @@ def sigmoid(x: np.float32) -> np.float32:
     return (ONE if x >= ZERO else e) / (ONE + e)
 
 
-@entry_point("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
-def sample_bernoulli(logits: np.ndarray, noise: np.ndarray, actions: np.ndarray) -> None:
-    """
-    :param logits: Logits ``x`` of a one, shape ``(n, d)``
-    :param noise: Uniform random numbers, shape ``(n, d)``
-    :param actions: Receives zeros and ones, shape ``(n, d)``
-    """
+@entry_point(SAMPLING)
+def sample_bernoulli(
+    logits: np.ndarray,
+    log_std: np.ndarray,
+    n_categories: np.ndarray,
+    noise: np.ndarray,
+    actions: np.ndarray,
+) -> None:
+    """``a = 1[noise < p]``, with uniform noise."""
     for i in range(len(logits)):
         for j in range(logits.shape[1]):
             actions[i, j] = ONE if noise[i, j] < sigmoid(logits[i, j]) else ZERO
 
 
-@entry_point("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1])")
-def evaluate_bernoulli(logits: np.ndarray, reference: np.ndarray, actions: np.ndarray, terms: np.ndarray) -> None:
+@entry_point(EVALUATING)
+def evaluate_bernoulli(
+    logits: np.ndarray,
+    log_std: np.ndarray,
+    n_categories: np.ndarray,
+    reference: np.ndarray,
+    reference_log_std: np.ndarray,
+    actions: np.ndarray,
+    terms: np.ndarray,
+) -> None:
     """
     With ``p = sigmoid(x)`` and ``s(x) = log(1 + exp(x))``: ``log p_a = a x - s(x)``, ``H = s(x) - p x``,
     ``KL = p (x - x_q) - s(x) + s(x_q)``, summed over the components.
-
-    :param logits: Logits ``x`` of a one, shape ``(n, d)``
-    :param reference: ``x_q``, shape ``(n, d)``; no rows without a reference
-    :param actions: Actions ``a``, zeros and ones, shape ``(n, d)``
-    :param terms: Receives the terms of the loss, shape ``(3, n)``
     """
     has_reference = len(reference) > 0
     for i in range(len(logits)):
@@ -342,19 +350,21 @@ def evaluate_bernoulli(logits: np.ndarray, reference: np.ndarray, actions: np.nd
         terms[0, i], terms[1, i], terms[2, i] = log_prob, entropy, kl
 
 
-@entry_point("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+@entry_point(BACKWARD)
 def backward_bernoulli(
-    logits: np.ndarray, reference: np.ndarray, actions: np.ndarray, grad_terms: np.ndarray, grad_logits: np.ndarray
+    logits: np.ndarray,
+    log_std: np.ndarray,
+    n_categories: np.ndarray,
+    reference: np.ndarray,
+    reference_log_std: np.ndarray,
+    actions: np.ndarray,
+    grad_terms: np.ndarray,
+    grad_logits: np.ndarray,
+    grad_log_std: np.ndarray,
 ) -> None:
     """
     The chain rule through :func:`evaluate_bernoulli`: ``d log p_a / dx = a - p``, ``dH / dx = -x p (1 - p)``,
     ``dKL / dx = (x - x_q) p (1 - p)``.
-
-    :param logits: As for :func:`evaluate_bernoulli`
-    :param reference: As for :func:`evaluate_bernoulli`
-    :param actions: As for :func:`evaluate_bernoulli`
-    :param grad_terms: Gradient with respect to the terms, shape ``(3, n)``
-    :param grad_logits: Receives the gradient with respect to the logits, shape ``(n, d)``
     """
     has_reference = len(reference) > 0
     for i in range(len(logits)):
@@ -367,13 +377,15 @@ def backward_bernoulli(
                 grad_logits[i, j] += grad_terms[2, i] * (x - reference[i, j]) * slope
 
 
-@entry_point("void(f4[:, ::1], f4[:, ::1])")
-def fisher_bernoulli(logits: np.ndarray, tangent: np.ndarray) -> None:
+@entry_point(FISHER)
+def fisher_bernoulli(
+    logits: np.ndarray,
+    log_std: np.ndarray,
+    n_categories: np.ndarray,
+    tangent: np.ndarray,
+) -> None:
     """
     Multiply derivatives of the logits, in place, by the Fisher matrix: ``p (1 - p) t``.
-
-    :param logits: Logits of a one, shape ``(n, d)``
-    :param tangent: Derivatives ``t``, shape ``(n, d)``
     """
     for i in range(len(tangent)):
         for j in range(tangent.shape[1]):

@@ -40,16 +40,15 @@ def transpose(a: np.ndarray, out: np.ndarray) -> None:
 
 
 @inner
-def add_products(a: np.ndarray, b: np.ndarray, out: np.ndarray, first: int) -> None:
+def add_products(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """
-    Add rows of ``a b`` to those of ``out``, one term of the sums after the other.
+    Add ``a b`` to ``out``, one term of the sums after the other.
 
     :param a: Shape ``(m, l)``
     :param b: Shape ``(l, n)``
     :param out: Shape ``(m, n)``
-    :param first: First row
     """
-    for i in range(first, len(a)):
+    for i in range(len(a)):
         row = out[i]
         for k in range(len(b)):
             factor, terms = a[i, k], b[k]
@@ -92,7 +91,7 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
                 o1[j] += a10 * x0
                 o2[j] += a20 * x0
                 o3[j] += a30 * x0
-    add_products(a, b, out, m - m % 4)
+    add_products(a[m - m % 4 :], b, out[m - m % 4 :])
 
 
 @inner
@@ -165,7 +164,7 @@ def matmul_transposed(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
             matmul(a, transposed, out)
         else:  # in the order of the dot products
             fill_with_zeros(out)
-            add_products(a, transposed, out, 0)
+            add_products(a, transposed, out)
 
 
 @inlined
