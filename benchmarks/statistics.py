@@ -109,6 +109,8 @@ def is_positive(values: np.ndarray) -> bool:
     :param values: Shape ``(n_seeds,)``
     :return: Whether the interval of their mean, or a single value, is above zero
     """
+    if values.min() > 0 or values.mean() <= 0:
+        return bool(values.min() > 0)  # which no draw changes
     mean = mean_over_seeds(values)
     return bool(np.fmin(mean.value, mean.low) > 0)
 

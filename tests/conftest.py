@@ -5,6 +5,8 @@ from collections.abc import Iterator
 # No window, no display: set before pygame or matplotlib are imported by anything.
 os.environ["SDL_VIDEODRIVER"] = "dummy"
 os.environ["MPLBACKEND"] = "Agg"
+# Two threads of a BLAS that wait for each other on busy cores take many times as long as one. Read when numpy is imported.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import numpy as np
 import pytest

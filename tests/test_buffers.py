@@ -40,6 +40,7 @@ from sb3_grpo.buffers import (
     StepwiseRolloutBuffer,
     resolve_buffer_class,
 )
+from sb3_grpo.fit_inputs import MAX_INPUTS
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MlpPolicy
 from sb3_grpo.starts import Ledger, Position
 
@@ -623,9 +624,8 @@ class RecordingCnn(Recording, ActorCnnPolicy):
     pass
 
 
-MANY_NUMBERS = spaces.Box(-1.0, 1.0, (5001,), np.float32)
-CNN_FEATURES = 8
-CNN: dict[str, Any] = dict(features_extractor_kwargs=dict(features_dim=CNN_FEATURES))
+MANY_NUMBERS = spaces.Box(-1.0, 1.0, (MAX_INPUTS + 1,), np.float32)
+CNN: dict[str, Any] = dict(features_extractor_kwargs=dict(features_dim=8))
 COMBINED: dict[str, Any] = dict(features_extractor_kwargs=dict(cnn_output_dim=8), net_arch=[8])
 
 
@@ -638,7 +638,7 @@ COMBINED: dict[str, Any] = dict(features_extractor_kwargs=dict(cnn_output_dim=8)
         pytest.param(IMAGE, "CnnPolicy", CNN, id="image"),
         pytest.param(BOARD, "CnnPolicy", {}, id="board"),  # of a few features, all can be zero
         pytest.param(spaces.Dict(camera=IMAGE, speed=VECTOR), "MultiInputPolicy", COMBINED, id="Dict with an image"),
-        pytest.param(MANY_NUMBERS, "MlpPolicy", {}, id="more than 5,000 numbers"),
+        pytest.param(MANY_NUMBERS, "MlpPolicy", {}, id="more numbers than a fit has inputs"),
     ],
 )
 @pytest.mark.parametrize(("ending", "expected"), [("terminated", 0.0), ("truncated", GAMMA), ("unfinished", GAMMA)])
@@ -668,7 +668,7 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
     [
         pytest.param(BOARD, RecordingCnn, CNN, 20 + 6, id="board"),
         pytest.param(IMAGE, RecordingCnn, CNN, 0, id="image"),
-        pytest.param(MANY_NUMBERS, RecordingMlp, {}, 0, id="more than 5,000 numbers"),
+        pytest.param(MANY_NUMBERS, RecordingMlp, {}, 0, id="more numbers than a fit has inputs"),
         pytest.param(VECTOR, RecordingMlp, {}, 0, id="observations"),
     ],
 )
@@ -684,24 +684,6 @@ def test_only_boards_are_encoded_for_the_baseline_and_each_of_them_once(
         assert isinstance(model.rollout_buffer.observations, np.ndarray)
         acted_on = {obs.tobytes() for of_env in model.rollout_buffer.observations for obs in of_env}
         assert acted_on | {obs.tobytes() for obs in observations_of(model)} <= set(encoded)
-
-
-@pytest.mark.parametrize("space", [spaces.Box(0, 255, (3, 9, 9), np.uint8), BOARD], ids=["bytes", "floats"])
-def test_of_small_pictures_the_baseline_sees_the_output_of_the_features_extractor(space: spaces.Space):
-    envs = DummyVecEnv([lambda: SpaceEnv(space, length=5)] * 2)
-    normalize_images = space.dtype == np.uint8
-    model = make_model(envs, "kernel", "CnnPolicy", 8, policy_kwargs=dict(**CNN, normalize_images=normalize_images)).learn(16)
-    assert isinstance(model.rollout_buffer, KernelRolloutBuffer)
-    features = model.rollout_buffer.baseline.features(np.zeros((1, CNN_FEATURES)), np.zeros(1))
-    assert features.isfinite().all()
-
-
-def test_images_of_episodes_that_all_terminate_with_the_rollout_are_learned_from():
-    # Nothing is cut, so that there is nothing to encode beyond the rollout
-    envs = DummyVecEnv([lambda: SpaceEnv(IMAGE, length=4)] * 2)
-    model = make_model(envs, "kernel", "CnnPolicy", 8, policy_kwargs=CNN).learn(32)
-    assert whole_update(model).advantages.isfinite().all() and model.rollout_buffer.n_samples == 16
-    assert all(parameter.isfinite().all() for parameter in model.policy.parameters())
 
 
 @pytest.mark.parametrize("time_limit", [5, None])

@@ -198,7 +198,8 @@ def slow_fit(samples: Samples, kept: Any, rules: Rules) -> np.ndarray:
     root = np.linalg.inv(np.linalg.cholesky(metric)) @ (weights[:, None] / count * phi).T
     rows, right = root @ slopes, -root @ constants
     penalty[0, 0] = 1e-6
-    return np.linalg.lstsq(np.vstack([rows, penalty]), np.append(right, np.zeros(len(penalty))), rcond=None)[0]
+    q, r = np.linalg.qr(np.vstack([rows, penalty]))
+    return np.linalg.solve(r, q.T @ np.append(right, np.zeros(len(penalty))))
 
 
 class Expected(NamedTuple):
@@ -231,9 +232,8 @@ def from_scratch(rollouts: list[Rollout], rules: Rules, encode: Callable[[Any], 
             own.append(Samples(np.ones(n), np.full(n, i % rules.n_folds), phi[:-1], constants, slopes))
         samples = Samples(*map(np.concatenate, zip(*own, strict=True)))
         left_out = [i % rules.n_folds if rules.oracle_leaves_fold_out else None for i in range(len(known))]
-        predictions = [
-            phi @ slow_fit(samples, samples.folds != fold, rules) for phi, fold in zip(known, left_out, strict=True)
-        ]
+        fits = {fold: slow_fit(samples, samples.folds != fold, rules) for fold in set(left_out)}
+        predictions = [phi @ fits[fold] for phi, fold in zip(known, left_out, strict=True)]
         samples = samples._replace(folds=np.full(len(samples.folds), -1))
         result.append(shrunk(segments, predictions, rules))
     return result
@@ -353,6 +353,7 @@ def extracted(policy: ActorPolicy, observation: Any) -> np.ndarray:
     ("space", "is_pooled"),
     [
         pytest.param(BOARD, False, id="board"),
+        pytest.param(spaces.Box(0, 255, (3, 9, 9), np.uint8), False, id="board of bytes"),
         pytest.param(IMAGE, True, id="image"),
         pytest.param(spaces.Dict(board=BOARD, speed=VECTOR), False, id="Dict with a board"),
         pytest.param(spaces.Dict(camera=IMAGE, speed=VECTOR), True, id="Dict with an image"),

@@ -180,6 +180,7 @@ def test_a_policy_is_the_same_function_throughout_a_rollout_and_its_update(monke
     assert not th.equal(of_rollouts[1][0], of_rollouts[2][0])
     seen = np.concatenate(watcher.observations[:64])
     np.testing.assert_allclose(of_rollouts[2][0], seen.mean(axis=0), rtol=1e-4, atol=1e-5)
+    assert model.policy.normalizer is not None and model.policy.normalizer.count == 96  # each observation counts once
 
 
 @pytest.mark.parametrize("use_sde", [False, True], ids=["Gaussian", "gSDE"])

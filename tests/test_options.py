@@ -169,15 +169,15 @@ def test_minibatches_consist_of_whole_trajectories_only_if_these_have_a_ratio_of
 LARGE: dict[str, Any] = dict(n_steps=64, batch_size=64, n_epochs=4)
 
 
-@pytest.mark.parametrize("estimator", ["exact", "k1", "k2", "k3"])
-def test_a_large_penalty_keeps_the_policy_near_the_initial_one_and_no_penalty_does_not(estimator: Any):
-    def distance(kl_coef: float) -> float:
-        model = make_model(make_envs(4), objective=dict(kl_coef=kl_coef, kl_estimator=estimator), **LARGE)
+def test_a_large_penalty_keeps_the_policy_near_the_initial_one_and_no_penalty_does_not():
+    def distance(**penalty: Any) -> float:
+        model = make_model(make_envs(4), objective=penalty, **LARGE)
         before = weights(model)
         return kl_between(weights(model.learn(256 * 5)), before)
 
-    assert distance(0.0) > 0.3
-    assert 0.0 < distance(20.0) < 0.02
+    assert distance() > 0.3
+    for estimator in ("exact", "k1", "k2", "k3"):
+        assert 0.0 < distance(kl_coef=20.0, kl_estimator=estimator) < 0.02, estimator
 
 
 @pytest.mark.parametrize("estimator", ["exact", "k3"])
@@ -398,20 +398,17 @@ def test_the_logged_metrics_are_those_of_the_gradients_and_the_ratios(
     assert (expected["train/clip_fraction_low"] > 0 and expected["train/clip_fraction_high"] > 0) == (noise > 0)
 
 
-def test_the_upper_clip_range_follows_the_progress():
-    watcher = Watcher()
-    make_model(clip_range=0.1, objective=dict(clip_range_high=falling)).learn(32 * 4, callback=watcher)
-    logged = watcher.logged[1:]
-    assert [update["train/clip_range_high"] for update in logged] == pytest.approx([0.085, 0.06, 0.035, 0.01])
-    assert [update["train/clip_range"] for update in logged] == pytest.approx([0.1] * 4)
-
-
 RELATIVE = {"train/relative_coefficient", "train/relative_variance_removed"}
 BASELINE = {"train/explained_variance", "train/baseline_shrinkage", "train/baseline_variance_reduction"}
 OF_KERNEL = {"train/advantage_mean", *BASELINE, *RELATIVE}
 WAITING = {f"rollout/transitions_{name}" for name in ("waiting", "waiting_age", "dropped")}
 REPEATS = {"rollout/fresh_groups_tied", "rollout/groups_repeated", "rollout/pool_size"}
 GROUPS = {f"rollout/group{name}" for name in ("s_completed", "s_tied", "_return_mean", "_return_spread")} | WAITING
+
+
+@pytest.fixture(scope="module")
+def by_default(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return logged_keys(make_model(), tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.parametrize(
@@ -437,19 +434,17 @@ GROUPS = {f"rollout/group{name}" for name in ("s_completed", "s_tied", "_return_
     ids=lambda value: "-".join(f"{name}={text!s:.30}" for name, text in value.items()) if isinstance(value, dict) else "",
 )
 def test_the_metrics_of_an_option_are_logged_with_it_and_only_then(
-    option: dict[str, Any], added: set[str], removed: set[str], tmp_path: pathlib.Path
+    option: dict[str, Any], added: set[str], removed: set[str], by_default: set[str], tmp_path: pathlib.Path
 ):
-    plain, other = logged_keys(make_model(), tmp_path / "plain"), logged_keys(make_model(**option), tmp_path / "other")
-    assert other - plain == added
-    assert plain - other == removed
+    other = logged_keys(make_model(**option), tmp_path)
+    assert (other - by_default, by_default - other) == (added, removed)
 
 
 # --- Learning -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer", [buffer for buffer in BUFFERS if buffer != "kernel"])
-def test_reward_weights_decide_which_action_is_learned(buffer: str):
-    """There is a component for each of two actions, and no reward."""
+def test_reward_weights_decide_which_action_is_learned():
+    """There is a component for each of two actions, and no reward. `test_buffers.py` compares all buffers bit for bit."""
 
     class OneAction(gym.Wrapper):
         def step(self, action: Any) -> Any:
@@ -459,9 +454,7 @@ def test_reward_weights_decide_which_action_is_learned(buffer: str):
 
     def preferred(reward_weights: dict[str, float]) -> np.ndarray:
         env = DummyVecEnv([lambda: OneAction(AnyEnv(lengths=(2, 4)))] * 4)
-        model = make_model(
-            env, group_size=4, rollout_buffer_class=buffer, rollout_buffer_kwargs=dict(reward_weights=reward_weights), **LARGE
-        )
+        model = make_model(env, group_size=4, rollout_buffer_kwargs=dict(reward_weights=reward_weights), **OUTCOME, **LARGE)
         model.learn(256 * 8)
         return model.predict(np.random.default_rng(0).uniform(-1, 1, (100, 3)).astype(np.float32), deterministic=True)[0]
 
@@ -480,6 +473,10 @@ def test_reward_weights_decide_which_action_is_learned(buffer: str):
     ],
 )
 def test_every_option_learns_where_actions_have_different_rewards(option: dict[str, Any]):
-    # Runs that get one of the three contexts wrong end near 8/3, and whether one does depends on the machine's rounding
-    assert learned_in_context(0, **option) < 2.0
+    # Runs that get one of the three contexts wrong end near 8/3, and whether one does depends on the machine's rounding.
+    # Without training it is at most 2.0.
     assert learned_in_context(12, **option) > 2.4
+
+
+def test_without_training_actions_are_as_good_as_by_chance():
+    assert learned_in_context(0) < 2.0

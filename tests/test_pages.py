@@ -14,18 +14,11 @@ from sb3_grpo.buffers import BUFFERS, buffer_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "LOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 #: Pages to look things up in
 REFERENCES = ("api",)
 MAX_WORDS = 1500
 MAX_WORDS_OF_README = 500
-
-
-def without_generated_tables(text: str) -> str:
-    """
-    :param text: Text of a page
-    :return: The text without the tables that `benchmarks.report` writes
-    """
-    return re.sub(r"<!-- report: \w+ -->.*?<!-- end -->", "", text, flags=re.DOTALL)
 
 
 def test_the_table_of_arguments_has_each_argument_in_order_with_its_default() -> None:
@@ -39,21 +32,16 @@ def test_the_table_of_arguments_has_each_argument_in_order_with_its_default() ->
     assert optional[-1] == ("_init_setup_model", True)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_functions_and_tests_that_a_page_names_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\{(?:func|class|meth)\}`~?(sb3_grpo[\w.]*)`", text):
-        pkgutil.resolve_name(target)  # raises an error if there is no such name
-    for name, file in re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/\w+\.py)\)", text):
-        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), name
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_buffer_takes_each_option_that_a_page_advises(page: Path) -> None:
-    # Blocks of code are run, and some have a buffer of their own.
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    advised = set(re.findall(r"rollout_buffer_kwargs=dict\((\w+)=", text))
-    assert advised <= {option for buffer in BUFFERS.values() for option in buffer_options(buffer)}
+def test_functions_tests_and_options_of_buffers_that_pages_name_exist() -> None:
+    options = {option for buffer in BUFFERS.values() for option in buffer_options(buffer)}
+    for page, text in TEXTS.items():
+        for target in re.findall(r"\{(?:func|class|meth)\}`~?(sb3_grpo[\w.]*)`", text):
+            pkgutil.resolve_name(target)  # raises an error with the name if there is none
+        for name, file in re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/\w+\.py)\)", text):
+            assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), (page.name, name)
+        # Blocks of code are run, and some have a buffer of their own.
+        advised = re.findall(r"rollout_buffer_kwargs=dict\((\w+)=", re.sub(r"(?ms)^```.*?^```", "", text))
+        assert set(advised) <= options, page.name
 
 
 def healthy_ranges() -> dict[str, tuple[float, float]]:
@@ -95,23 +83,19 @@ def test_the_page_of_formulas_names_functions_and_tests() -> None:
     assert all(re.search(r"Tests?:\s\[`test_", section) for section in sections)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_of_a_page_lead_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8")):
-        if "://" not in target and not target.startswith("auto_tour/"):  # made when the site is built
-            assert (page.parent / target).is_file(), target
+def test_links_of_pages_lead_to_files() -> None:
+    targets = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", TEXTS[page])]
+    own = [each for each in targets if "://" not in each[1] and not each[1].startswith("auto_tour/")]  # made with the site
+    assert len(own) > 50 and [(page.name, target) for page, target in own if not (page.parent / target).is_file()] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in REFERENCES], ids=lambda page: page.stem)
-def test_a_page_is_short(page: Path) -> None:
-    n_words = len(re.findall(r"\S*\w\S*", without_generated_tables(page.read_text(encoding="utf-8"))))
-    assert n_words <= (MAX_WORDS_OF_README if page.stem == "README" else MAX_WORDS)
+def test_pages_are_short() -> None:
+    without_tables = {page: re.sub(r"(?s)<!-- report: \w+ -->.*?<!-- end -->", "", text) for page, text in TEXTS.items()}
+    n_words = {page.stem: len(re.findall(r"\S*\w\S*", text)) for page, text in without_tables.items()}
+    limits = {name: MAX_WORDS_OF_README if name == "README" else MAX_WORDS for name in n_words if name not in REFERENCES}
+    assert {name: n_words[name] for name, limit in limits.items() if n_words[name] > limit} == {}
 
 
-@pytest.mark.parametrize("kind", ["svg", "webp"])
-def test_a_picture_is_small(kind: str) -> None:
-    assert not [
-        path.name
-        for path in (ROOT / "docs").rglob(f"*.{kind}")
-        if path.stat().st_size > 200_000 and "_build" not in path.parts
-    ]
+def test_pictures_are_small() -> None:
+    pictures = [path for kind in ("svg", "webp") for path in (ROOT / "docs").rglob(f"*.{kind}") if "_build" not in path.parts]
+    assert pictures and [path.name for path in pictures if path.stat().st_size > 200_000] == []

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from helpers import BOX, CHW, SMALL, SMALL_CNN, VECTOR, samples
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.save_util import recursive_getattr, recursive_setattr
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor, NatureCNN
@@ -15,12 +16,7 @@ from torch import nn
 from sb3_grpo import GRPO, ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy, load_actor
 from sb3_grpo.policies import ENCODING_BATCH
 
-VECTOR = spaces.Box(-1.0, 1.0, (3,), np.float32)
-IMAGE = spaces.Box(0, 255, (3, 36, 36), np.uint8)
 DICT = spaces.Dict({"position": VECTOR, "room": spaces.Discrete(4)})
-BOX = spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 1.0], np.float32))
-SMALL: dict[str, Any] = dict(net_arch=[8])
-SMALL_CNN: dict[str, Any] = dict(net_arch=[8], features_extractor_kwargs=dict(features_dim=8))
 
 #: Each action space with a vector, and each kind of observation with a Box.
 SPACES = [
@@ -29,7 +25,7 @@ SPACES = [
     pytest.param(VECTOR, spaces.Discrete(3), SMALL, id="Discrete"),
     pytest.param(VECTOR, spaces.MultiDiscrete([2, 3]), SMALL, id="MultiDiscrete"),
     pytest.param(VECTOR, spaces.MultiBinary(4), SMALL, id="MultiBinary"),
-    pytest.param(IMAGE, BOX, dict(SMALL_CNN, features_extractor_class=NatureCNN), id="images"),
+    pytest.param(CHW, BOX, dict(SMALL_CNN, features_extractor_class=NatureCNN), id="images"),
     pytest.param(DICT, BOX, dict(SMALL, features_extractor_class=CombinedExtractor), id="Dict observations"),
     pytest.param(spaces.Discrete(4), BOX, SMALL, id="Discrete observations"),
     *(
@@ -53,14 +49,6 @@ def perturb(module: nn.Module) -> Any:
     return module
 
 
-def sample(space: spaces.Space, n: int) -> Any:
-    space.seed(0)
-    samples = [space.sample() for _ in range(n)]
-    if isinstance(space, spaces.Dict):
-        return {key: np.stack([each[key] for each in samples]) for key in space.spaces}
-    return np.stack(samples)
-
-
 # --- an actor and nothing else ---
 
 
@@ -77,7 +65,7 @@ def test_the_policy_of_cartpole_is_ppos_without_its_critic():
     ("cls", "space", "extractor", "hidden"),
     [
         (MlpPolicy, VECTOR, FlattenExtractor, 2),
-        (CnnPolicy, IMAGE, NatureCNN, 0),
+        (CnnPolicy, CHW, NatureCNN, 0),
         (MultiInputPolicy, DICT, CombinedExtractor, 2),
     ],
 )
@@ -101,7 +89,7 @@ def test_with_the_weights_of_ppo_a_policy_acts_and_evaluates_as_ppo_does(
         ours.load_state_dict(theirs.state_dict())
     if hasattr(ppo, "log_std"):
         policy.log_std.data.copy_(ppo.log_std)
-    obs, _ = policy.obs_to_tensor(sample(observation_space, 5))
+    obs, _ = policy.obs_to_tensor(samples(observation_space, 5))
     results = []
     for each in (policy, ppo):
         th.manual_seed(1)
@@ -128,7 +116,7 @@ def test_predicted_actions_lie_in_the_action_space(observation_space: Any, actio
     policy = perturb(make_policy(observation_space, action_space, **kwargs))
     if policy.use_sde:
         policy.reset_noise(40)
-    actions, _ = policy.predict(sample(observation_space, 40))
+    actions, _ = policy.predict(samples(observation_space, 40))
     assert all(action_space.contains(action.astype(action_space.dtype)) for action in actions)
     assert (actions != actions[0]).any()
     assert policy.predict(observation_space.sample(), deterministic=True)[0].shape == action_space.shape
@@ -151,13 +139,13 @@ def test_the_noise_of_gsde_holds_until_it_is_reset():
     ("space", "kwargs"),
     [
         pytest.param(VECTOR, SMALL, id="vector"),
-        pytest.param(IMAGE, dict(SMALL_CNN, features_extractor_class=NatureCNN), id="images"),
+        pytest.param(CHW, dict(SMALL_CNN, features_extractor_class=NatureCNN), id="images"),
         pytest.param(DICT, dict(SMALL, features_extractor_class=CombinedExtractor), id="Dict"),
     ],
 )
 def test_encoding_gives_the_features_of_each_observation(space: Any, kwargs: dict[str, Any]):
     policy = make_policy(space, **kwargs)
-    batch = sample(space, 5)
+    batch = samples(space, 5)
     obs, _ = policy.obs_to_tensor(batch)
     with th.no_grad():
         features = policy.extract_features(obs, policy.features_extractor)
@@ -239,7 +227,7 @@ def test_a_subclass_of_grpo_can_name_policies_of_its_own():
 
 def test_layers_are_orthogonal_with_ppos_gains_only_with_ortho_init():
     for ortho_init in (True, False):
-        policy = make_policy(IMAGE, cls=CnnPolicy, ortho_init=ortho_init, **SMALL_CNN)
+        policy = make_policy(CHW, cls=CnnPolicy, ortho_init=ortho_init, **SMALL_CNN)
         layers = [policy.features_extractor.cnn[0], policy.features_extractor.linear[0], policy.policy_net[0]]
         for layer, gain in (*((each, 2**0.5) for each in layers), (policy.action_net, 0.01)):
             weight = layer.weight.detach().flatten(1)
@@ -334,7 +322,7 @@ def test_a_saved_policy_is_loaded_with_its_settings_and_acts_the_same(kwargs: di
     policy = perturb(make_policy(net_arch=[8], **kwargs))
     policy.save(str(tmp_path / "policy"))
     loaded = ActorPolicy.load(str(tmp_path / "policy"), device="cpu")
-    obs = sample(VECTOR, 5)
+    obs = samples(VECTOR, 5)
     np.testing.assert_array_equal(policy.predict(obs, deterministic=True)[0], loaded.predict(obs, deterministic=True)[0])
     assert {key: getattr(loaded, key) for key in ("net_arch", *kwargs)} == {"net_arch": [8], **kwargs}
 
@@ -481,7 +469,7 @@ def test_a_policy_that_its_constructor_does_not_describe_learns_and_takes_its_ow
         th.testing.assert_close(weights(model.kl_penalty.policy), before, rtol=0, atol=0)
     other = make_unusual(name, seed=1)
     other.set_parameters(model.get_parameters())
-    obs = sample(model.observation_space, 20)
+    obs = samples(model.observation_space, 20)
     np.testing.assert_array_equal(*(each.predict(obs, deterministic=True)[0] for each in (model, other)))
 
 

@@ -265,33 +265,23 @@ def test_the_recommendation_to_use_the_cpu_knows_the_policy_by_its_name():
 # --- PyTorch and Gymnasium --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "register"),
-    [
-        ("_forward_hooks", "register_forward_hook"),
-        ("_forward_pre_hooks", "register_forward_pre_hook"),
-        ("_backward_hooks", "register_full_backward_hook"),
-        ("_backward_pre_hooks", "register_full_backward_pre_hook"),
-    ],
-)
-def test_hooks_of_a_module_stand_under_these_names(name: str, register: str):
-    module = nn.Linear(1, 1)
-    assert not getattr(module, name)
-    handle = getattr(module, register)(lambda *_: None)
-    assert getattr(module, name)
-    handle.remove()
-    assert not getattr(module, name)
+HOOKS: list[tuple[Any, str, str]] = [
+    (nn.Linear(1, 1), "_forward_hooks", "register_forward_hook"),
+    (nn.Linear(1, 1), "_forward_pre_hooks", "register_forward_pre_hook"),
+    (nn.Linear(1, 1), "_backward_hooks", "register_full_backward_hook"),
+    (nn.Linear(1, 1), "_backward_pre_hooks", "register_full_backward_pre_hook"),
+    (nn.Parameter(th.zeros(1)), "_backward_hooks", "register_hook"),
+    (nn.Parameter(th.zeros(1)), "_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "register"),
-    [("_backward_hooks", "register_hook"), ("_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook")],
-)
-def test_hooks_of_a_parameter_stand_under_these_names(name: str, register: str):
-    parameter = nn.Parameter(th.zeros(1))
-    assert not getattr(parameter, name)
-    getattr(parameter, register)(lambda _: None)
-    assert getattr(parameter, name)
+def test_hooks_of_modules_and_parameters_stand_under_these_names():
+    for part, name, register in HOOKS:
+        assert not getattr(part, name)
+        handle = getattr(part, register)(lambda *_: None)
+        assert getattr(part, name), name
+        handle.remove()
+        assert not getattr(part, name)
 
 
 def test_a_hook_on_all_modules_is_noticed():

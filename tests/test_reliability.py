@@ -2,7 +2,6 @@
 
 import copy
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecNormalize
 
-from sb3_grpo import GRPO, EnvironmentFault, load_actor
+from sb3_grpo import GRPO, EnvironmentFault
 from sb3_grpo.arithmetic.choice import machine_policy
 from sb3_grpo.arithmetic.machine import MachinePolicy
 from sb3_grpo.arithmetic.machine_code.jit import UNAVAILABLE
@@ -97,6 +96,7 @@ torch.save(model.policy.state_dict(), sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_a_model_loaded_in_a_new_process_goes_on_as_the_saved_one_bit_for_bit(tmp_path: Path):
     model = make_model().learn(320)
     model.save(tmp_path / "model.zip")
@@ -118,25 +118,6 @@ def test_waiting_transitions_are_dropped_by_a_reset_in_either_model(tmp_path: Pa
     assert model.rollout_buffer.metrics["rollout/transitions_dropped"] == 7
 
 
-# --- saving -----------------------------------------------------------------------------------------------------------
-
-
-def test_weights_are_taken_from_a_file_without_unpickling_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model = make_model().learn(64)
-    model.save(tmp_path / "model.zip")
-    fresh = make_model(seed=1)
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("an object was unpickled")
-
-    monkeypatch.setattr("cloudpickle.loads", refuse)
-    monkeypatch.setattr(pickle, "loads", refuse)
-    load_actor(fresh, tmp_path / "model.zip")
-    assert same(weights(fresh), weights(model))
-    with pytest.raises(AssertionError, match="an object was unpickled"):
-        GRPO.load(tmp_path / "model.zip", device="cpu")
-
-
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +132,7 @@ class FaultyEnv(gym.Env):
         self.steps = self.step_of_episode = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=None if self.fault == "ignores seeds" else seed)
+        super().reset(seed=seed)
         self.step_of_episode = 0
         self.state = self.np_random.normal(size=3).astype(np.float32)
         is_due = self.steps > self.at_step and self.fault == "nan first observation"
@@ -236,18 +217,6 @@ def test_a_fault_surfaces_at_once_and_the_model_learns_on(base, fault, at_step, 
     assert is_finite(model) and not same(before, weights(model))
 
 
-def test_an_environment_that_ignores_seeds_is_noticed_and_trained_on(close):
-    env = close(SubprocVecEnv(env_functions("ignores seeds", 0), start_method="fork"))
-    with pytest.warns(UserWarning, match="does not reproduce its initial state"):
-        model = make_model(env, n_steps=16, batch_size=48).learn(96)
-    assert is_finite(model)
-
-
-def test_without_a_fault_workers_give_what_one_process_gives(close):
-    envs = [close(BASES[base](env_functions("none", 0))) for base in BASES]
-    assert same(*(weights(make_model(env, n_steps=16, batch_size=48).learn(96)) for env in envs))
-
-
 @pytest.mark.parametrize("in_torch", [False, True], ids=["machine code", "torch"])
 def test_an_update_whose_gradient_is_not_finite_is_undone(in_torch: bool):
     options = dict(objective=dict(kl_coef=1e-3, kl_estimator="k3")) if in_torch else {}
@@ -295,8 +264,9 @@ def test_what_a_wrapper_mends_is_no_fault():
                     info["terminal_observation"] = np.nan_to_num(info["terminal_observation"])
             return np.nan_to_num(np.asarray(observations)), rewards, dones, infos
 
-    model = make_model(Mended(DummyVecEnv(env_functions("nan observation", 3))), n_steps=16, batch_size=48).learn(96)
-    assert is_finite(model)
+    env = VecNormalize(Mended(DummyVecEnv(env_functions("nan observation", 3))))
+    model = make_model(env, n_steps=16, batch_size=48).learn(96)
+    assert is_finite(model) and np.isfinite(env.obs_rms.mean).all()
 
 
 # --- interrupts -------------------------------------------------------------------------------------------------------
@@ -333,7 +303,7 @@ def test_an_interrupt_at_any_moment_leaves_a_model_that_saves_and_goes_on(buffer
     began = time.monotonic()
     model.learn(128 * 5, reset_num_timesteps=False)
     rollout = (time.monotonic() - began) / 5
-    delays = np.random.default_rng(0).uniform(0.2, 3.0, size=30) * rollout
+    delays = np.random.default_rng(0).uniform(0.2, 3.0, size=10) * rollout
     for delay in delays:
         with interrupt_after(float(delay)):
             model.learn(100_000, reset_num_timesteps=False)
@@ -360,25 +330,6 @@ def test_an_interrupt_while_autograd_is_off_leaves_it_on_afterwards():
     assert is_enabled
 
 
-def test_an_update_that_is_interrupted_is_undone():
-    model = make_model(n_epochs=50).learn(64)
-    before, n_updates, moments = weights(model), model._n_updates, copy.deepcopy(model.policy.optimizer.state_dict()["state"])
-    original, calls = model.policy.optimizer.step, []
-
-    def step(*args: Any) -> None:
-        calls.append(original())
-        if len(calls) == 7:
-            raise KeyboardInterrupt
-
-    model.policy.optimizer.step = step
-    with pytest.raises(KeyboardInterrupt):
-        model.learn(64, reset_num_timesteps=False)
-    assert len(calls) == 7 and model._n_updates == n_updates
-    assert same(before, weights(model))
-    after = model.policy.optimizer.state_dict()["state"]
-    assert all(th.equal(value, after[index][name]) for index, state in moments.items() for name, value in state.items())
-
-
 def test_workers_interrupted_in_a_step_are_reset_not_misunderstood(close):
     """The answers to the step that nobody waited for are still in the pipes."""
     env = close(SubprocVecEnv(env_functions("none", 0), start_method="fork"))
@@ -397,15 +348,3 @@ def test_workers_interrupted_in_a_step_are_reset_not_misunderstood(close):
     before = weights(model)
     model.learn(96, reset_num_timesteps=False)
     assert is_finite(model) and not same(before, weights(model))
-
-
-@pytest.mark.parametrize("stop_at", [5, 64, 70], ids=["first rollout", "its last step", "second rollout"])
-def test_a_callback_stops_within_the_step_and_leaves_a_model_that_goes_on(stop_at: int):
-    class Stop(BaseCallback):
-        def _on_step(self) -> bool:
-            return self.num_timesteps < stop_at
-
-    model = make_model().learn(1000, callback=Stop())
-    assert model.num_timesteps == stop_at
-    model.learn(128, reset_num_timesteps=False)
-    assert is_finite(model)

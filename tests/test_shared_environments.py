@@ -36,13 +36,6 @@ class TenSteps(gym.Env):
         return self.np_random.random(2).astype(np.float32), 1.0, self.t >= 10, False, {}
 
 
-class SometimesNaN(TenSteps):
-    def step(self, action: int) -> Any:
-        observation, *rest = super().step(action)
-        observation[0] = np.nan if self.t == 3 else observation[0]
-        return observation, *rest
-
-
 class WithoutNaN(VecEnvWrapper):
     venv: Any
 
@@ -94,14 +87,6 @@ def test_episodes_begin_anew_if_the_users_own_environments_were_used_between_two
 
 
 # --- wrappers and other kinds of VecEnv -------------------------------------------------------------------------------
-
-
-def test_a_wrapper_may_mend_nan_before_vec_normalize_sees_it():
-    envs = VecNormalize(WithoutNaN(DummyVecEnv([SometimesNaN] * 2)))
-    model = make_model(envs).learn(64)
-    assert np.isfinite(envs.obs_rms.mean).all() and model.num_timesteps == 64
-    with pytest.raises(ValueError, match="returned a non-finite observation"):
-        make_model(VecNormalize(DummyVecEnv([SometimesNaN] * 2))).learn(64)
 
 
 def test_vec_normalize_is_direct_unless_another_wrapper_is_under_it():

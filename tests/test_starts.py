@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from helpers import CHW, ENDLESS, HWC, VECTOR, AnyEnv, Evaluates, Starts, flat, make_envs, make_model
+from helpers import CHW, ENDLESS, HWC, VECTOR, AnyEnv, Evaluates, Starts, Watcher, flat, make_envs, make_model
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
@@ -299,10 +299,14 @@ def test_a_reset_by_a_callback_in_a_rollout_raises_and_one_between_rollouts_begi
     base = venv_class([lambda: AnyEnv(lengths=(50, 60))] * 2)
     env: Any = VecMonitor(base)
     used, model = base if of_base else env, make_model(env)
-    with pytest.raises(RuntimeError, match=r"A callback reset the training environment .* pass `EvalCallback`"):
-        model.learn(64, callback=Evaluates("step", used))
-    model.learn(64, callback=Evaluates("end", used), reset_num_timesteps=False)
-    assert (model.rollout_buffer.steps[:, 0] == 0).all()
+    for event in ("start", "step"):
+        with pytest.raises(RuntimeError, match=r"A callback reset the training environment .* pass `EvalCallback`"):
+            model.learn(64, callback=Evaluates(event, used))
+    watcher = Watcher()
+    model.learn(64, callback=[Evaluates("end", used), watcher], reset_num_timesteps=False)
+    groups, members, steps = zip(*(watcher.positions[16 * rollout] for rollout in range(2)), strict=True)
+    assert all(first == second for first, second in groups) and groups[0][0] < groups[1][0]
+    assert np.array_equal(members, [[0, 1]] * 2) and not np.any(steps) and (model.rollout_buffer.steps[:, 0] == 0).all()
     env.close()
 
 
