@@ -307,12 +307,7 @@ class RayVecEnv(VecEnv):
     # --- whole rollouts -----------------------------------------------------------------------------------------------
 
     def collect_by_workers(
-        self,
-        make_policy: Callable[[], ActorPolicy],
-        policy: ActorPolicy,
-        starts: SeededVecEnv,
-        obs: VecEnvObs,
-        *settings: Any,
+        self, make_policy: Callable[[], ActorPolicy], policy: ActorPolicy, starts: SeededVecEnv, obs: VecEnvObs, *settings: Any
     ) -> Iterator[ActedStep]:
         """
         Let the workers act by themselves. A worker that is lost is replaced, and does its part again.

@@ -56,7 +56,6 @@ class RolloutWorker:
 
         :param version: Version of this package where the model learns
         :param path: Folders in which modules are found there. They are searched after those of this process
-        :return: Description of the worker
         :raises ValueError: If this package has another version here
         """
         node = ray.util.get_node_ip_address()
@@ -116,9 +115,9 @@ class RolloutWorker:
         *settings: Any,
     ) -> tuple[EnvStep, Ledger, int, list[str]]:
         """
+        Let a policy act.
+
         :param policy: Pickled function that makes a policy, used if it is another one than last time, and weights
-        :param ledger: Ledger of these environments
-        :param share_starts: Whether resets get the seed of their start
         :param seed: Seed of the random numbers
         :param settings: The other arguments of :func:`~sb3_grpo.collection.run_policy`
         :return: All steps in one, with the steps as the first axis of each array; the ledger, the number of starts that did
