@@ -133,9 +133,7 @@ def _names(callback: BaseCallback) -> list[str]:
     return own + [name for each in inner if isinstance(each, BaseCallback) for name in _names(each)]
 
 
-def _of_fresh_starts(
-    infos: list[dict[str, Any]], dones: np.ndarray, groups: np.ndarray, ledger: Ledger
-) -> tuple[list[dict[str, Any]], np.ndarray]:
+def _of_fresh_starts(infos: list[Any], dones: np.ndarray, groups: np.ndarray, ledger: Ledger) -> tuple[list[Any], np.ndarray]:
     """:return: The infos and dones from which SB3 logs returns, without those of episodes that repeated a start"""
     repeats = [env for env in np.flatnonzero(dones).tolist() if ledger.repeats(int(groups[env]))]
     if not repeats:
@@ -203,10 +201,8 @@ def run_policy(
     """
     Let a policy act in the environments of this process.
 
-    :param policy: Policy that acts
     :param starts: The layer through which the environments are reset and stepped
     :param obs: Present observations
-    :param n_steps: Number of steps
     :param sde_sample_freq: Number of steps between two noise samples of gSDE; -1 for one sample per rollout
     :param uses_masks: Whether the environments say which actions they allow
     :param num_timesteps: Number of transitions before the first step, for messages

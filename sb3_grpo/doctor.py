@@ -23,36 +23,55 @@ class Symptom(NamedTuple):
     patience: int = PATIENCE
 
 
-# Besides the logged metrics there are `risen` (the mean return has risen: tied groups, a low entropy and an unexplained return
-# are normal once a task is solved), `floor` (of the entropy), and `room` (half of the transitions that may wait).
+# Besides the logged metrics there are `risen` (whether the mean return has risen, because some symptoms are normal once a task
+# is solved), `floor` (of the entropy), and `room` (half of the transitions that may wait).
 SYMPTOMS = (
-    Symptom("tied groups", lambda m: m["rollout/groups_tied"] == 1 and not m["risen"],
+    Symptom(
+        "tied groups",
+        lambda m: m["rollout/groups_tied"] == 1 and not m["risen"],
         "The buffer finds no difference between the members of any group, so nothing is learned. Unless the task is solved, "
         "try a larger `group_size`, more exploration (`ent_coef`), or a denser reward. With a constant reward per step, use "
-        "`rollout_buffer_class='return_to_go'` instead of 'process'."),
-    Symptom("no start to repeat",
+        "`rollout_buffer_class='return_to_go'` instead of 'process'.",
+    ),
+    Symptom(
+        "no start to repeat",
         lambda m: m["rollout/fresh_groups_tied"] == 1 and m["rollout/pool_size"] == 0 and not m["risen"],
         "The members of none of the last 40 groups ended differently, so there is no start to repeat (`repeat_starts`). Try a "
-        "larger `group_size`, more exploration (`ent_coef`), or easier starts among those of the environment."),
+        "larger `group_size`, more exploration (`ent_coef`), or easier starts among those of the environment.",
+    ),
     # A narrow clip range clips many ratios that have hardly changed, above all those of whole trajectories (GSPO).
-    Symptom("clip fraction", lambda m: m["train/clip_fraction"] > 0.5 and m["train/effective_sample_size"] < 0.9,
+    Symptom(
+        "clip fraction",
+        lambda m: m["train/clip_fraction"] > 0.5 and m["train/effective_sample_size"] < 0.9,
         "More than half of the importance ratios are clipped (train/clip_fraction): updates are too large. Lower "
-        "`learning_rate` or `n_epochs`, or stop updates early with `target_kl=0.02`."),
-    Symptom("entropy", lambda m: -m["train/entropy_loss"] < m["floor"] and not m["risen"],
-        "The entropy of the policy has collapsed (train/entropy_loss) and the return has not risen: the policy no longer "
-        "explores. Raise `ent_coef`, lower `learning_rate`, or keep the policy near its initial state with "
-        "`objective=dict(kl_coef=0.1)`."),
-    Symptom("effective sample size", lambda m: m["train/effective_sample_size"] < 0.1,
+        "`learning_rate` or `n_epochs`, or stop updates early with `target_kl=0.02`.",
+    ),
+    Symptom(
+        "entropy",
+        lambda m: -m["train/entropy_loss"] < m["floor"] and not m["risen"],
+        "The policy no longer explores: its entropy has collapsed (train/entropy_loss) and the return has not risen. Raise "
+        "`ent_coef`, lower `learning_rate`, or keep it near its initial state with `objective=dict(kl_coef=0.1)`.",
+    ),
+    Symptom(
+        "effective sample size",
+        lambda m: m["train/effective_sample_size"] < 0.1,
         "A few transitions have nearly all the weight (train/effective_sample_size below 0.1): the policy moved too far. "
-        "Lower `learning_rate` or `n_epochs`. If transitions wait long for their group, use a smaller `group_size`."),
-    Symptom("incomplete groups", lambda m: m["rollout/groups_completed"] == 0 and m["rollout/transitions_waiting"] > m["room"],
+        "Lower `learning_rate` or `n_epochs`. If transitions wait long for their group, use a smaller `group_size`.",
+    ),
+    Symptom(
+        "incomplete groups",
+        lambda m: m["rollout/groups_completed"] == 0 and m["rollout/transitions_waiting"] > m["room"],
         "No group has been completed for many rollouts, so nothing is learned: this buffer needs episodes that end. Use "
-        "`rollout_buffer_class='kernel'`, give the environment a time limit, or lower `group_size`."),
-    Symptom("explained variance", lambda m: m["train/explained_variance"] < 0.01 and not m["risen"],
+        "`rollout_buffer_class='kernel'`, give the environment a time limit, or lower `group_size`.",
+    ),
+    Symptom(
+        "explained variance",
+        lambda m: m["train/explained_variance"] < 0.01 and not m["risen"],
         "The kernel baseline does not predict returns (train/explained_variance below 0.01). Use more transitions (`n_steps`) "
         "or observations that say more about the rewards to come, and leave `ridge` and `forgetting` at their defaults.",
-        patience=2 * PATIENCE),
-)  # fmt: skip
+        patience=2 * PATIENCE,
+    ),
+)
 
 
 def entropy_floor(action_space: spaces.Space, squash_output: bool = False) -> float:
@@ -89,17 +108,16 @@ class Doctor(BaseCallback):
             self._streaks, self.reported, self._return_to_exceed = {}, [], np.nan
             found = check_copy(self.training_env) if self.model.share_starts else None
             if found is not None and found.verdict != "shared":
-                if found.verdict != "unknown":
-                    self.reported.append("shared inputs")
+                self.reported += ["shared inputs"] if found.verdict != "unknown" else []
                 self.report(f"Doctor (shared inputs): {found.message}")
 
     def _on_step(self) -> bool:
         return True
 
     def _on_rollout_start(self) -> None:
-        buffer, policy = self.model.rollout_buffer, self.model.policy
         if self.model.update_metrics is self._examined:  # there has been no update since the last check
             return
+        buffer, policy = self.model.rollout_buffer, self.model.policy
         self._examined = self.model.update_metrics
         returns = [episode["r"] for episode in self.model.ep_info_buffer]
         # Without a Monitor, only the returns in the buffer are known. VecNormalize may have scaled them.

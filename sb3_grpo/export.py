@@ -31,8 +31,7 @@ class DeterministicActor(nn.Module):
 
     def __init__(self, policy: ActorPolicy, is_masked: bool):
         super().__init__()
-        self.policy = policy
-        self.is_masked = is_masked
+        self.policy, self.is_masked = policy, is_masked
         space = policy.action_space
         if isinstance(space, spaces.Box):
             self.register_buffer("low", th.as_tensor(space.low, device=policy.device))
@@ -91,12 +90,10 @@ def export_onnx(model: GRPO, path: str | os.PathLike[str]) -> None:
             f"{type(policy).__name__} chooses actions in its own way, which this function does not know: export the policy "
             "with `torch.onnx.export`."
         )
-    is_masked = isinstance(model, MaskableGRPO)
-    batch = th.export.Dim("batch")
-    names, examples = [], []
-    for key, space in space_parts(policy.observation_space).items():
-        names.append("observation" if key is None else str(key))
-        examples.append(th.as_tensor(np.stack([space.sample(), space.sample()]), device=policy.device))
+    is_masked, batch = isinstance(model, MaskableGRPO), th.export.Dim("batch")
+    parts = space_parts(policy.observation_space)
+    names = ["observation" if key is None else str(key) for key in parts]
+    examples = [th.as_tensor(np.stack([part.sample(), part.sample()]), device=policy.device) for part in parts.values()]
     if is_masked:
         names.append("action_masks")
         examples.append(th.ones((2, sum(choices_of(policy.action_space))), dtype=th.bool, device=policy.device))

@@ -16,42 +16,21 @@ from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedul
 from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_grpo import losses
+from sb3_grpo import losses, settings
+from sb3_grpo.arithmetic import update
 from sb3_grpo.arithmetic.choice import describe_choice
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty, adapted_kl_coef
 from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.natural import default_limit
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
-from sb3_grpo.arithmetic.update import (
-    UncheckedDistributions,
-    check_update,
-    clipped_update,
-    natural_update,
-    rolled_back_on_error,
-)
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.collection import collect, prepare_starts
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.observations import has_boards, has_images
-from sb3_grpo.persistence import PersistentAlgorithm
+from sb3_grpo.persistence import PersistentAlgorithm, set_random_state
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
-from sb3_grpo.settings import (
-    ObjectiveOptions,
-    changed_settings,
-    check_options,
-    check_policy_class,
-    check_rollout,
-    check_values,
-    chosen_n_epochs,
-    chosen_n_steps,
-    chosen_update_rule,
-    describe_settings,
-    refuse_arguments,
-    time_limit,
-    warn_of_idle_arguments,
-    warn_without_vec_normalize,
-)
+from sb3_grpo.settings import ObjectiveOptions
 from sb3_grpo.starts import Ledger, SeededVecEnv
 from sb3_grpo.validation import check_environment
 
@@ -164,8 +143,8 @@ class GRPO(PersistentAlgorithm):
         _init_setup_model: bool = True,
         **unknown: Any,
     ):
-        refuse_arguments(unknown, [name for name in GRPO.__init__.__annotations__ if name != "unknown"])
-        check_policy_class(policy, self.policy_aliases)
+        settings.refuse_arguments(unknown, [name for name in GRPO.__init__.__annotations__ if name != "unknown"])
+        settings.check_policy_class(policy, self.policy_aliases)
         if env is None and _init_setup_model:
             raise ValueError("`env` is None: pass an environment or its Gymnasium id, such as 'CartPole-v1'.")
         super().__init__(
@@ -203,7 +182,7 @@ class GRPO(PersistentAlgorithm):
         self.objective: ObjectiveOptions = objective  # type: ignore[assignment]
         #: Coefficient of the KL penalty, which changes during training if it is adaptive
         self.kl_coef: float = None  # type: ignore[assignment]  # that of the objective
-        self.update_rule = update_rule
+        self.update_rule: losses.UpdateRule = update_rule  # type: ignore[assignment]  # chosen for the spaces if it is None
         self.target_kl = target_kl
         self.normalize_observations = normalize_observations
 
@@ -236,27 +215,28 @@ class GRPO(PersistentAlgorithm):
         self.objective = ObjectiveOptions.of(self.objective, parameters)
         self.kl_coef = self.objective.kl_coef if self.kl_coef is None else self.kl_coef
         kinds = isinstance(self.action_space, spaces.Box), has_boards(self.observation_space)
-        self.update_rule = self.update_rule or chosen_update_rule(vars(self), parameters, *kinds)
-        check_values(vars(self), parameters)
-        check_options(vars(self), parameters, self._standardises())
+        self.update_rule = self.update_rule or settings.chosen_update_rule(vars(self), parameters, *kinds)
+        settings.check_values(vars(self), parameters)
+        settings.check_options(vars(self), parameters, self._standardises())
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
-        self.n_epochs = chosen_n_epochs(has_images(self.observation_space)) if self.n_epochs is None else self.n_epochs
+        if self.n_epochs is None:
+            self.n_epochs = settings.chosen_n_epochs(has_images(self.observation_space))
         if self.seed is not None:
             self.seed = int(self.seed)  # Python's random generator does not accept integers of numpy
         if self._chooses_n_steps:
-            self.n_steps, notice = chosen_n_steps(defaults.rollout_size, self.n_envs, self.batch_size)
+            self.n_steps, notice = settings.chosen_n_steps(defaults.rollout_size, self.n_envs, self.batch_size)
             if notice and self.verbose >= 1:
                 print(notice)
         elif buffer_class.update_size(self.n_steps * self.n_envs) is not None:
             batch_size = self.batch_size if self.update_rule == "clipped" else 1
-            check_rollout(self.n_steps, self.n_envs, batch_size, self.normalize_advantage)
+            settings.check_rollout(self.n_steps, self.n_envs, batch_size, self.normalize_advantage)
         self.clip_range = FloatSchedule(self.clip_range)
 
         saved_ledger, last_obs = self.ledger, self._last_obs
         self.ledger = None
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
-        by_default = {"group_size": self.group_size or DEFAULT_GROUP_SIZE, "horizon": time_limit(self.env)}
+        by_default = {"group_size": self.group_size or DEFAULT_GROUP_SIZE, "horizon": settings.time_limit(self.env)}
         self.rollout_buffer_kwargs = {**by_default, **defaults.arguments, **user_kwargs[0]}
         self.policy_kwargs = self._policy_arguments()
         try:
@@ -277,11 +257,11 @@ class GRPO(PersistentAlgorithm):
 
     def _take_up_changes(self) -> None:
         """Put attributes to use that were assigned after construction, or raise a ``ValueError`` about them."""
-        changed = changed_settings(self._settings, self._current_settings())
+        changed = settings.changed_settings(self._settings, self._current_settings())
         if not changed:
             return
-        check_values(vars(self), inspect.signature(GRPO.__init__).parameters)
-        warn_of_idle_arguments(vars(self), changed)
+        settings.check_values(vars(self), inspect.signature(GRPO.__init__).parameters)
+        settings.warn_of_idle_arguments(vars(self), changed)
         if "learning_rate" in changed:
             self._setup_lr_schedule()
         self.clip_range = FloatSchedule(self.clip_range)
@@ -331,7 +311,12 @@ class GRPO(PersistentAlgorithm):
             raise ValueError(
                 "The model has no environment to learn in: pass one to `load`, as GRPO.load(path, env=env), or call `set_env`."
             )
-        self._use_saved_random_state(is_new_run=reset_num_timesteps)
+        if self._random_state is not None:  # of a saved model
+            if reset_num_timesteps:
+                self.ledger = self._new_ledger(self.seed)
+            else:
+                set_random_state(self._random_state)
+            self._random_state = None
         is_grad_enabled = th.is_grad_enabled()
         self._has_learned = None
         n_before = 0 if reset_num_timesteps else self.num_timesteps
@@ -368,26 +353,26 @@ class GRPO(PersistentAlgorithm):
         else:
             reset()
         if "horizon" not in self.rollout_buffer_kwargs:  # the environment may have been replaced
-            self.rollout_buffer.horizon = time_limit(self.env)
+            self.rollout_buffer.horizon = settings.time_limit(self.env)
         vec_normalize, before = self.get_vec_normalize_env(), self._learned_from_normalized
         self._learned_from_normalized = vec_normalize is not None and vec_normalize.norm_obs
         if before and not self._learned_from_normalized:
-            warn_without_vec_normalize()
+            warnings.warn(
+                "The policy has learned from observations normalised by VecNormalize, and these environments have none. Wrap "
+                "them as before: `VecNormalize.load(path, venv)` takes the statistics from the file of "
+                "`VecNormalize.save(path)`.",
+                stacklevel=2,
+            )
+        buffer, rule = self.rollout_buffer, self.update_rule
         normalizers = {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None}
-        settings = describe_settings(
-            self.rollout_buffer,
-            self.ledger.group_size,
-            starts.share_starts,
-            self.n_steps * self.n_envs,
-            self.update_rule,  # type: ignore[arg-type]
-            [name for name, is_used in normalizers.items() if is_used],
+        described = settings.describe_settings(
+            buffer, self.ledger.group_size, starts.share_starts, self.n_steps * self.n_envs, rule, normalizers
         )
         # What is not compiled yet is compiled here, before the clock of the first rollout runs.
-        rule: losses.UpdateRule = self.update_rule  # type: ignore[assignment]
-        settings += "\n" + describe_choice(self.policy, self._objective(), self.rollout_buffer, rule, self.verbose)
-        if self.verbose >= 1 and self._printed_settings != settings:
-            self._printed_settings = settings
-            print(settings)
+        described += "\n" + describe_choice(self.policy, self._objective(), buffer, rule, self.verbose)
+        if self.verbose >= 1 and self._printed_settings != described:
+            self._printed_settings = described
+            print(described)
         return tuple(result)
 
     def _starts(self, env: VecEnv) -> SeededVecEnv:
@@ -415,10 +400,6 @@ class GRPO(PersistentAlgorithm):
         """
         Collect ``n_rollout_steps`` steps of each environment, and form the update.
 
-        :param env: The training environment
-        :param callback: Callback, called at every step and at the beginning and end of the rollout
-        :param rollout_buffer: Buffer to fill
-        :param n_rollout_steps: Number of steps per environment
         :return: False if the callback asked to stop; the last step is kept
         :raises ValueError: If a number is not finite, or if a setting was changed that cannot be changed
         :raises RuntimeError: If a callback resets the training environment in the course of the rollout
@@ -472,16 +453,17 @@ class GRPO(PersistentAlgorithm):
     def _update(self) -> None:
         self.policy.set_training_mode(True)
         objective = self._objective()
-        with rolled_back_on_error(self.policy, self.kl_penalty), UncheckedDistributions():
+        with update.rolled_back_on_error(self.policy, self.kl_penalty), update.UncheckedDistributions():
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
             if self.update_rule == "natural":
                 limit = self.target_kl or default_limit(self.num_timesteps)
-                report = natural_update(objective, self.policy, self.rollout_buffer, limit)
+                report = update.natural_update(objective, self.policy, self.rollout_buffer, limit)
             else:
-                n_epochs, batch_size = self.n_epochs, self.batch_size
-                report = clipped_update(objective, self.policy, self.rollout_buffer, n_epochs, batch_size, self.target_kl)
-            check_update(self.policy, report.epochs)
+                report = update.clipped_update(
+                    objective, self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl
+                )
+            update.check_update(self.policy, report.epochs)
             metrics = describe_update(report)
             if self.objective.adaptive_kl_target is not None:
                 kl = self.kl_penalty.mean(self.policy, self.rollout_buffer.get(self.policy.encoding_batch()))

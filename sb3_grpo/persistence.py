@@ -35,17 +35,9 @@ FORMAT_ENTRY = "_sb3_grpo_format"
 
 @dataclass
 class RunState:
-    """
-    Everything that continuing a run needs beyond what SB3 saves.
+    """Everything that continuing a run needs beyond what SB3 saves."""
 
-    :param buffer_class: Full name of the class of the rollout buffer. The class itself, which may be gone when the file is
-        loaded, is saved once, among the arguments of the model, where ``custom_objects`` can replace it
-    :param buffer: State of the rollout buffer
-    :param kl_penalty: State of the KL penalty
-    :param random: State of the random generators
-    """
-
-    buffer_class: str
+    buffer_class: str  # its name, because the class may be gone when the file is loaded
     buffer: dict[str, Any]
     kl_penalty: dict[str, Any]
     random: dict[str, Any]
@@ -93,17 +85,6 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
         raise
 
 
-def write_model(path: str | pathlib.Path | io.BufferedIOBase, archive: io.BytesIO) -> None:
-    """Write a saved model, with the file format, to a path (``.zip`` is added if it has no suffix) or a file-like object."""
-    with zipfile.ZipFile(archive, "a") as file:
-        file.writestr(FORMAT_ENTRY, json.dumps({"format": FORMAT, "version": VERSION}))
-    if isinstance(path, (str, pathlib.Path)):
-        path = pathlib.Path(path)
-        replace_file(path if path.suffix else path.with_name(f"{path.name}.zip"), archive.getvalue())
-    else:
-        path.write(archive.getvalue())
-
-
 def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
     """
     Refuse files that this version cannot load, before anything in them is unpickled.
@@ -120,9 +101,8 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
     except zipfile.BadZipFile:
         return  # SB3's error for other files is clear
     finally:
-        if is_given:
-            file.seek(position)
-        else:
+        file.seek(position)
+        if not is_given:
             file.close()
     weights_only = f"To use its policy, make a model and copy the weights: `load_actor(model, {argument})`."
     if FORMAT_ENTRY in entries:
@@ -140,10 +120,7 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
 
 
 class PersistentAlgorithm(OnPolicyAlgorithm):
-    """
-    The part of GRPO that saves and loads models, such that a run can be continued: the run's state goes into the file beside
-    what SB3 saves, and back into the parts that are built when the model is loaded.
-    """
+    """The part of GRPO that saves and loads models, such that a run can be continued."""
 
     rollout_buffer: GroupRolloutBuffer  # type: ignore[assignment]
     policy: ActorPolicy  # type: ignore[assignment]
@@ -164,8 +141,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         """:return: The ledger of a new run"""
 
     def _continue_run(self, saved_ledger: Ledger | None, last_obs: Any) -> None:
-        """Go on with the run of a saved model, if this is one, with its ledger and its last observations."""
-        # SB3 has seeded the model, which made a new ledger. A saved model continues with its own.
+        """Go on with the run of a saved model, if this is one. SB3 has seeded it meanwhile, which made a new ledger."""
         if saved_ledger is not None:
             self.ledger, self._last_obs = saved_ledger, last_obs
             saved_ledger.group_size = self.group_size or saved_ledger.group_size
@@ -178,15 +154,6 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
             if self._run_state.buffer_class == full_name(type(self.rollout_buffer)):  # load() may have been given another
                 self.rollout_buffer.set_state(self._run_state.buffer)
             self._run_state = None
-
-    def _use_saved_random_state(self, is_new_run: bool) -> None:
-        """Go on with the random numbers of a saved model, or begin a new run with its seed."""
-        if self._random_state is not None:
-            if is_new_run:
-                self.ledger = self._new_ledger(self.seed)
-            else:
-                set_random_state(self._random_state)
-            self._random_state = None
 
     def save(
         self,
@@ -207,21 +174,23 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         :param run_state: Whether to save what only continuing the run needs: kernel baseline, KL reference, ledger and random
             generators. Without, the file is as small as one of PPO, and a model that is loaded from it begins a new run
         """
+        content = io.BytesIO()
         if run_state:
-            self._run_state = RunState(
-                full_name(type(self.rollout_buffer)),
-                self.rollout_buffer.get_state(),
-                self.kl_penalty.get_state(),
-                self._random_state or random_state(),
-            )
+            states = self.rollout_buffer.get_state(), self.kl_penalty.get_state(), self._random_state or random_state()
+            self._run_state = RunState(full_name(type(self.rollout_buffer)), *states)
         else:
             exclude = {*(exclude or ()), "ledger", "_last_obs", "_last_original_obs", "_last_episode_starts"}
         try:
-            content = io.BytesIO()
             super().save(content, exclude, include)
         finally:
             self._run_state = None
-        write_model(path, content)
+        with zipfile.ZipFile(content, "a") as file:
+            file.writestr(FORMAT_ENTRY, json.dumps({"format": FORMAT, "version": VERSION}))
+        if isinstance(path, (str, pathlib.Path)):
+            path = pathlib.Path(path)
+            replace_file(path if path.suffix else path.with_name(f"{path.name}.zip"), content.getvalue())
+        else:
+            path.write(content.getvalue())
 
     @classmethod
     def load(

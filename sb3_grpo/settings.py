@@ -46,8 +46,7 @@ OTHER_NAMES = {
 #: Names that GRPO does not take, and what to write instead.
 ELSEWHERE = {
     **dict.fromkeys(
-        ("n_env", "n_envs", "num_envs"),
-        "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`.",
+        ("n_env", "n_envs", "num_envs"), "pass several environments as `env`, such as `make_vec_env('CartPole-v1', n_envs=4)`."
     ),
     "total_timesteps": "the number of environment steps is an argument of `learn`, as in `learn(total_timesteps=100_000)`.",
 }
@@ -118,12 +117,7 @@ class ObjectiveOptions:
 
     @classmethod
     def of(cls, objective: "ObjectiveOptions | Mapping[str, Any] | None", parameters: Iterable[str]) -> "ObjectiveOptions":
-        """
-        :param objective: Argument of GRPO
-        :param parameters: Names of GRPO's arguments
-        :return: The options
-        :raises TypeError: If there is an unknown option
-        """
+        """:return: The options of an argument of GRPO. A ``TypeError`` names one that is unknown, and knows ``parameters``"""
         if isinstance(objective, ObjectiveOptions):
             return objective
         options = {} if objective is None else objective
@@ -167,11 +161,7 @@ def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
 
 
 def check_values(values: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """
-    :param values: Arguments by name
-    :param parameters: Parameters by name, with their defaults
-    :raises ValueError: If a value is out of range
-    """
+    """Raise a ``ValueError`` if one of the values of these parameters is out of range."""
     for check, limits, names in CHECKS:
         for name in parameters.keys() & names.split():
             if values[name] is not None or parameters[name].default is not None:
@@ -180,11 +170,8 @@ def check_values(values: Mapping[str, Any], parameters: Mapping[str, inspect.Par
 
 def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], standardises: bool) -> None:
     """
-    :param settings: GRPO's arguments by name, with the classes of the policy and of the buffer
-    :param parameters: Parameters of its constructor by name
-    :param standardises: Whether the policy is to standardise observations
-    :raises TypeError: If the policy or the buffer does not take one of its keyword arguments
-    :raises ValueError: If the policy cannot standardise
+    Raise a ``TypeError`` if the policy or the buffer does not take one of its keyword arguments, and a ``ValueError`` if the
+    policy is to standardise observations and cannot.
     """
     policy_class, buffer_class = settings["policy_class"], settings["rollout_buffer_class"]
     of_policy = constructor_arguments(policy_class)
@@ -207,23 +194,16 @@ BUILT_ONCE = {
         "pass it to GRPO, or to `GRPO.load(path, env=env, ...)`",
     ),
     **dict.fromkeys(
-        ("use_sde", "normalize_observations", "policy_kwargs"),
-        "pass it to a new GRPO, and copy the weights with `load_actor`",
+        ("use_sde", "normalize_observations", "policy_kwargs"), "pass it to a new GRPO, and copy the weights with `load_actor`"
     ),
     "seed": "call `set_random_seed`",
 }
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """
-    :param before: Arguments of GRPO by name, as they are in use
-    :param now: The same, as they are now
-    :return: Names of those that were assigned since
-    :raises ValueError: If one of them has no effect any more
-    """
-    unset = object()
-    assigned = [name for name in now if now[name] is not before.get(name, unset)]
-    changed = {name for name in assigned if now[name] != before.get(name, unset)} - {"env", "policy"}
+    """:return: Names of the arguments that were assigned since. A ``ValueError`` names one that has no effect any more"""
+    assigned = [name for name in now if name not in before or now[name] is not before[name]]
+    changed = {name for name in assigned if name not in before or now[name] != before[name]} - {"env", "policy"}
     for name in sorted(BUILT_ONCE.keys() & changed):
         raise ValueError(
             f"`{name}` was changed to {now[name]!r} after the model was built, which has no effect: {BUILT_ONCE[name]}."
@@ -237,15 +217,15 @@ def describe_settings(
     shares_starts: bool,
     rollout_size: int,
     update_rule: losses.UpdateRule,
-    normalizers: Iterable[str],
+    normalizers: Mapping[str, bool],
 ) -> str:
     """:return: The settings that depend on each other or on the environment, for the printed log"""
     names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
-    normalizers = " and by ".join(normalizers)
+    used = " and by ".join(name for name, is_used in normalizers.items() if is_used)
     return (
         f"Using the {names.get(type(buffer), type(buffer).__name__)} buffer, groups of {group_size} "
         f"({'shared' if shares_starts else 'independent'} starts), rollouts of {rollout_size} transitions, "
-        f"{update_rule} updates, observations {f'normalised by {normalizers}' if normalizers else 'not normalised'}"
+        f"{update_rule} updates, observations {f'normalised by {used}' if used else 'not normalised'}"
     )
 
 
@@ -261,8 +241,6 @@ def chosen_update_rule(
     """
     :param settings: Arguments of GRPO by name, with the class of the buffer and the options of the objective
     :param parameters: Parameters of its constructor by name, with their defaults
-    :param is_continuous: Whether actions are continuous
-    :param has_boards: Whether observations have boards or small images, and no large ones
     :return: The update rule that suits the buffer and the spaces, but ``"clipped"`` if an argument has been set that would
         have no effect otherwise, or with gSDE
     """
@@ -287,25 +265,19 @@ def warn_of_idle_arguments(settings: Mapping[str, Any], changed: Iterable[str]) 
 
 
 def chosen_n_epochs(has_images: bool) -> int:
-    """
-    :return: Number of passes over the transitions of an update. With images or boards, ten take twice the time of four, and
-        the policy moves too far in an update
-    """
+    """:return: Number of passes over an update. With images or boards, ten take twice the time of four, and move it too far"""
     return 4 if has_images else 10
 
 
-#: Smallest number of steps per environment and rollout that GRPO chooses.
+#: Smallest number of steps per environment and rollout that GRPO chooses
 MIN_STEPS = 16
 
 
 def chosen_n_steps(rollout_size: int, n_envs: int, batch_size: int) -> tuple[int, str]:
     """
-    :param rollout_size: Desired number of transitions per rollout
-    :param n_envs: Number of environments
-    :param batch_size: Minibatch size
-    :return: Number of steps per environment for a rollout of about that size, or of a minibatch if that is larger, and at
-        least :data:`MIN_STEPS`. Minibatches are full, unless this would take a longer rollout. And a sentence if rollouts are
-        longer than desired, because each environment takes :data:`MIN_STEPS`; else empty
+    :return: Number of steps per environment for a rollout of about ``rollout_size`` transitions, or of a minibatch if that is
+        larger, and at least :data:`MIN_STEPS`. Minibatches are full, unless this would take a longer rollout. And a sentence
+        if rollouts are longer than desired, because each environment takes :data:`MIN_STEPS`; else empty
     """
     n_steps = max(max(rollout_size, batch_size) // n_envs, MIN_STEPS)
     multiple = batch_size // math.gcd(batch_size, n_envs)
@@ -333,15 +305,6 @@ def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantag
             "`batch_size` as a divisor of the rollout.",
             stacklevel=4,
         )
-
-
-def warn_without_vec_normalize() -> None:
-    """Warn that the policy has learned from observations that a ``VecNormalize`` had normalised, and there is none now."""
-    warnings.warn(
-        "The policy has learned from observations normalised by VecNormalize, and these environments have none. Wrap them as "
-        "before: `VecNormalize.load(path, venv)` takes the statistics from the file of `VecNormalize.save(path)`.",
-        stacklevel=3,
-    )
 
 
 def time_limit(env: VecEnv | None) -> int | None:

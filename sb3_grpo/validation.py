@@ -26,15 +26,11 @@ def refuse_unknown_arguments(
 ) -> None:
     """Raise a ``TypeError`` for an argument that is not accepted. It says what to write instead."""
     accepted = sorted(accepted)
-    for name, value in arguments.items():
-        if name not in accepted:
-            similar = difflib.get_close_matches(str(name), accepted, 1, 0.8)
-            hint = (
-                f"did you mean `{similar[0]}`?"
-                if similar
-                else f"it takes {', '.join(each for each in accepted if each[0] != '_')}."
-            )
-            raise TypeError(f"{taker} does not take `{name}={value!r}`: {hints.get(name, hint)}")
+    for name in (each for each in arguments if each not in accepted):
+        similar = difflib.get_close_matches(str(name), accepted, 1, 0.8)
+        public = ", ".join(each for each in accepted if each[0] != "_")
+        hint = hints.get(name, f"did you mean `{similar[0]}`?" if similar else f"it takes {public}.")
+        raise TypeError(f"{taker} does not take `{name}={arguments[name]!r}`: {hint}")
 
 
 def constructor_arguments(cls: type) -> set[str]:
@@ -105,7 +101,7 @@ def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 def check_environment(env: Any, uses_masks: bool = False) -> None:
     """
-    Check an environment, and warn of action masks that are ignored.
+    Warn of action masks that are ignored.
 
     :param env: Environment, as it is passed to a model
     :param uses_masks: Whether the model uses action masks
@@ -201,7 +197,7 @@ def check_finite(what: str, values: Any, num_timesteps: int, steps: np.ndarray |
     :param first_env: Index of the environment of the first entry
     :raises ValueError: If a number is NaN or infinite; the message names the environment
     """
-    for key, array in values.items() if isinstance(values, dict) else [(None, values)]:
+    for key, array in observation_parts(values).items():
         if array.dtype.kind == "f" and np.count_nonzero(np.isfinite(array)) < array.size:
             row = int(np.argwhere(~np.isfinite(array))[0][0])
             where = "" if key is None else f" under {key!r}"

@@ -23,8 +23,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from sb3_grpo import GRPO, EnvironmentFault
 from sb3_grpo.distributed import RayVecEnv
-from sb3_grpo.distributed.vec_env import is_stored_as
-from sb3_grpo.distributed.worker import History, RolloutWorker
+from sb3_grpo.distributed.worker import RolloutWorker
 from sb3_grpo.observations import same_values
 from sb3_grpo.persistence import VERSION
 
@@ -206,29 +205,18 @@ def test_observations_are_compared_part_by_part_and_none_is_like_none(observatio
     assert not same_values(None, observation)
 
 
-def test_an_observation_equals_the_one_that_the_buffer_of_a_vec_env_made_of_it():
-    observation = np.random.default_rng(0).normal(size=2)
-    assert is_stored_as(observation, observation.astype(np.float32))
-    assert is_stored_as({"a": observation, "b": 1}, {"a": observation.astype(np.float32), "b": np.int64(1)})
-    assert not is_stored_as(observation + 1e-3, observation.astype(np.float32))
-    assert not is_stored_as(None, observation)
-
-
-def test_a_history_has_the_actions_since_the_last_start_up_to_the_longest_replay_and_keeps_no_more():
+def test_the_seeds_of_the_last_starts_and_the_actions_since_are_kept_up_to_the_longest_replay():
     env = ray_env()
     env.max_replay = 150
     model = make(env)
-    for n_rollouts in (1, 2, 3, 4):
+    for _ in range(4):
         model.learn(N_STEPS * 4, reset_num_timesteps=False)
         steps = model.ledger.position.steps.tolist()  # no episode is longer than 40 steps
-        assert [len(history) for history in env._histories] == steps
-        assert [history.seed for history in env._histories] == list(
-            map(model.ledger.seed_of, model.ledger.position.groups.tolist())
-        )
-        assert all(part.base is None for history in env._histories for part in history.actions), n_rollouts
+        assert env._n_steps == steps and len(env._taken) == max(steps)
+        assert env._start_seeds == list(map(model.ledger.seed_of, model.ledger.position.groups.tolist()))
     endless = RayVecEnv([partial(monitored, Endless)], n_workers=1, max_replay=150)
     make(endless).learn(6 * N_STEPS)
-    assert len(endless._histories[0]) == 3 * N_STEPS
+    assert endless._n_steps == [6 * N_STEPS] and len(endless._taken) == 150
     env.close()
     endless.close()
 
@@ -239,12 +227,17 @@ class Endless(Walk):
         return super().step(action)
 
 
-def test_a_replay_that_ends_early_is_another_episode():
+def test_a_replay_gives_the_observation_of_the_buffer_and_one_that_ends_early_is_another_episode():
     worker = RolloutWorker(0)
     worker.build([cloudpickle.dumps(partial(monitored, Walk))] * 2, VERSION)
-    actions = [np.zeros((n, 1), np.float32) for n in (3, 1)]
-    observations = worker.restore([History(5, actions), History(5, [*actions, np.zeros((100, 1), np.float32)])])
-    assert observations[0].shape == (2,) and observations[1] is None
+    few = [np.zeros(1, np.float32)] * 4
+    brought_back = worker.restore([5, 5], [few, few[:3]])
+    oracle = Walk()
+    oracle.reset(seed=5)
+    expected = [oracle.step(action)[0] for action in few]
+    np.testing.assert_array_equal(brought_back, [expected[3], expected[2]])
+    assert worker.restore([5, 5], [few * 30, few]) is None
+    assert worker.venv.get_attr("n_steps")[1] == 7, "the others are not brought back"
 
 
 @pytest.mark.parametrize("is_lost", [True, False])

@@ -1,12 +1,10 @@
 """The vectorised environment, which replaces workers that are lost."""
 
-import contextlib
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -21,7 +19,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 
 from sb3_grpo.collection import ActedStep, EnvStep
 from sb3_grpo.distributed.cluster import connect
-from sb3_grpo.distributed.worker import Description, History, RolloutWorker, merged
+from sb3_grpo.distributed.worker import Description, RolloutWorker, merged
 from sb3_grpo.observations import map_observations, same_values, take_observations
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy
@@ -83,14 +81,18 @@ class RayVecEnv(VecEnv):
         #: Index of the worker of each environment.
         self.worker_of_env = [env_idx * self.n_workers // n_envs for env_idx in range(n_envs)]
         firsts = [self.worker_of_env.index(w) for w in range(self.n_workers)]
-        self._slices = [slice(*limits) for limits in pairwise([*firsts, n_envs])]
+        self._slices = [slice(first, last) for first, last in zip(firsts, [*firsts[1:], n_envs], strict=True)]
         self._env_fns = [pickled[own] for own in self._slices]
         # For each worker, how many were lost since the last transitions
         self._n_lost = [0] * self.n_workers
         started = [self._start_worker(w) for w in range(self.n_workers)]
         self._workers = [worker for worker, _ in started]
         self._described = [self._await_description(w, building) for w, (_, building) in enumerate(started)]
-        self._histories = [History(None, []) for _ in range(n_envs)]
+        # Seed of each environment's last reset, None if that cannot be repeated, its number of steps since, and the latest
+        # actions of all environments
+        self._start_seeds: list[int | None] = [None] * n_envs
+        self._n_steps = [0] * n_envs
+        self._taken: list[np.ndarray] = []
         # Values that `set_attr` has set, by name and environment: a new worker needs them
         self._attributes: dict[tuple[str, int], Any] = {}
         #: Whether environments that are done are reset at once, see :class:`~sb3_grpo.starts.adapters.VecEnvAdapter`.
@@ -125,7 +127,6 @@ class RayVecEnv(VecEnv):
         return worker, worker.build.remote(self._env_fns[w], VERSION, path)
 
     def _await_description(self, w: int, building: Any) -> Description:
-        """Wait for the description of a worker, or raise a ``RuntimeError`` if it does not start."""
         try:
             return self._wait(building, START_TIMEOUT_S)
         except GetTimeoutError as error:
@@ -134,13 +135,10 @@ class RayVecEnv(VecEnv):
                 "there are too few CPUs, because on several machines each worker needs one: pass a smaller `n_workers`."
             ) from error
 
-    def _wait(self, reference: Any, timeout: float | None = None) -> Any:
-        """
-        Wait for the answer of a worker. The error of an environment is raised as it is; a ``RayError`` says that the worker is
-        lost or does not answer.
-        """
+    def _wait(self, reference: Any, timeout: float) -> Any:
+        """Wait for an answer. Errors of environments are raised as they are; a ``RayError`` says that the worker is lost."""
         try:
-            return ray.get(reference, timeout=self.timeout if timeout is None else max(timeout, 0.0))
+            return ray.get(reference, timeout=timeout)
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
 
@@ -154,36 +152,35 @@ class RayVecEnv(VecEnv):
         """
         if self._closed:
             raise EnvironmentFault(0, "has no worker, because its RayVecEnv was closed")
-
-        def send(w: int, method: str, *args: Any) -> tuple[Any, float]:
-            if method in ("collect", "step") and self._rollout_lost is not None:
-                raise self._rollout_lost
-            return getattr(self._workers[w], method).remote(*args), time.monotonic() + self.timeout
-
-        answers: list[Any] = []
-        sent = [send(*request) for request in requests]
+        sent = [self._send(*request) for request in requests]
         try:
-            for i, (w, *_) in enumerate(requests):
-                while len(answers) == i:
-                    reference, deadline = sent[i]
-                    try:
-                        answers.append(self._wait(reference, deadline - time.monotonic()))
-                    except RayError as error:
-                        self._replace(w, error)
-                        sent[i] = send(*requests[i])
+            return [self._answer(reference, *request) for reference, request in zip(sent, requests, strict=True)]
         except Exception:
-            for reference, deadline in sent[len(answers) + 1 :]:
-                _take_unwanted(reference, deadline)
+            ray.wait(sent, num_returns=len(sent), timeout=self.timeout)  # Ray complains of answers that nobody has seen
             raise
-        return answers
+
+    def _send(self, w: int, method: str, *args: Any) -> Any:
+        if method in ("collect", "step") and self._rollout_lost is not None:
+            raise self._rollout_lost
+        return getattr(self._workers[w], method).remote(*args)
+
+    def _answer(self, reference: Any, w: int, *request: Any) -> Any:
+        while True:
+            try:
+                return self._wait(reference, self.timeout)
+            except RayError as error:
+                self._replace(w, error)
+                reference = self._send(w, *request)
 
     def _replace(self, w: int, error: Exception) -> None:
         """Start another worker, and bring its environments to where those of the lost one were, if that is possible."""
         own, lost = self._slices[w], self._described[w]
-        silent, seed = isinstance(error, GetTimeoutError), self._histories[own.start].seed
-        why = f"has not answered for {self.timeout:g} s" if silent else f"is gone: {type(error).__name__}"
-        what = f"has lost its worker {w} (process {lost.pid} on node {lost.node}), which {why}"
-        what += f". The first of its environments was reset with seed {seed}"
+        is_silent = isinstance(error, GetTimeoutError)
+        why = f"has not answered for {self.timeout:g} s" if is_silent else f"is gone: {type(error).__name__}"
+        what = (
+            f"has lost its worker {w} (process {lost.pid} on node {lost.node}), which {why}. "
+            f"The first of its environments was reset with seed {self._start_seeds[own.start]}"
+        )
         self._n_lost[w] += 1
         if self._n_lost[w] > self.max_retries:
             raise EnvironmentFault(own.start, what) from error
@@ -193,11 +190,11 @@ class RayVecEnv(VecEnv):
             self._described[w] = self._await_description(w, building)
             for (name, env_idx), value in self._attributes.items():
                 if self.worker_of_env[env_idx] == w:
-                    self._wait(self._workers[w].run.remote("set_attr", (name, value, [env_idx - own.start]), {}))
-            if self._obs is not None:  # else they have not been reset yet
-                obstacle = self._bring_back(w)
-                if obstacle:
-                    self._rollout_lost = RolloutLost(own.start, f"{what}. {obstacle}")
+                    arguments = (name, value, [env_idx - own.start])
+                    self._wait(self._workers[w].run.remote("set_attr", arguments, {}), self.timeout)
+            obstacle = self._bring_back(w) if self._obs is not None else ""  # else they have not been reset yet
+            if obstacle:
+                self._rollout_lost = RolloutLost(own.start, f"{what}. {obstacle}")
         except RayError as another:
             self._replace(w, another)
 
@@ -209,14 +206,19 @@ class RayVecEnv(VecEnv):
         :return: Why it is impossible, if it is
         """
         own, obstacle = self._slices[w], ""
-        histories = self._histories[own]
-        if any(history.seed is None for history in histories):
+        seeds, lengths = self._start_seeds[own], self._n_steps[own]
+        if None in seeds:
             obstacle = "Not all of its environments were reset with a seed"
-        elif any(len(history) > self.max_replay for history in histories):
+        elif max(lengths) > self.max_replay:
             obstacle = f"One of its episodes is longer than max_replay={self.max_replay} steps"
-        found = self._wait(self._workers[w].restore.remote([History(None, [])] * len(histories) if obstacle else histories))
-        before = [take_observations(self._obs, env_idx) for env_idx in range(own.start, own.stop)]
-        is_same = all(map(is_stored_as, found, before))
+        if obstacle:
+            seeds, lengths = [None] * len(seeds), [0] * len(seeds)
+        actions = [
+            [taken[env_idx] for taken in self._taken[len(self._taken) - n_steps :]]
+            for env_idx, n_steps in enumerate(lengths, own.start)
+        ]
+        found = self._wait(self._workers[w].restore.remote(seeds, actions), self.timeout)
+        is_same = same_values(found, take_observations(self._obs, own))
         return obstacle or ("" if is_same else "Its environments do not come to the same state again")
 
     # --- the interface of a VecEnv ------------------------------------------------------------------------------------
@@ -226,11 +228,12 @@ class RayVecEnv(VecEnv):
         self._obs = self._rollout_lost = None
         answers = self._ask([(w, "reset", seeds[own], options[own]) for w, own in enumerate(self._slices)])
         # An environment that was reset with options is not brought back.
-        self._histories = [History(None if each else seed, []) for seed, each in zip(seeds, options, strict=True)]
+        self._start_seeds = [None if each else seed for seed, each in zip(seeds, options, strict=True)]
+        self._n_steps, self._taken = [0] * self.num_envs, []
         self._seeds = [None] * self.num_envs  # both are for one reset
         self.set_options()
         self.reset_infos = list(chain(*(infos for _, infos in answers)))
-        self._obs = map_observations(_joined_arrays, *(observations for observations, _ in answers))
+        self._obs = map_observations(_concatenate, *(observations for observations, _ in answers))
         return self._obs
 
     def step_async(self, actions: np.ndarray) -> None:
@@ -245,10 +248,10 @@ class RayVecEnv(VecEnv):
         self._actions = actions
 
     def step_wait(self) -> VecEnvStepReturn:
-        self._histories = [History(None, []) for _ in range(self.num_envs)]  # the actions are not kept
+        self._start_seeds = [None] * self.num_envs  # the actions are not kept
         answers = self._ask([(w, "step", self._actions[own], self.autoreset) for w, own in enumerate(self._slices)])
         observations, rewards, dones, infos, reset_infos = zip(*answers, strict=True)
-        self._obs, self.reset_infos = map_observations(_joined_arrays, *observations), list(chain(*reset_infos))
+        self._obs, self.reset_infos = map_observations(_concatenate, *observations), list(chain(*reset_infos))
         self._n_lost = [0] * self.n_workers
         return self._obs, np.concatenate(rewards), np.concatenate(dones), list(chain(*infos))
 
@@ -261,10 +264,9 @@ class RayVecEnv(VecEnv):
         if self._closed:
             return
         self._closed = True
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         closing = [worker.run.remote("close", (), {}) for worker in self._workers]
-        for worker, reference in zip(self._workers, closing, strict=True):
-            _take_unwanted(reference, deadline)
+        ray.wait(closing, num_returns=self.n_workers, timeout=CLOSE_TIMEOUT_S)
+        for worker in self._workers:
             ray.kill(worker)
 
     def _call_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -282,9 +284,7 @@ class RayVecEnv(VecEnv):
         return [by_env[env_idx] for env_idx in wanted]
 
     def _numbers(self, indices: VecEnvIndices) -> list[int]:
-        numbers = range(self.num_envs)
-        wanted = numbers if indices is None else [indices] if isinstance(indices, int) else indices
-        return [numbers[env_idx] for env_idx in wanted]  # negative ones count from the end
+        return [range(self.num_envs)[env_idx] for env_idx in self._get_indices(indices)]  # negative ones count from the end
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
         return self._call_envs(indices, "get_attr", attr_name)
@@ -307,12 +307,7 @@ class RayVecEnv(VecEnv):
     # --- whole rollouts -----------------------------------------------------------------------------------------------
 
     def collect_by_workers(
-        self,
-        make_policy: Callable[[], ActorPolicy],
-        policy: ActorPolicy,
-        starts: SeededVecEnv,
-        obs: VecEnvObs,
-        *settings: Any,
+        self, make_policy: Callable[[], ActorPolicy], policy: ActorPolicy, starts: SeededVecEnv, obs: VecEnvObs, *settings: Any
     ) -> Iterator[ActedStep]:
         """
         Let the workers act by themselves. A worker that is lost is replaced, and does its part again.
@@ -339,10 +334,10 @@ class RayVecEnv(VecEnv):
         steps = merged(lambda *arrays: np.concatenate(arrays, axis=1), parts)
         taken = policy.within_bounds(steps.actions)
         self._obs = take_observations(steps.new_obs, -1)
-        for env_idx, group in enumerate(ledger.position.groups.tolist()):
-            begun = History(ledger.seed_of(group) if starts.share_starts else None, [])
-            history = self._histories[env_idx].after(steps.dones[:, env_idx], taken[:, env_idx], begun, self.max_replay)
-            self._histories[env_idx] = history
+        groups, self._n_steps = ledger.position.groups.tolist(), ledger.position.steps.tolist()
+        self._start_seeds = [ledger.seed_of(group) if starts.share_starts else None for group in groups]
+        self._taken.extend(taken)
+        del self._taken[: len(self._taken) - min(max(self._n_steps), self.max_replay)]
         return _replay(steps._replace(log_probs=th.as_tensor(steps.log_probs)), taken, obs, policy)
 
 
@@ -357,23 +352,7 @@ def _replay(steps: EnvStep, taken: np.ndarray, obs: Any, policy: ActorPolicy) ->
         obs_tensor = take_observations(new_obs, t)
 
 
-def is_stored_as(observation: Any, stored: Any) -> bool:
-    """
-    :return: Whether an observation of any type of numbers, or ``None``, equals one from the buffer of a ``VecEnv``, as numbers
-        of the type that this has
-    """
-    if observation is None:
-        return False
-    return same_values(map_observations(lambda new, old: np.asarray(new, np.asarray(old).dtype), observation, stored), stored)
-
-
-def _take_unwanted(reference: Any, deadline: float) -> None:
-    """Take an answer that nobody needs, because Ray complains of answers that nobody has taken."""
-    with contextlib.suppress(Exception):
-        ray.get(reference, timeout=max(deadline - time.monotonic(), 0.0))
-
-
-def _joined_arrays(*arrays: np.ndarray) -> np.ndarray:
+def _concatenate(*arrays: np.ndarray) -> np.ndarray:
     return np.concatenate(arrays)
 
 

@@ -4,7 +4,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -23,35 +22,6 @@ from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Ledger, SeededVecEnv
 from sb3_grpo.starts.adapters import DummyVecEnvAdapter
 from sb3_grpo.validation import check_finite
-
-
-class History(NamedTuple):
-    """
-    Record that brings an environment back to its present state.
-
-    :param seed: Seed of its last reset; ``None`` if it cannot be brought back
-    :param actions: Actions since, in parts of shape ``(n, *action_shape)``
-    """
-
-    seed: int | None
-    actions: list[np.ndarray]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.actions))
-
-    def after(self, dones: np.ndarray, actions: np.ndarray, begun: "History", max_replay: int) -> "History":
-        """
-        :param dones: Whether the episode ended with each step of a rollout, shape ``(n,)``
-        :param actions: Actions as the environment took them, shape ``(n, *action_shape)``
-        :param begun: Record of the last reset, if there was one in the rollout
-        :param max_replay: Number of actions beyond which none are added
-        :return: The record at the end of the rollout
-        """
-        first = int(np.flatnonzero(dones)[-1]) + 1 if dones.any() else 0
-        history = begun if first else self
-        if len(history) <= max_replay:
-            history.actions.append(actions[first:].copy())  # a part of an array would keep the whole array
-        return history
 
 
 class Description(NamedTuple):
@@ -86,7 +56,6 @@ class RolloutWorker:
 
         :param version: Version of this package where the model learns
         :param path: Folders in which modules are found there. They are searched after those of this process
-        :return: Description of the worker
         :raises ValueError: If this package has another version here
         """
         node = ray.util.get_node_ip_address()
@@ -117,22 +86,24 @@ class RolloutWorker:
         self.adapter.step_async(actions)
         return *self.adapter.step_wait((lambda _: None) if autoreset else None), self.venv.reset_infos
 
-    def restore(self, histories: list[History]) -> list[Any]:
+    def restore(self, seeds: list[int | None], actions: list[list[Any]]) -> VecEnvObs | None:
         """
-        Bring the environments to where those of another worker were. A history without a seed is a reset.
+        Bring the environments to where those of another worker were.
 
-        :return: Observation of each; ``None`` if its episode has ended
+        :param seeds: Seed of the last reset of each environment
+        :param actions: Actions that each has taken since
+        :return: Their observations; ``None`` if an episode has ended, unlike that of the lost worker
         """
-        observations = []
-        for env_idx, history in enumerate(histories):
-            observation = self.adapter.reset_env(env_idx, history.seed)
-            for action in chain(*history.actions):
-                observation, _, terminated, truncated, _ = self.venv.envs[env_idx].step(action)
-                if terminated or truncated:  # the episode of the lost worker was not over
-                    observation = None
+        has_ended = False
+        for env_idx, (env, seed, taken) in enumerate(zip(self.venv.envs, seeds, actions, strict=True)):
+            observation = self.adapter.reset_env(env_idx, seed)
+            for action in taken:
+                observation, _, terminated, truncated, _ = env.step(action)
+                if terminated or truncated:
+                    has_ended = True
                     break
-            observations.append(observation)
-        return observations
+            self.venv._save_obs(env_idx, observation)
+        return None if has_ended else self.venv._obs_from_buf()
 
     def collect(
         self,
@@ -144,9 +115,9 @@ class RolloutWorker:
         *settings: Any,
     ) -> tuple[EnvStep, Ledger, int, list[str]]:
         """
+        Let a policy act.
+
         :param policy: Pickled function that makes a policy, used if it is another one than last time, and weights
-        :param ledger: Ledger of these environments
-        :param share_starts: Whether resets get the seed of their start
         :param seed: Seed of the random numbers
         :param settings: The other arguments of :func:`~sb3_grpo.collection.run_policy`
         :return: All steps in one, with the steps as the first axis of each array; the ledger, the number of starts that did

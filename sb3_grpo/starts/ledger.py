@@ -242,10 +242,9 @@ class Ledger:
         n_lanes = max(self._lanes) + 1
         parts = []
         for lane in range(n_lanes):
-            envs = [env_idx for env_idx, each in enumerate(self._lanes) if each == lane]
             part = Ledger(self.group_size, self.seed)
-            part.position = self.position.take(envs)
-            part._lanes = [0] * len(envs)
+            part.position = self.position.take([env_idx for env_idx, each in enumerate(self._lanes) if each == lane])
+            part._lanes = [0] * len(part.position.groups)
             own = {*part.position.groups.tolist(), self._filling[lane]} & self._open.keys()
             part._open = {group: replace(self._open[group]) for group in own}
             part._filling = {0: self._filling[lane]}

@@ -53,14 +53,15 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         sys.argv = command_line
     if matplotlib.get_backend().lower() == "agg":  # which cannot show a figure
-        save_figures(name)
+        for number in plt.get_fignums():
+            path = f"{name}_{number}.png"
+            plt.figure(number).savefig(path)
+            plt.close(number)
+            print(f"Figure: {path}")
 
 
 def parse_ray_options(arguments: list[str]) -> tuple[list[str], dict[str, Any] | None]:
-    """
-    :param arguments: Arguments of ``train``
-    :return: Those that rl-zoo3 knows, and the keyword arguments of the ``RayVecEnv``; ``None`` without ``--vec-env ray``
-    """
+    """:return: The arguments that rl-zoo3 knows, and those of the ``RayVecEnv``; ``None`` without ``--vec-env ray``"""
     parser = argparse.ArgumentParser("train", add_help=False, allow_abbrev=False)
     parser.add_argument("--vec-env")
     parser.add_argument("--n-workers", type=int)
@@ -72,12 +73,3 @@ def parse_ray_options(arguments: list[str]) -> tuple[list[str], dict[str, Any] |
         if value is not None:
             parser.error(f"`{option} {value}` is for `--vec-env ray`: pass `--vec-env ray` as well.")
     return arguments, None
-
-
-def save_figures(name: str) -> None:
-    """Save and close all open figures, in files whose names begin with ``name``."""
-    for number in plt.get_fignums():
-        path = f"{name}_{number}.png"
-        plt.figure(number).savefig(path)
-        plt.close(number)
-        print(f"Figure: {path}")

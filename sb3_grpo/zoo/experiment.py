@@ -1,6 +1,7 @@
 """rl-zoo3's experiment manager, adapted to an algorithm of a plugin."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ HYPERPARAMS = Path(__file__).with_name("hyperparams") / "grpo.yml"
 EVALUATED = ("policy_kwargs", "rollout_buffer_kwargs", "objective", "normalize", "monitor_kwargs")
 #: Words that people write in a hyperparameter file, and that YAML takes for strings, at least in quotation marks.
 WORDS = {"true": True, "false": False, "none": None, "null": None}
+#: What rl-zoo3 makes a schedule of
+LINEAR_SCHEDULE = re.compile(r"lin_[0-9.eE+-]*[0-9.]")
 
 
 class GRPOExperimentManager(ExperimentManager):
@@ -30,9 +33,6 @@ class GRPOExperimentManager(ExperimentManager):
     file of this package unless another one is given. It understands numbers as people write them, and ``objective`` and
     ``rollout_buffer_kwargs`` in a string. It refuses wrong values with the file and the entry. With ``grpo_mask``, evaluation
     uses masks.
-
-    :param args: See the base class
-    :param kwargs: See the base class
     """
 
     #: Keyword arguments of the ``RayVecEnv`` to train in; ``None`` for the class that ``--vec-env`` names.
@@ -105,16 +105,15 @@ def processed(hyperparams: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, str):
             try:
                 # With the names that rl-zoo3 offers, such as `nn`.
-                value = eval(value, dict(vars(rl_zoo3.exp_manager)))
+                hyperparams[name] = value = eval(value, dict(vars(rl_zoo3.exp_manager)))
             except Exception as error:
                 raise ValueError(f"`{name}` is {value!r}, which is no Python expression ({error!r}).") from error
         if isinstance(value, dict):
-            value = {option: plain_number(each) for option, each in value.items()}
-        if name in hyperparams:
-            hyperparams[name] = value
+            hyperparams[name] = {option: plain_value(each, words={}) for option, each in value.items()}
     for name in ("learning_rate", "clip_range"):
-        if isinstance(hyperparams.get(name), str):
-            check_linear_schedule(name, hyperparams[name])
+        text = hyperparams.get(name)
+        if isinstance(text, str) and not LINEAR_SCHEDULE.fullmatch(text):
+            raise ValueError(f"`{name}` must be a number, or 'lin_' and the initial value, such as 'lin_0.3', not {text!r}.")
     if not isinstance(hyperparams.get("policy"), str):
         raise ValueError(f"`policy` is {hyperparams.get('policy', 'missing')!r}: write a name, such as `policy: MlpPolicy`.")
     for name, default in (("n_timesteps", None), ("n_envs", 1)):
@@ -124,29 +123,16 @@ def processed(hyperparams: dict[str, Any]) -> dict[str, Any]:
     return hyperparams
 
 
-def plain_value(value: Any) -> Any:
-    """
-    :return: The flag or ``None`` that is meant by a word such as ``"true"``, the result of :func:`plain_number` for others
-    """
-    return WORDS.get(value.strip().lower(), plain_number(value)) if isinstance(value, str) else plain_number(value)
-
-
-def plain_number(value: Any) -> Any:
+def plain_value(value: Any, words: dict[str, Any] = WORDS) -> Any:
     """
     :return: The number that is meant by a string such as ``"1e-3"``, which YAML does not take for one; an integer for a whole
-        number such as ``1e2`` or 4.0; other values as they are
+        number such as ``1e2`` or 4.0; the meaning of a word such as ``"true"``; other values as they are
     """
+    if isinstance(value, str):
+        value = words.get(value.strip().lower(), value)
     if isinstance(value, str):
         try:
             value = float(value)
         except ValueError:
             return value
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def check_linear_schedule(name: str, text: str) -> None:
-    """Raise a ``ValueError`` that names the argument if rl-zoo3 cannot make a schedule of a text such as ``"lin_0.2"``."""
-    kind, _, initial_value = text.partition("_")
-    is_number = isinstance(plain_number(initial_value), (int, float)) and "_" not in initial_value  # rl-zoo3 splits there
-    if kind != "lin" or not is_number:
-        raise ValueError(f"`{name}` must be a number, or 'lin_' and the initial value, such as 'lin_0.3', not {text!r}.")

@@ -15,9 +15,7 @@ from sb3_grpo.zoo.search import convert_grpo_params, sample_grpo_params
 def register(ray: dict[str, Any] | None = None) -> None:
     """
     Add ``grpo``, and ``grpo_mask`` for :class:`~sb3_grpo.MaskableGRPO`, to the algorithms of rl-zoo3 and to its hyperparameter
-    search. Other algorithms do not change.
-
-    Call it before a function of rl-zoo3 parses its arguments::
+    search, before a function of rl-zoo3 parses its arguments::
 
         from rl_zoo3.train import train
         from sb3_grpo.zoo import register
