@@ -237,14 +237,10 @@ class FitStatistics:
     ) -> th.Tensor:
         """
         Add samples, and compute for each fold the weights of the fit to all other samples. The statistics of the fold are
-        subtracted, so no second pass over the data is needed.
+        subtracted, so no second pass over the data is needed. Symbols are those of :func:`lstd_weights`.
 
-        :param features: ``Phi``, shape ``(n, p)``
-        :param rewards: ``r``, shape ``(n,)``
+        :param features: ``Phi``, shape ``(n, p)``, as are the traces ``Z`` and the differences ``Phi - gamma Phi'``
         :param folds: Fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
-        :param ridge: Penalty on the squared weights
-        :param traces: Eligibility traces ``Z``, shape ``(n, p)``
-        :param differences: ``Phi - gamma Phi'``, shape ``(n, p)``
         :return: Weights, shape ``(n_folds, p)``
         """
         rewards = rewards.to(traces)

@@ -262,10 +262,9 @@ class ActorPolicy(BasePolicy):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """
-        :param state_dict: Weights. It does not matter which modules were compiled, here and where they come from
-        :param strict: Whether the names of the weights must be those of this policy
-        :param assign: As for :class:`torch.nn.Module`
-        :return: As for :class:`torch.nn.Module`
+        Load weights as :class:`torch.nn.Module` does. It does not matter which modules were compiled, here and where they come
+        from.
+
         :raises ValueError: If only one of the weights and this policy standardises observations
         """
         own_names = {plain_name(name): name for name in self.state_dict()}
@@ -289,20 +288,13 @@ class ActorPolicy(BasePolicy):
         self.action_dist.sample_weights(self.log_std, batch_size=n_envs)
 
     def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor | None = None) -> th.Tensor:
-        """
-        :param obs: Observations, shape ``(n, *obs_shape)``
-        :param features_extractor: Features extractor; ``None`` for that of the policy
-        :return: Its output for the standardised observations, shape ``(n, features_dim)``
-        """
+        """:return: Output of a features extractor, that of the policy for ``None``, shape ``(n, features_dim)``"""
         if self.training:
             obs = _channels_innermost(obs, self.observation_space)
         return (self.features_extractor if features_extractor is None else features_extractor)(self.preprocess(obs))
 
     def preprocess(self, obs: PyTorchObs) -> PyTorchObs:
-        """
-        :param obs: Observations, shape ``(n, *obs_shape)``
-        :return: What the features extractor sees of them: standardised, or else as SB3 preprocesses them
-        """
+        """:return: What the features extractor sees of observations: standardised, or else as SB3 preprocesses them"""
         obs, space = with_axes(obs, self.observation_space), self.observation_space
         if self.normalizer is not None:
             obs, space = self.normalizer(obs), self.normalizer.space

@@ -130,7 +130,10 @@ class RelativeTerm:
             "train/relative_coefficient": float(coefficient[is_now].mean()),
             "train/relative_variance_removed": A.explained_variance(advantages - relative, advantages),
         }
-        awaited = self._is_awaited(known, open_groups)
+        # Another member may reach the step of an advantage in a later rollout.
+        known_groups, labels = np.unique(known.groups, return_inverse=True)
+        passed = np.array([open_groups.get(group, np.inf) for group in known_groups.tolist()])[labels]
+        awaited = (known.steps > passed) & (known.rollouts > self._rollout - MAX_AGE)
         self._kept = _Kept(*(each[awaited] for each in known))
         return relative
 
@@ -142,12 +145,6 @@ class RelativeTerm:
         other_sums = self._sums + normalised_sums(sums_of_others(sums))
         self._sums = FORGETTING * (self._sums + normalised_sums(sums.sum(axis=0)))
         return shrunk_correlation(other_sums)[own_group]
-
-    def _is_awaited(self, known: _Kept, open_groups: Mapping[int, int]) -> np.ndarray:
-        """:return: For each known advantage, whether another member may reach its step in a later rollout"""
-        groups, labels = np.unique(known.groups, return_inverse=True)
-        passed = np.array([open_groups.get(group, np.inf) for group in groups.tolist()])[labels]
-        return (known.steps > passed) & (known.rollouts > self._rollout - MAX_AGE)
 
     @property
     def correlation(self) -> float:

@@ -108,8 +108,7 @@ def check_copy(venv: VecEnv) -> SharedInputs:
         envs = getattr(venv.unwrapped, "envs", None)
         if not envs:
             raise ValueError("the environments are not in this process")
-        spec = envs[0].spec
-        if spec is None:
+        if (spec := envs[0].spec) is None:
             raise ValueError("the environment was not made by `gymnasium.make`")
         # A spec does not say how to make SB3's Monitor again. The copy opens no window and records no video.
         wrappers = tuple(wrapper for wrapper in spec.additional_wrappers if wrapper.name != "Monitor")

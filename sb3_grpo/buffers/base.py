@@ -119,12 +119,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         setattr(self, name, np.full((self.n_envs, self.buffer_size, *shape), column.fill, column.dtype))
 
     def keep(self, name: str, *shape: int) -> None:
-        """
-        Store an optional column from now on, which :meth:`add` gets by its name.
-
-        :param name: One of the columns that a transition may lack, such as ``action_masks``
-        :param shape: Shape of the entry of one transition
-        """
+        """Store an optional column, such as ``action_masks``, from now on. ``shape`` is that of one of its entries."""
         self._store(name, *shape)
         self._kept.add(name)
 
@@ -148,8 +143,6 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         """Forget the unfinished trajectories, because all environments were reset."""
         self._running_returns.clear()
         self.pos = 0
-
-    # --- what buffers may do differently ------------------------------------------------------------------------------
 
     @classmethod
     def update_rule(cls, is_continuous: bool, has_boards: bool) -> losses.UpdateRule:
@@ -197,8 +190,6 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
             metrics["rollout/group_return_mean"] = float(np.mean(np.concatenate(returns)))
             metrics["rollout/group_return_spread"] = float(np.mean([max(members) - min(members) for members in returns]))
         return metrics
-
-    # --- collecting ---------------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -373,9 +364,8 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         One pass over the update in random order.
 
         :param batch_size: Number of transitions per minibatch; the last may have fewer. ``None`` for a single minibatch
-        :param whole_trajectories: Whether minibatches consist of whole trajectories: each has as many as it needs to have
-            ``batch_size`` transitions. Minibatches then differ in size, and their weights make the mean of their losses equal
-            to the loss of the update
+        :param whole_trajectories: Whether each minibatch has as many whole trajectories as it needs for ``batch_size``
+            transitions. Weights then make the mean of the losses of minibatches equal to the loss of the update
         :return: Minibatches
         """
         size = batch_size or max(self.n_samples, 1)

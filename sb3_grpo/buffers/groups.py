@@ -153,7 +153,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
             self._check_advantages("_group_advantages", advantages, len(update))
             return advantages
 
-        if self.reward_weights and self.component_aggregation == "normalize_then_sum":
+        if self.component_aggregation == "normalize_then_sum":
             weighted = zip(self.reward_weights.values(), update.components.T, strict=True)
             advantages = np.sum([weight * compare(component) for weight, component in weighted], axis=0)
         else:
