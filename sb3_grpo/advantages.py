@@ -21,9 +21,6 @@ EPS = 1e-8
 TIE_TOLERANCE = 1e-9
 
 
-# --- trajectories -----------------------------------------------------------------------------------------------------
-
-
 def linear_recurrence(inputs: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
     """
     Solve ``y_t = x_t + a_t y_{t+1}`` with ``y_n = 0`` for all ``t`` at once.
@@ -128,9 +125,6 @@ def generalized_advantages(
     return linear_recurrence(deltas, gamma * gae_lambda * continues)
 
 
-# --- advantages within groups -----------------------------------------------------------------------------------------
-
-
 def centre_within(values: np.ndarray, labels: np.ndarray, magnitudes: np.ndarray | None = None) -> np.ndarray:
     """
     Subtract from each value the mean of the values with the same label. Tied values give exactly zero.
@@ -161,11 +155,7 @@ def centre_within(values: np.ndarray, labels: np.ndarray, magnitudes: np.ndarray
 
 
 def leave_one_out_factor(labels: np.ndarray) -> np.ndarray:
-    """
-    The factor ``k / (k - 1)`` of a label with ``k`` values. It turns ``x_i - mean(x)`` into ``x_i - mean of the other x``.
-
-    :return: Factor of each value, shape ``(n,)``; 0.0 for a value without others
-    """
+    """:return: ``k / (k - 1)`` for each value of a label with ``k`` values, 0.0 for one without others, shape ``(n,)``"""
     counts = np.bincount(labels)
     return np.where(counts > 1, counts / np.maximum(counts - 1, 1), 0.0)[labels]
 
@@ -227,13 +217,7 @@ def process_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndar
     ``A_t = sum_{k>=t} (r_k - mean_g r) / (std_g r + eps)``, with mean and standard deviation over all rewards of the group.
 
     A constant reward (1 per step in CartPole) becomes zero, so nothing is learned from it. This is a property of the published
-    formula. Departures: as for :func:`outcome_advantages`.
-
-    :param rewards: Rewards, shape ``(n,)``
-    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
-    :param groups: Group of each trajectory, shape ``(m,)``
-    :param scale: See :func:`rescale`
-    :return: Advantages, shape ``(n,)``
+    formula. Arguments, result and departures: as for :func:`outcome_advantages`.
     """
     labels = np.repeat(groups, lengths)
     return linear_recurrence(rescale(centre_within(rewards, labels), labels, scale), same_trajectory_continues(lengths))
@@ -251,12 +235,9 @@ def return_to_go_advantages(
     The proposal for sb3-contrib (https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/301):
     ``A_t = (G_t - mean_g G) / (std_g G + eps)``, with mean and standard deviation over all returns-to-go of the group.
 
-    :param rewards: Rewards, shape ``(n,)``
-    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
-    :param groups: Group of each trajectory, shape ``(m,)``
+    Other arguments and result: as for :func:`outcome_advantages`.
+
     :param gamma: Discount factor
-    :param scale: See :func:`rescale`
-    :return: Advantages, shape ``(n,)``
     """
     labels = np.repeat(groups, lengths)
     return rescale(_centred_returns(rewards, lengths, gamma, labels), labels, scale)
@@ -279,12 +260,10 @@ def stepwise_advantages(
     Group Policy Gradient (https://arxiv.org/abs/2510.03679) with bins by time and a leave-one-out mean:
     ``A_t = G_t - mean of G_t over the other members still running at t``. A step without a peer gives zero.
 
-    :param rewards: Rewards, shape ``(n,)``
-    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
-    :param groups: Group of each trajectory, shape ``(m,)``
+    Other arguments and result: as for :func:`outcome_advantages`.
+
     :param gamma: Discount factor
     :param scale: See :func:`rescale`; ``"group"`` takes the standard deviation over all steps of the group
-    :return: Advantages, shape ``(n,)``
     """
     peers = peers_at_each_step(lengths, groups)
     centred = _centred_returns(rewards, lengths, gamma, peers) * leave_one_out_factor(peers)

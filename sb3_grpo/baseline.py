@@ -8,9 +8,8 @@ it in a form that has exactly one solution for every discount factor. Features o
 linear baseline of Duan et al. 2016 (https://arxiv.org/abs/1604.06778).
 
 All tensors are on the CPU. Features and their products over a rollout have single precision, which is several times as fast,
-unless a caller wants them in double precision.
-Statistics are summed, and solutions of systems corrected, in double precision. Torch's linear algebra respects the number of
-threads that the user has set, which numpy's does not.
+unless a caller wants them in double precision. Statistics are summed, and solutions of systems corrected, in double precision.
+Torch's linear algebra respects the number of threads that the user has set, which numpy's does not.
 """
 
 import copy
@@ -26,7 +25,7 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 LEVEL_RIDGE = 1e-12
 #: Largest relative change by which iterative refinement may correct weights that were computed in single precision.
 MAX_CORRECTION = 1e-2
-#: The default bandwidth is this number over the root of the number of inputs that vary.
+#: The default bandwidth is this number over the root of the number of inputs that vary, with which their distances grow.
 BANDWIDTH = 1.1
 #: Number of steps, and number of columns, that are multiplied at a time.
 BLOCK_STEPS = 32
@@ -68,11 +67,11 @@ def eligibility_traces(features: th.Tensor, continues: th.Tensor, decay: float) 
     :return: ``e``, shape ``(n_envs, n_steps, p)``
     """
     # A block of steps is a product with the matrix of the decays from each of its steps to each later one.
-    traces, n_steps = features.clone(), features.shape[1]
+    traces = features.clone()
     trajectories = (1.0 - continues).cumsum(dim=1) - (1.0 - continues)
     lags = th.arange(BLOCK_STEPS + 1)[:, None] - th.arange(BLOCK_STEPS + 1)
     decays = (decay ** lags.clamp(min=0).double()).tril()
-    for first in range(0, n_steps, BLOCK_STEPS):
+    for first in range(0, features.shape[1], BLOCK_STEPS):
         # The first trace of a block is the last of the block before.
         block, own = slice(first, first + BLOCK_STEPS + 1), trajectories[:, first : first + BLOCK_STEPS + 1]
         size = own.shape[1]
@@ -102,30 +101,22 @@ def cholesky(matrix: th.Tensor) -> th.Tensor:
     precision, and with many dependent features their error exceeds a small penalty. Then the diagonal gets a share of its mean
     that grows until there is a factor.
 
-    :param matrix: Shape ``(..., p, p)``, of which the lower triangle is read
-    :return: Its factor
+    :param matrix: Matrix, of which the lower triangle is read, shape ``(p, p)``
+    :return: Its factor, shape ``(p, p)``
     :raises torch.linalg.LinAlgError: If there is none, for example because of NaN
     """
     factor, failed = th.linalg.cholesky_ex(matrix)
     share = th.finfo(th.float32).eps
-    while failed.any() and share < 1.0:
+    while failed and share < 1.0:
         padded = matrix.clone()
-        diagonal = padded.diagonal(dim1=-2, dim2=-1)
-        diagonal.add_(share * diagonal.mean(dim=-1, keepdim=True))
+        padded.diagonal().add_(share * matrix.diagonal().mean())
         factor, failed = th.linalg.cholesky_ex(padded)
         share *= 10.0
-    return th.linalg.cholesky(matrix) if failed.any() else factor
+    return th.linalg.cholesky(matrix) if failed else factor
 
 
 def metric_factor(metric: th.Tensor, count: th.Tensor, ridge: float) -> th.Tensor:
-    """
-    The Cholesky factor ``L`` of the metric ``C / N + ridge I`` of :func:`lstd_weights`.
-
-    :param metric: ``C = Phi' Phi``, of which the lower triangle is read, shape ``(p, p)``
-    :param count: ``N``, the (weighted) number of samples, shape ``()``; less than one counts as one
-    :param ridge: Penalty
-    :return: ``L``, shape ``(p, p)``
-    """
+    """:return: The Cholesky factor of ``C / N + ridge I``, see :func:`lstd_weights`, from ``Phi' Phi`` and ``N``"""
     penalised = metric / count.clamp(min=1.0)
     penalised.diagonal().add_(ridge)
     return cholesky(penalised)
@@ -200,23 +191,12 @@ def calibration_slope(predictions: np.ndarray, targets: np.ndarray) -> float:
 
 
 def predict_by_fold(features: th.Tensor, weights: th.Tensor, folds: th.Tensor) -> th.Tensor:
-    """
-    Predictions ``b_i = phi_i . w_fold(i)``.
-
-    :param features: ``phi``, shape ``(n, p)``
-    :param weights: Weights of each fold, shape ``(n_folds, p)``
-    :param folds: Fold of each sample, shape ``(n,)``
-    :return: ``b``, shape ``(n,)``
-    """
+    """:return: Predictions ``phi_i . w_fold(i)`` of each sample with the weights of its fold, shape ``(n,)``"""
     return (features @ weights.T.to(features)).gather(1, folds[:, None])[:, 0].double()
 
 
 class FitStatistics:
-    """
-    Sufficient statistics of :func:`lstd_weights`. Each update multiplies the weight of all earlier samples by ``forgetting``.
-
-    :param n_features: Number of features ``p``
-    """
+    """Sufficient statistics of :func:`lstd_weights` for a number of features ``p``."""
 
     def __init__(self, n_features: int):
         #: ``Z' (Phi - gamma Phi')``
@@ -233,12 +213,7 @@ class FitStatistics:
             statistic *= forgetting
 
     def expand(self, known: th.Tensor) -> "FitStatistics":
-        """
-        Add features that were zero in all samples so far.
-
-        :param known: Whether each feature of the larger fit exists in this one, shape ``(p',)``
-        :return: Statistics of the larger fit on the same samples
-        """
+        """:return: Statistics with further features, zero in all samples so far. ``known`` are those that exist here"""
         larger = FitStatistics(len(known))
         both = th.outer(known, known)
         larger.gram[both] = self.gram.flatten()
@@ -262,14 +237,10 @@ class FitStatistics:
     ) -> th.Tensor:
         """
         Add samples, and compute for each fold the weights of the fit to all other samples. The statistics of the fold are
-        subtracted, so no second pass over the data is needed.
+        subtracted, so no second pass over the data is needed. Symbols are those of :func:`lstd_weights`.
 
-        :param features: ``Phi``, shape ``(n, p)``
-        :param rewards: ``r``, shape ``(n,)``
+        :param features: ``Phi``, shape ``(n, p)``, as are the traces ``Z`` and the differences ``Phi - gamma Phi'``
         :param folds: Fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
-        :param ridge: Penalty on the squared weights
-        :param traces: Eligibility traces ``Z``, shape ``(n, p)``
-        :param differences: ``Phi - gamma Phi'``, shape ``(n, p)``
         :return: Weights, shape ``(n_folds, p)``
         """
         rewards = rewards.to(traces)
@@ -296,13 +267,8 @@ class KernelBaseline:
 
     Inputs that have never varied are left out of the fit. MiniGrid's flat observations have thousands of them.
 
-    :param n_features: Number of random Fourier features ``D``
-    :param bandwidth: Standard deviation of the random frequencies. Its reciprocal is the length scale of the Gaussian kernel
-        in standard deviations of the inputs. ``None`` for :data:`BANDWIDTH` over the root of the number of inputs that vary in
-        the first rollout, because distances between standardised inputs grow with that root
-    :param ridge: Penalty on the squared weights, per sample
-    :param forgetting: Factor for the weight of earlier samples in each fit, from 0 to 1
-    :param time_feature: Whether the baseline depends on the step within the episode
+    The first arguments are options of :class:`~sb3_grpo.buffers.KernelRolloutBuffer`.
+
     :param clip: Limit of the standardised inputs. Without it, a single outlier can make the fit diverge
     :param seed: Seed of the random frequencies
     """
@@ -336,8 +302,7 @@ class KernelBaseline:
         Update the running mean and variance of the inputs, and which of them vary.
 
         :param inputs: Inputs, shape ``(n, d)``
-        :param standardised: Which inputs arrive standardised, so that no statistics of them are kept, shape ``(d,)``;
-            ``False`` for none
+        :param standardised: Which of them arrive standardised and need no statistics, shape ``(d,)``; ``False`` for none
         """
         if self._input_statistics is None:
             self._draw_features(inputs.shape[1], int((inputs != inputs[0]).any(axis=0).sum()))
@@ -382,13 +347,8 @@ class KernelBaseline:
             inputs, mean, var = inputs[:, self._varies], mean[self._varies], var[self._varies]
             frequencies = frequencies[np.flatnonzero(np.append(self._varies, [True] * self.time_feature))]
         standardised = np.clip((inputs - mean) / np.sqrt(var), -self.clip, self.clip)
-        return fourier_features(
-            th.as_tensor(standardised, dtype=dtype),
-            th.as_tensor(times, dtype=dtype),
-            frequencies,
-            self._phases,
-            self.time_feature,
-        )
+        z, tau = th.as_tensor(standardised, dtype=dtype), th.as_tensor(times, dtype=dtype)
+        return fourier_features(z, tau, frequencies, self._phases, self.time_feature)
 
     @property
     def weights(self) -> th.Tensor:
@@ -399,9 +359,8 @@ class KernelBaseline:
         self, features: th.Tensor, rewards: th.Tensor, folds: th.Tensor, traces: th.Tensor, differences: th.Tensor
     ) -> th.Tensor:
         """
-        Forget a part of the earlier rollouts, add a rollout, and compute for each fold the weights of the fit without it. With
-        a single fold, these are the weights of the earlier rollouts. Arguments and result are those of
-        :meth:`FitStatistics.leave_fold_out`.
+        Forget a part of the earlier rollouts, and add one as :meth:`FitStatistics.leave_fold_out` does. With a single fold,
+        the weights are those of the earlier rollouts.
         """
         updated = copy.deepcopy(self._statistics)
         updated.decay(self.forgetting)

@@ -11,10 +11,7 @@ KERNEL_SIZE = 3
 
 
 def has_channels_first(shape: tuple[int, ...]) -> bool:
-    """
-    :param shape: Shape of a picture, three axes
-    :return: Whether the first axis is the shortest, which SB3 makes of that of an image's channels
-    """
+    """:return: Whether the first of a picture's three axes is the shortest, which SB3 makes of that of an image's channels"""
     return int(np.argmin(shape[::-1])) == 2
 
 

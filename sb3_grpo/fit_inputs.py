@@ -21,8 +21,6 @@ MAX_INPUTS = 512
 PICTURE_SIZE = 14
 #: Number of images that are pooled at a time
 POOLING_BATCH = 16
-#: Where pictures are pooled, unless the policy is on a GPU of NVIDIA or AMD
-CPU = th.device("cpu")
 
 
 def hashed_inputs(inputs: th.Tensor) -> th.Tensor:
@@ -52,7 +50,7 @@ def n_pictures(shape: tuple[int, ...]) -> int:
     return 2 if min(shape) > 1 else 1
 
 
-def pooled_pictures(images: np.ndarray, device: th.device = CPU) -> th.Tensor:
+def pooled_pictures(images: np.ndarray, device: th.device | str = "cpu") -> th.Tensor:
     """
     Two coarse pictures of each image: the mean over the channels, averaged over the pixels of a cell, and the largest
     difference of neighbouring channels in a cell. If the channels are successive frames, the first picture shows where things
@@ -113,7 +111,11 @@ class FitInputs:
         :return: Inputs, shape ``(n, d)``
         """
         if self._uses_network:
-            return hashed_inputs(th.from_numpy(policy.encode(observations, self._extractor_of(policy)))).numpy()
+            if self._extractor is None:
+                self._extractor = copy.deepcopy(policy.features_extractor).requires_grad_(False).eval()
+                if self._saved_extractor is not None:
+                    self._extractor.load_state_dict(self._saved_extractor)
+            return hashed_inputs(th.from_numpy(policy.encode(observations, self._extractor.to(policy.device)))).numpy()
         arrays = observation_parts(observations)
         tensors = obs_as_tensor({name: arrays[name] for name in self._parts.keys() - self._pictures}, policy.device)
         if policy.normalizer is not None:
@@ -123,7 +125,7 @@ class FitInputs:
         def inputs_of(name: Any, part: spaces.Space) -> th.Tensor:
             if name in self._pictures:
                 # Not every other device can pool images of every size
-                return pooled_pictures(arrays[name], policy.device if policy.device.type == "cuda" else CPU)
+                return pooled_pictures(arrays[name], policy.device if policy.device.type == "cuda" else "cpu")
             values = preprocess_obs(tensors[name], part, normalize_images=False)
             assert isinstance(values, th.Tensor)
             return values.unsqueeze(-1).flatten(start_dim=1).cpu()
@@ -141,13 +143,6 @@ class FitInputs:
         standardised = policy.normalizer.slices.keys() - self._pictures
         covered = np.repeat([name in standardised for name in self._parts], sizes)
         return covered if len(covered) <= MAX_INPUTS else False
-
-    def _extractor_of(self, policy: ActorPolicy) -> BaseFeaturesExtractor:
-        if self._extractor is None:
-            self._extractor = copy.deepcopy(policy.features_extractor).requires_grad_(False).eval()
-            if self._saved_extractor is not None:
-                self._extractor.load_state_dict(self._saved_extractor)
-        return self._extractor.to(policy.device)
 
     def get_state(self) -> dict[str, th.Tensor] | None:
         """:return: Weights of the features extractor; ``None`` if there is none"""

@@ -90,12 +90,7 @@ def minibatch_loss(
 
 
 class Surrogate(NamedTuple):
-    """
-    The clipped surrogate of ``n`` transitions.
-
-    :param loss: Loss of each transition, shape ``(n,)``
-    :param ratio: Importance ratios without gradient, shape ``(n,)``
-    """
+    """Loss and importance ratio, which has no gradient, of each transition, both of shape ``(n,)``."""
 
     loss: th.Tensor
     ratio: th.Tensor
@@ -164,22 +159,16 @@ def constant_loss_weights(lengths: th.Tensor, horizon: int) -> th.Tensor:
     """
     Weights ``mean(|o|) / L``. They turn the mean over transitions into ``1/m sum_i 1/L sum_t``: Dr. GRPO
     (https://arxiv.org/abs/2503.20783), section 3. The gradient of a trajectory then depends neither on its own length, as with
-    ``trajectory``, nor on the lengths of the others, as with ``step``.
+    ``trajectory``, nor on the lengths of the others, as with ``step``. ``lengths`` and result: see
+    :func:`trajectory_loss_weights`.
 
-    :param lengths: Number of transitions ``|o_i|`` of each trajectory, shape ``(m,)``
     :param horizon: ``L``, the largest number of transitions of a trajectory
-    :return: Weight of the transitions of each trajectory, shape ``(m,)``
     """
     return (lengths.sum() / len(lengths) / horizon).expand(len(lengths))
 
 
 def clip_fractions(ratio: th.Tensor, clip_range: float, clip_range_high: float) -> tuple[th.Tensor, th.Tensor]:
-    """
-    :param ratio: Importance ratios, shape ``(n,)``
-    :param clip_range: ``c`` of :func:`clipped_surrogate`
-    :param clip_range_high: ``c_high`` of :func:`clipped_surrogate`
-    :return: Fractions of the ratios below the clip range and above it
-    """
+    """:return: Fractions of the ratios, shape ``(n,)``, below the clip range of :func:`clipped_surrogate` and above it"""
     change = ratio - 1.0
     return (change < -clip_range).float().mean(), (change > clip_range_high).float().mean()
 
@@ -209,24 +198,14 @@ def k1(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
 
 
 def k2(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
-    """
-    ``d^2 / 2``: a biased estimate that has a low variance and is never negative. Source and symbols as for :func:`k1`.
-
-    :param log_prob: ``log pi``, shape ``(n,)``
-    :param reference_log_prob: ``log pi_ref``, shape ``(n,)``
-    :return: Estimates, shape ``(n,)``
-    """
+    """``d^2 / 2``: a biased estimate with a low variance, never negative. Source, symbols and shapes as for :func:`k1`."""
     return 0.5 * (reference_log_prob - log_prob) ** 2
 
 
 def k3(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
     """
     ``exp(d) - d - 1``: an unbiased estimate that is never negative, used by DeepSeekMath (https://arxiv.org/abs/2402.03300,
-    equation 4). Source and symbols as for :func:`k1`. Departure: ``d`` is at most ``MAX_LOG_RATIO``.
-
-    :param log_prob: ``log pi``, shape ``(n,)``
-    :param reference_log_prob: ``log pi_ref``, shape ``(n,)``
-    :return: Estimates, shape ``(n,)``
+    equation 4). Source, symbols and shapes as for :func:`k1`. Departure: ``d`` is at most ``MAX_LOG_RATIO``.
     """
     # Both terms use the clamped value: if only the exponential were flat, the slope of -d would push the policies apart.
     d = th.clamp(reference_log_prob - log_prob, max=MAX_LOG_RATIO)

@@ -56,10 +56,8 @@ def checked_masks(action_masks: Any, choices: Sequence[int]) -> np.ndarray | tup
     if not is_possible.all():
         env, component = (int(index) for index in np.argwhere(~is_possible)[0])
         what = "action" if len(choices) == 1 else f"choice for component {component} of the action"
-        return (
-            env,
-            f"an action mask that allows no {what}: allow one, such as one that does nothing, or end the episode before",
-        )
+        fault = f"an action mask that allows no {what}: allow one, such as one that does nothing, or end the episode before"
+        return env, fault
     return masks
 
 
@@ -75,13 +73,12 @@ def forced_logits(action_masks: Any, action_space: spaces.Space, n: int) -> th.T
     """
     n_choices = sum(choices_of(action_space))
     masks = th.as_tensor(action_masks).bool()
-    if masks.shape != (n, n_choices):
-        if masks.numel() != n * n_choices:
-            raise ValueError(
-                f"`action_masks` of shape {tuple(masks.shape)} do not fit {n} observation(s) and {action_space}: pass an "
-                f"array of shape ({n}, {n_choices}), an entry for each choice."
-            )
-        masks = masks.reshape(n, n_choices)
+    if masks.numel() != n * n_choices:
+        raise ValueError(
+            f"`action_masks` of shape {tuple(masks.shape)} do not fit {n} observation(s) and {action_space}: pass an "
+            f"array of shape ({n}, {n_choices}), an entry for each choice."
+        )
+    masks = masks.reshape(n, n_choices)
     if not isinstance(action_space, spaces.MultiBinary):
         return masks.logical_not() * -FORCED
     zero_allowed, one_allowed = masks[:, ::2], masks[:, 1::2]
@@ -89,11 +86,6 @@ def forced_logits(action_masks: Any, action_space: spaces.Space, n: int) -> th.T
 
 
 def masked_logits(logits: th.Tensor, action_masks: Any, action_space: spaces.Space) -> th.Tensor:
-    """
-    :param logits: Output of the policy's last layer, shape ``(n, k)``
-    :param action_masks: See :func:`forced_logits`
-    :param action_space: Action space
-    :return: Logits with which choices that are not allowed have probability zero and get no gradient. The others are unchanged
-    """
+    """:return: The logits, shape ``(n, k)``, but choices that masks exclude have probability zero and get no gradient"""
     forced = forced_logits(action_masks, action_space, logits.shape[0]).to(logits)
     return th.where(forced == 0, logits, forced)

@@ -1,6 +1,5 @@
 """Standardisation of observations, as a part of the policy."""
 
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -49,8 +48,12 @@ class ObservationNormalizer(nn.Module):
         super().__init__()
         parts = normalized_parts(observation_space, normalize_images)
         self.images = [name for name, space in parts.items() if is_large_image(space)]
-        #: Space of the standardised observations
-        self.space = standardised_space(observation_space, self.images)
+        spaces_now = {
+            name: spaces.Box(-MAX_STANDARDISED, MAX_STANDARDISED, space.shape) if name in self.images else space
+            for name, space in space_parts(observation_space).items()
+        }
+        #: Space of the standardised observations: images are floating point numbers, which SB3 does not divide by 255.
+        self.space: spaces.Space = spaces_now[None] if None in spaces_now else spaces.Dict(spaces_now)
         self.slices: dict[str | None, slice] = {}
         n_inputs = 0
         for name, space in sorted(parts.items(), key=lambda part: part[0] in self.images):
@@ -129,10 +132,7 @@ class ObservationNormalizer(nn.Module):
 
 
 def image_moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """
-    :param images: Images, shape ``(n, d)``
-    :return: Mean and variance of each pixel over at most about :data:`MAX_IMAGES` of them, each of shape ``(d,)``
-    """
+    """:return: Mean and variance of each pixel over at most about :data:`MAX_IMAGES` images, each of shape ``(d,)``"""
     moments = RunningMeanStd(epsilon=0.0, shape=images.shape[1:])
     chosen = images[:: -(-len(images) // MAX_IMAGES)]
     for first in range(0, len(chosen), IMAGE_BATCH):
@@ -147,8 +147,7 @@ def normalized_parts(observation_space: spaces.Space, normalize_images: bool = T
     :param observation_space: Observation space
     :param normalize_images: The policy's argument. Without it, images stay as they come
     :return: What is standardised in it, by its name in a ``Dict``, or ``None`` for the whole: vectors of floating point
-        numbers, and large images (see :func:`~sb3_grpo.observations.is_large_image`). Boards, small images, integers and
-        discrete observations are not among them
+        numbers, and large images (see :func:`~sb3_grpo.observations.is_large_image`), but no boards and small images
     """
     return {
         name: space
@@ -156,16 +155,3 @@ def normalized_parts(observation_space: spaces.Space, normalize_images: bool = T
         if isinstance(space, spaces.Box)
         and ((space.dtype.kind == "f" and len(space.shape) <= 2) or (normalize_images and is_large_image(space)))
     }
-
-
-def standardised_space(observation_space: spaces.Space, images: Collection[str | None]) -> spaces.Space:
-    """
-    :param observation_space: Observation space
-    :param images: Names of the images that are standardised, as in :func:`normalized_parts`
-    :return: The space of standardised observations: images are floating point numbers, which SB3 does not divide by 255
-    """
-    parts = {
-        name: spaces.Box(-MAX_STANDARDISED, MAX_STANDARDISED, part.shape) if name in images else part
-        for name, part in space_parts(observation_space).items()
-    }
-    return parts[None] if None in parts else spaces.Dict(parts)

@@ -14,11 +14,9 @@ LARGE_IMAGE = 36
 
 def map_observations(function: Callable[..., Any], *batches: Any) -> Any:
     """
-    Apply a function to the array, or to each array of the dict or tuple, of one or several batches of observations.
-
     :param function: Function of as many arrays as there are batches
     :param batches: Batches of the same observation space
-    :return: The result; a dict or a tuple of results if the observations are dicts or tuples
+    :return: Its result for the arrays; a dict or a tuple of results if the batches are dicts or tuples of arrays
     """
     first = batches[0]
     if isinstance(first, dict):
@@ -34,9 +32,7 @@ def take_observations(observations: Any, index: Any) -> Any:
 
 
 def observation_parts(observations: Any) -> dict[Any, np.ndarray]:
-    """
-    :return: The arrays of a batch, or of a single observation, by their key or position; an array alone has the key ``None``
-    """
+    """:return: The arrays of observations by their key or position; an array alone has the key ``None``"""
     if isinstance(observations, dict):
         return dict(observations)
     if isinstance(observations, tuple):

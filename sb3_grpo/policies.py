@@ -37,8 +37,6 @@ from sb3_grpo.validation import require_between, require_bool, require_positive
 #: Largest number of observations that are encoded at a time, and about how many numbers they may have.
 ENCODING_BATCH = 1024
 ENCODING_NUMBERS = 2**21
-
-
 #: Part of the limit of a natural-gradient step that the change of a log standard deviation may use up. For small changes,
 #: the divergence of two Gaussians with the same mean is the square of the change.
 LOG_STD_SHARE = 0.02
@@ -72,15 +70,12 @@ class ActorPolicy(BasePolicy):
     :param use_sde: Whether to explore with state-dependent noise (gSDE) instead of independent Gaussian noise
     :param log_std_init: Initial value of the log standard deviation. With ``None``, the standard deviation is a quarter of the
         range of each action, or 1 with gSDE
-    :param full_std: With gSDE: whether to learn one standard deviation for each pair of a feature and an action, instead of
-        one for each feature
-    :param use_expln: With gSDE: whether to keep the standard deviation positive with ``expln()``, which grows more slowly than
-        ``exp()``
+    :param full_std: With gSDE: whether each pair of a feature and an action has a standard deviation, or each feature
+    :param use_expln: With gSDE: whether ``expln()`` keeps the standard deviation positive. It grows more slowly than ``exp()``
     :param squash_output: With gSDE: whether to keep actions within their bounds with ``tanh()`` instead of clipping them
     :param features_extractor_class: Features extractor; ``None`` for ``default_features_extractor_class`` of this class
     :param features_extractor_kwargs: Keyword arguments of the features extractor
-    :param normalize_images: Whether to divide images by 255, or to standardise large ones. ``False`` for a features extractor
-        that takes images as they come
+    :param normalize_images: Whether to divide images by 255, or to standardise large ones, instead of taking them as they come
     :param normalize_observations: Whether to standardise vectors of floating point numbers and large images with the
         statistics that GRPO collects, see :class:`~sb3_grpo.normalization.ObservationNormalizer`
     :param optimizer_class: Optimizer
@@ -177,7 +172,7 @@ class ActorPolicy(BasePolicy):
         self.lr_follows_std = lr_follows_std
         self.full_std = full_std
         self.use_expln = use_expln
-        # Shape of one action in the form that distributions take.
+        # The shape in which distributions take an action
         self._flat_action_shape = () if isinstance(action_space, spaces.Discrete) else (get_action_dim(action_space),)
 
         dist_kwargs: dict[str, Any] | None = None
@@ -196,10 +191,7 @@ class ActorPolicy(BasePolicy):
 
     @classmethod
     def default_features_extractor(cls, observation_space: spaces.Space) -> type[BaseFeaturesExtractor]:
-        """
-        :param observation_space: Observation space
-        :return: The features extractor for it if none is asked for
-        """
+        """:return: The features extractor for an observation space if none is asked for"""
         return cls.default_features_extractor_class
 
     def _build(self, lr_schedule: Schedule) -> None:
@@ -223,19 +215,12 @@ class ActorPolicy(BasePolicy):
             for module, gain in ((self.features_extractor, 2**0.5), (self.policy_net, 2**0.5), (self.action_net, 0.01)):
                 module.apply(partial(self.init_weights, gain=gain))
 
-        self.optimizer = self.optimizer_class(
-            self._parameter_groups(),
-            lr=lr_schedule(1),
-            **self.optimizer_kwargs,  # type: ignore[call-arg]
-        )
+        groups: list[dict[str, Any]] = [{"params": list(self.parameters())}]
+        if self.log_std_lr_factor != 1.0:
+            others = [parameter for parameter in self.parameters() if parameter is not self.log_std]
+            groups = [{"params": others}, {"params": [self.log_std], "lr_factor": self.log_std_lr_factor}]
+        self.optimizer = self.optimizer_class(groups, lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
         self.set_learning_rate(lr_schedule(1))
-
-    def _parameter_groups(self) -> list[dict[str, Any]]:
-        """:return: Parameter groups of the optimizer: all parameters, or ``log_std`` in a group of its own"""
-        if self.log_std_lr_factor == 1.0:
-            return [{"params": list(self.parameters())}]
-        others = [parameter for parameter in self.parameters() if parameter is not self.log_std]
-        return [{"params": others}, {"params": [self.log_std], "lr_factor": self.log_std_lr_factor}]
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the rate of all parameters, before :meth:`learning_rate_factor` and ``log_std_lr_factor``."""
@@ -247,8 +232,7 @@ class ActorPolicy(BasePolicy):
         """
         :param parameters: Some parameters, with ``m`` numbers in all
         :param limit: Limit of the divergence of a natural-gradient step per component of an action
-        :return: Largest change of each number in a step, shape ``(m,)``: for log standard deviations
-            ``log_std_lr_factor * sqrt(LOG_STD_SHARE * limit)``, and infinite for all others
+        :return: Largest change of each number in a step, finite for log standard deviations only, shape ``(m,)``
         """
         own = self.log_std_lr_factor * math.sqrt(LOG_STD_SHARE * limit)
         log_std = getattr(self, "log_std", None)
@@ -278,10 +262,9 @@ class ActorPolicy(BasePolicy):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """
-        :param state_dict: Weights. It does not matter which modules were compiled, here and where they come from
-        :param strict: Whether the names of the weights must be those of this policy
-        :param assign: As for :class:`torch.nn.Module`
-        :return: As for :class:`torch.nn.Module`
+        Load weights as :class:`torch.nn.Module` does. It does not matter which modules were compiled, here and where they come
+        from.
+
         :raises ValueError: If only one of the weights and this policy standardises observations
         """
         own_names = {plain_name(name): name for name in self.state_dict()}
@@ -299,36 +282,23 @@ class ActorPolicy(BasePolicy):
         return super().load_state_dict(state_dict, strict, assign)
 
     def reset_noise(self, n_envs: int = 1) -> None:
-        """
-        Sample new exploration matrices for gSDE.
-
-        :param n_envs: Number of environments; each gets a matrix of its own
-        """
+        """Sample new exploration matrices for gSDE, one for each of ``n_envs`` environments."""
         if not isinstance(self.action_dist, StateDependentNoiseDistribution):
             raise ValueError(f"reset_noise() is for gSDE, and this policy has use_sde={self.use_sde}: pass use_sde=True.")
         self.action_dist.sample_weights(self.log_std, batch_size=n_envs)
 
     def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor | None = None) -> th.Tensor:
-        """
-        :param obs: Observations, shape ``(n, *obs_shape)``
-        :param features_extractor: Features extractor; ``None`` for that of the policy
-        :return: Its output for the standardised observations, shape ``(n, features_dim)``
-        """
+        """:return: Output of a features extractor, that of the policy for ``None``, shape ``(n, features_dim)``"""
         if self.training:
             obs = _channels_innermost(obs, self.observation_space)
         return (self.features_extractor if features_extractor is None else features_extractor)(self.preprocess(obs))
 
     def preprocess(self, obs: PyTorchObs) -> PyTorchObs:
-        """
-        :param obs: Observations, shape ``(n, *obs_shape)``
-        :return: What the features extractor sees of them: standardised, or else as SB3 preprocesses them
-        """
+        """:return: What the features extractor sees of observations: standardised, or else as SB3 preprocesses them"""
         obs, space = with_axes(obs, self.observation_space), self.observation_space
         if self.normalizer is not None:
             obs, space = self.normalizer(obs), self.normalizer.space
         return preprocess_obs(obs, space, normalize_images=self.normalize_images)
-
-    # --- acting -------------------------------------------------------------------------------------------------------
 
     def forward(self, obs: PyTorchObs, deterministic: bool = False, **masking: Any) -> tuple[th.Tensor, th.Tensor]:
         """
@@ -346,17 +316,12 @@ class ActorPolicy(BasePolicy):
         return actions.reshape((-1, *self.action_space.shape)), distribution.log_prob(actions)  # type: ignore[misc]
 
     def within_bounds(self, actions: np.ndarray) -> np.ndarray:
-        """
-        :param actions: Actions as sampled, shape ``(n, *action_shape)``
-        :return: Actions as environments take them
-        """
+        """:return: Actions as environments take them, from those that were sampled, shape ``(n, *action_shape)``"""
         if not isinstance(self.action_space, spaces.Box):
             return actions
         if self.squash_output:
             return self.unscale_action(actions)
         return np.clip(actions, self.action_space.low, self.action_space.high)
-
-    # --- evaluating ---------------------------------------------------------------------------------------------------
 
     def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor, **masking: Any) -> tuple[th.Tensor, th.Tensor | None]:
         """
@@ -365,8 +330,8 @@ class ActorPolicy(BasePolicy):
         :param obs: Observations, shape ``(n, *obs_shape)``
         :param actions: Actions, shape ``(n, *action_shape)``, or ``(n, action_dim)`` as in a rollout buffer
         :param masking: ``action_masks``, as for :meth:`predict`
-        :return: Log-probabilities of the actions, shape ``(n,)``, and entropies of the policy, shape ``(n,)``; ``None`` for
-            the latter if they have no closed form (gSDE with ``squash_output``)
+        :return: Log-probabilities of the actions, shape ``(n,)``, and entropies of the policy, shape ``(n,)``, or ``None`` if
+            they have no closed form (gSDE with ``squash_output``)
         """
         return self.evaluate_distribution(self.get_distribution(obs, **masking), actions)
 
@@ -420,8 +385,8 @@ class ActorPolicy(BasePolicy):
 
     def _distribution_of(self, output: th.Tensor, latent: th.Tensor | None = None, action_masks: Any = None) -> Distribution:
         """:return: The distribution for an output of the action layer. Only that of gSDE needs the layer's input too"""
-        # Torch checks this as well, but not once anything was compiled by it. An update checks its gradient at the end: here,
-        # the CPU would wait for the GPU at each minibatch.
+        # Torch checks this only as long as it has compiled nothing. An update would have to wait for the GPU here, and checks
+        # its gradient at the end.
         if not self.training and not th.isfinite(output).all():
             raise ValueError(
                 f"The output of the policy is not finite: {output.tolist()}. Check the weights and the features extractor."
@@ -433,8 +398,6 @@ class ActorPolicy(BasePolicy):
         elif isinstance(self.action_dist, DiagGaussianDistribution):
             params += [self.log_std.to(output.device)]
         return self.action_dist.proba_distribution(*params)
-
-    # --- predicting ---------------------------------------------------------------------------------------------------
 
     def predict(
         self,
@@ -464,29 +427,24 @@ class ActorPolicy(BasePolicy):
         return self.get_distribution(observation, **self._masking).get_actions(deterministic=deterministic)
 
     def obs_to_tensor(self, observation: np.ndarray | dict[str, np.ndarray]) -> tuple[PyTorchObs, bool]:
-        """
-        Convert the argument of :meth:`predict` to tensors.
-
-        :param observation: One observation, or a batch of them
-        :return: The observations as a batch of tensors, and whether they came as a batch
-        :raises ValueError: If the observation is empty, or has NaN or infinite entries
-        """
+        """:return: Observations of :meth:`predict` as a batch of tensors, and whether they came as a batch"""
         for key, part in observation.items() if isinstance(observation, dict) else [(None, observation)]:
-            _check_observation("observation" if key is None else f"observation[{key!r}]", part)
+            name, array = "observation" if key is None else f"observation[{key!r}]", np.asarray(part)
+            if array.size == 0:
+                raise ValueError(f"`{name}` of shape {array.shape} is empty: pass at least one observation.")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                shown = np.array2string(array, threshold=16, separator=", ")
+                raise ValueError(f"`{name}` has NaN or infinite entries: {shown}. Pass finite numbers.")
         return super().obs_to_tensor(observation)
 
 
 class ActorCnnPolicy(ActorPolicy):
-    """
-    :class:`ActorPolicy` for images: the default features extractor is ``NatureCNN``, and
-    :class:`~sb3_grpo.extractors.SmallCNN` for boards and images that are too small for it.
-    """
+    """:class:`ActorPolicy` for images: features come from ``NatureCNN``, or ``SmallCNN`` if they are too small for it."""
 
     default_features_extractor_class = NatureCNN
 
     @classmethod
     def default_features_extractor(cls, observation_space: spaces.Space) -> type[BaseFeaturesExtractor]:
-        """:return: A network that takes pictures of this size"""
         shape = observation_space.shape or ()
         is_small = len(shape) == 3 and not is_large_image(observation_space)
         return SmallCNN if is_small else super().default_features_extractor(observation_space)
@@ -499,16 +457,13 @@ class MultiInputActorPolicy(ActorPolicy):
 
 
 def _channels_innermost(observations: Any, space: spaces.Space) -> Any:
-    """
-    :return: The same observations. Images with the channels first have the memory format in which the gradient of a
-        convolution takes a quarter less time on a CPU, and which a GPU would make of them
-    """
-    shapes = {name: part.shape or () for name, part in space_parts(space).items() if is_image_space(part)}
-    images = [name for name, shape in shapes.items() if has_channels_first(shape)]
-    if isinstance(observations, dict):
-        changed = {name: observations[name].contiguous(memory_format=th.channels_last) for name in images}
-        return {**observations, **changed} if changed else observations
-    return observations.contiguous(memory_format=th.channels_last) if images else observations
+    # In this memory format, the gradient of a convolution takes a quarter less time on a CPU, and a GPU would convert to it.
+    for name, part in space_parts(space).items():
+        if is_image_space(part) and has_channels_first(part.shape or ()):
+            if name is None:
+                return observations.contiguous(memory_format=th.channels_last)
+            observations = {**observations, name: observations[name].contiguous(memory_format=th.channels_last)}
+    return observations
 
 
 def plain_name(name: str) -> str:
@@ -517,10 +472,6 @@ def plain_name(name: str) -> str:
 
 
 def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtractor]) -> list[int]:
-    """
-    :return: Size of each hidden layer
-    :raises ValueError: If ``net_arch`` asks for a value network, or is not a list of positive integers
-    """
     if net_arch is None:
         return [] if features_extractor_class in (NatureCNN, SmallCNN) else [64, 64]
     if isinstance(net_arch, dict) and "vf" in net_arch:
@@ -534,16 +485,6 @@ def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtr
             f"net_arch={net_arch!r} is no list of positive integers: pass net_arch=[...] or net_arch=dict(pi=[...])."
         )
     return [int(size) for size in sizes]
-
-
-def _check_observation(name: str, observation: Any) -> None:
-    """Raise a ``ValueError`` if an observation, a batch or an entry of a Dict is empty, or has NaN or infinite entries."""
-    array = np.asarray(observation)
-    if array.size == 0:
-        raise ValueError(f"`{name}` of shape {array.shape} is empty: pass at least one observation.")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        shown = np.array2string(array, threshold=16, separator=", ")
-        raise ValueError(f"`{name}` has NaN or infinite entries: {shown}. Pass finite numbers.")
 
 
 MlpPolicy = ActorPolicy

@@ -18,8 +18,6 @@ from sb3_grpo import advantages as A
 FORGETTING = 0.95
 #: A correlation below this many standard errors counts as noise.
 N_STANDARD_ERRORS = 2.0
-#: Larger than any step of an episode.
-MAX_STEP = np.iinfo(np.int64).max
 #: Number of rollouts after which an advantage is no longer compared with those of members that run later.
 MAX_AGE = 16
 
@@ -43,12 +41,7 @@ def correlation_sums(advantages: np.ndarray, others: np.ndarray, groups: np.ndar
 
 
 def sums_of_others(values: np.ndarray) -> np.ndarray:
-    """
-    For each row the sum of all other rows. Subtracting each row from the total would lose digits.
-
-    :param values: Values, shape ``(n, ...)``
-    :return: Sums, shape ``(n, ...)``
-    """
+    """:return: For each row the sum of all other rows. Subtracting each row from the total would lose digits"""
     before, after = np.zeros_like(values), np.zeros_like(values)
     before[1:] = np.cumsum(values[:-1], axis=0)
     after[:-1] = np.cumsum(values[:0:-1], axis=0)[::-1]
@@ -56,10 +49,7 @@ def sums_of_others(values: np.ndarray) -> np.ndarray:
 
 
 def normalised_sums(sums: np.ndarray) -> np.ndarray:
-    """
-    :param sums: Sums of :func:`correlation_sums`, shape ``(..., 6)``
-    :return: Those of the advantages divided by their root mean square, shape ``(..., 6)``
-    """
+    """:return: Sums of :func:`correlation_sums` as those of the advantages divided by their root mean square"""
     squares = np.where(sums[..., 2] > 0, sums[..., 2] / np.maximum(sums[..., 0], 1.0), 1.0)
     return sums / np.stack([np.ones_like(squares), *[squares] * 2, *[squares**2] * 3], axis=-1)
 
@@ -140,28 +130,21 @@ class RelativeTerm:
             "train/relative_coefficient": float(coefficient[is_now].mean()),
             "train/relative_variance_removed": A.explained_variance(advantages - relative, advantages),
         }
-        awaited = self._is_awaited(known, open_groups)
+        # Another member may reach the step of an advantage in a later rollout.
+        known_groups, labels = np.unique(known.groups, return_inverse=True)
+        passed = np.array([open_groups.get(group, np.inf) for group in known_groups.tolist()])[labels]
+        awaited = (known.steps > passed) & (known.rollouts > self._rollout - MAX_AGE)
         self._kept = _Kept(*(each[awaited] for each in known))
         return relative
 
     def _correlation_of_others(self, advantages: np.ndarray, others: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """
-        Add the groups of this rollout to the sums of earlier ones.
-
-        :return: For each transition the correlation within all groups but its own, shape ``(n,)``
-        """
+        """Add the groups to the sums, and return for each transition the correlation within all groups but its own."""
         own_group = np.unique(groups, return_inverse=True)[1]
         sums = correlation_sums(advantages, others, own_group)
         # Returns grow and shrink in the course of training; in units of their size, all rollouts count alike.
         other_sums = self._sums + normalised_sums(sums_of_others(sums))
         self._sums = FORGETTING * (self._sums + normalised_sums(sums.sum(axis=0)))
         return shrunk_correlation(other_sums)[own_group]
-
-    def _is_awaited(self, known: _Kept, open_groups: Mapping[int, int]) -> np.ndarray:
-        """:return: For each known advantage, whether another member may reach its step in a later rollout"""
-        groups, labels = np.unique(known.groups, return_inverse=True)
-        passed = np.array([open_groups.get(group, MAX_STEP) for group in groups.tolist()])[labels]
-        return (known.steps > passed) & (known.rollouts > self._rollout - MAX_AGE)
 
     @property
     def correlation(self) -> float:

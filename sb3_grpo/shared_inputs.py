@@ -1,7 +1,6 @@
 """A check whether the members of a group, which act differently, still live through the same inputs."""
 
 import random
-from collections.abc import Iterator
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -17,10 +16,9 @@ from sb3_grpo.persistence import random_state, set_random_state
 from sb3_grpo.validation import require_at_least
 
 ADVICE = (
-    "Training still works, but comparing the members of a group cannot cancel their effect. In an "
-    "environment of your own, draw the whole stream of inputs in `reset`, from `self.np_random` after "
-    "`super().reset(seed=seed)`, and let `step` read from it; or draw the same amount of random numbers in each step, "
-    "whatever the action."
+    "Training still works, but comparing the members of a group cannot cancel their effect. In an environment of your own, "
+    "draw the whole stream of inputs in `reset`, from `self.np_random` after `super().reset(seed=seed)`, and let `step` read "
+    "from it; or draw the same amount of random numbers in each step, whatever the action."
 )
 
 
@@ -29,8 +27,8 @@ class SharedInputs:
     """
     Result of :func:`check_shared_inputs`.
 
-    :param verdict: "shared" if inputs stay in step as far as can be seen, "lost" if they depend on the actions, "not
-        seeded" if some random numbers do not come from the seed alone, "unknown" if no copy could be checked
+    :param verdict: "shared" if inputs stay in step as far as can be seen, "lost" if they depend on the actions, "not seeded"
+        if some random numbers do not come from the seed alone, "unknown" if no copy could be checked
     :param message: What was seen, what it means for training, and how to mend it
     """
 
@@ -49,14 +47,12 @@ class _Step(NamedTuple):
 
 def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, seed: int = 0) -> SharedInputs:
     """
-    Play members of a group, which start from the same seed and act differently, and say whether their inputs stay in
-    step.
+    Play members of a group, which start from the same seed and act differently, and say whether their inputs stay in step.
 
-    A group knows what its seed fixes only if the inputs do not depend on the actions. They do if ``step`` draws random
-    numbers for some actions and not for others. This shows in the random generators of the environment and its
-    wrappers: after the same number of steps their states differ. An environment may expose its inputs as an attribute
-    ``inputs`` (an array, or arrays in a dictionary), either all of them or those so far; then these are compared as
-    well.
+    A group shares what its seed fixes only if the inputs do not depend on the actions. They do if ``step`` draws random
+    numbers for some actions and not for others: after the same number of steps, the states of the random generators of the
+    environment and its wrappers then differ. An environment may expose its inputs as an attribute ``inputs`` (an array, or
+    arrays in a dictionary), either all of them or those so far; then these are compared as well.
 
     An environment that uses a global random generator (``numpy.random``, Python's ``random`` or torch's) is found as well: all
     environments of a process draw from it in turn, so that members differ although they have the same seed.
@@ -106,17 +102,13 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
 
 
 def check_copy(venv: VecEnv) -> SharedInputs:
-    """
-    :param venv: Environments in use, which stay as they are, as do the global random generators
-    :return: The result of :func:`check_shared_inputs` for a fresh copy of the first of them
-    """
+    """:return: :func:`check_shared_inputs` for a fresh copy of the first environment. Global generators stay as they are"""
     state = random_state()
     try:
         envs = getattr(venv.unwrapped, "envs", None)
         if not envs:
             raise ValueError("the environments are not in this process")
-        spec = envs[0].spec
-        if spec is None:
+        if (spec := envs[0].spec) is None:
             raise ValueError("the environment was not made by `gymnasium.make`")
         # A spec does not say how to make SB3's Monitor again. The copy opens no window and records no video.
         wrappers = tuple(wrapper for wrapper in spec.additional_wrappers if wrapper.name != "Monitor")
@@ -169,7 +161,10 @@ def _global_states() -> dict[str, Any]:
 
 def _look(env: gym.Env, outcome: Any, before: dict[str, Any]) -> _Step:
     generators: dict[str, Any] = {}
-    for depth, layer in enumerate(_layers(env)):
+    layers = [env]
+    while isinstance(layers[-1], gym.Wrapper):
+        layers.append(layers[-1].env)
+    for depth, layer in enumerate(layers):
         for name, value in vars(layer).items():
             if isinstance(value, np.random.Generator):
                 generators[f"{depth} {name}"] = value.bit_generator.state
@@ -182,14 +177,5 @@ def _look(env: gym.Env, outcome: Any, before: dict[str, Any]) -> _Step:
     return _Step(deepcopy(outcome), deepcopy(getattr(env.unwrapped, "inputs", None)), generators, used)
 
 
-def _layers(env: gym.Env) -> Iterator[gym.Env]:
-    """Yield the wrappers from the outermost on, and the environment itself."""
-    while isinstance(env, gym.Wrapper):
-        yield env
-        env = env.env
-    yield env
-
-
 def _first_difference(left: list[Any], right: list[Any]) -> int | None:
-    """:return: Index of the first entries that differ, within their common length, None if there are none"""
     return next((i for i, (mine, other) in enumerate(zip(left, right, strict=False)) if not same_values(mine, other)), None)

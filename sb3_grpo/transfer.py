@@ -17,8 +17,6 @@ from sb3_grpo.policies import COMPILED, plain_name
 _CRITIC_PREFIXES = ("value_net.", "mlp_extractor.value_net.", "vf_features_extractor.")
 _ACTOR_PREFIXES = {"mlp_extractor.policy_net.": "policy_net.", "pi_features_extractor.": "features_extractor."}
 _NORMALIZER = "normalizer."
-#: Class of sb3-contrib's policies that mask actions
-MASKABLE = "MaskableActorCriticPolicy"
 
 
 class HasPolicy(Protocol):
@@ -55,12 +53,19 @@ def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib
     target_state, (source_state, kinds) = policy.state_dict(), _source_state(source)
     source_standardises, target_standardises = (f"{_NORMALIZER}mean" in state for state in (source_state, target_state))
     needs_folding = source_standardises and not target_standardises
-    if needs_folding and _passes_observations_on(source):
+    extractor = getattr(getattr(source, "policy", source), "features_extractor", None)
+    # As far as can be seen, the features are the observations.
+    if needs_folding and (extractor is None or type(extractor) in (FlattenExtractor, CombinedExtractor)):
         source_state = _fold_statistics(source_state)
     elif target_standardises and not source_standardises:
         target_state = {key: value for key, value in target_state.items() if not key.startswith(_NORMALIZER)}
     ours, theirs = _actor_weights(target_state), _actor_weights(source_state)
-    differences = _differences(ours, theirs)
+    shapes = [{name: tuple(weight.shape) for name, weight in weights.items()} for weights in (ours, theirs)]
+    differences = [
+        f"{name}: {shapes[1].get(name, 'absent')} in the source, {shapes[0].get(name, 'absent')} in the target"
+        for name in sorted(set().union(*shapes))
+        if shapes[0].get(name) != shapes[1].get(name)
+    ]
     if needs_folding and any(difference.startswith(_NORMALIZER) for difference in differences):
         raise ValueError(
             "The source standardises observations, and its statistics cannot become part of the target's first layer, so "
@@ -73,7 +78,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib
             "use_sde as the source:\n  " + "\n  ".join(differences)
         )
 
-    if MASKABLE in kinds:
+    if "MaskableActorCriticPolicy" in kinds:  # of sb3-contrib
         warnings.warn(
             "The source is a MaskablePPO, and the copied actor runs without its masks: it may choose actions that were masked "
             "in training.",
@@ -106,12 +111,10 @@ def _source_state(source: HasPolicy | BasePolicy | str | pathlib.Path | io.Buffe
             "of `policy.save`, load the policy with its class and pass it."
         )
     file = open_path(source, "r", suffix="zip")
-    try:
-        with zipfile.ZipFile(file) as archive:
-            description = archive.read("data").decode() if "data" in archive.namelist() else ""
-    finally:
-        if file is not source:
-            file.close()
+    with zipfile.ZipFile(file) as archive:
+        description = archive.read("data").decode() if "data" in archive.namelist() else ""
+    if file is not source:
+        file.close()
     return {plain_name(key): value for key, value in params["policy"].items()}, description  # type: ignore[attr-defined]
 
 
@@ -121,12 +124,6 @@ def _policy_of(model: HasPolicy | BasePolicy, argument: str) -> nn.Module:
     if not isinstance(policy, nn.Module):
         raise ValueError(f"{argument}={model!r} has no policy network: pass a GRPO, PPO or A2C model.")
     return getattr(policy, COMPILED, policy)
-
-
-def _passes_observations_on(source: HasPolicy | BasePolicy | str | pathlib.Path | io.BufferedIOBase) -> bool:
-    """:return: Whether the features are the observations, as far as that can be seen"""
-    extractor = getattr(getattr(source, "policy", source), "features_extractor", None)
-    return extractor is None or type(extractor) in (FlattenExtractor, CombinedExtractor)
 
 
 def _fold_statistics(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
@@ -150,10 +147,7 @@ def _fold_statistics(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
 
 
 def _name_in_actor(key: str) -> str | None:
-    """
-    :return: The name in :class:`~sb3_grpo.policies.ActorPolicy` of a weight of an actor-only or actor-critic policy; ``None``
-        for one of the critic. Unknown names are kept, so an unknown policy is reported as a difference and not copied in part
-    """
+    """:return: The name of a weight in ``ActorPolicy``, ``None`` for one of the critic. Unknown names show as differences"""
     key = plain_name(key)
     if key.startswith(_CRITIC_PREFIXES):
         return None
@@ -167,13 +161,3 @@ def _actor_weights(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
     """:return: Weights of the actor in a state dict, with their names in :class:`~sb3_grpo.policies.ActorPolicy`"""
     # Sorted, because the actor uses `pi_features_extractor` if it differs from `features_extractor`
     return {name: state[key] for key in sorted(state) if (name := _name_in_actor(key)) is not None}
-
-
-def _differences(ours: dict[str, th.Tensor], theirs: dict[str, th.Tensor]) -> list[str]:
-    """:return: A line for each weight whose shapes differ, or that the target or the source does not have"""
-    shapes = [{name: tuple(weight.shape) for name, weight in weights.items()} for weights in (ours, theirs)]
-    return [
-        f"{name}: {shapes[1].get(name, 'absent')} in the source, {shapes[0].get(name, 'absent')} in the target"
-        for name in sorted(set().union(*shapes))
-        if shapes[0].get(name) != shapes[1].get(name)
-    ]

@@ -36,16 +36,12 @@ DEFAULT_GROUP_SIZE = 2
 
 
 class Defaults(NamedTuple):
-    """
-    Settings that suit a buffer and an update rule.
+    """Settings that suit a buffer and an update rule."""
 
-    :param rollout_size: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at
-    :param gae_lambda: ``gae_lambda`` for ``None``
-    :param arguments: Arguments of the buffer
-    """
-
+    #: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at
     rollout_size: int = 2048
     gae_lambda: float = 0.98
+    #: Arguments of the buffer
     arguments: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -99,23 +95,18 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         self._running_returns = GroupReturns(n_envs)
         self._update: GroupRolloutBufferSamples | None = None
         self.has_images = has_images(observation_space)
-        self._allocate()
-
-    def _allocate(self) -> None:
         # The first axis counts environments: trajectories are then contiguous, and flattening a full rollout copies nothing.
-        shape = (self.n_envs, self.buffer_size)
+        shape = (n_envs, buffer_size)
 
         def storage(space: spaces.Space) -> np.ndarray:
             # VecNormalize does not change the type of an integer space, whose observations are floats then.
             is_integer = isinstance(space, spaces.Box) and space.dtype.kind in "iu" and not is_image_space(space)
             return np.zeros((*shape, *get_obs_shape(space)), dtype=np.float32 if is_integer else space.dtype)
 
-        space = self.observation_space
-        self.observations: Observations = (
-            {key: storage(part) for key, part in space.spaces.items()} if isinstance(space, spaces.Dict) else storage(space)
-        )
+        parts = observation_space.spaces if isinstance(observation_space, spaces.Dict) else observation_space
+        self.observations = map_observations(storage, parts)
         # Samples of a Gaussian are not integers, even if the bounds of the space are.
-        dtype = np.float32 if isinstance(self.action_space, spaces.Box) else self.action_space.dtype
+        dtype = np.float32 if isinstance(action_space, spaces.Box) else action_space.dtype
         self.actions = np.zeros((*shape, self.action_dim), dtype=dtype)
         for name, column in STORED.items():
             self._store(name, *column.shape)
@@ -128,12 +119,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         setattr(self, name, np.full((self.n_envs, self.buffer_size, *shape), column.fill, column.dtype))
 
     def keep(self, name: str, *shape: int) -> None:
-        """
-        Store an optional column from now on, which :meth:`add` gets by its name.
-
-        :param name: One of the columns that a transition may lack, such as ``action_masks``
-        :param shape: Shape of the entry of one transition
-        """
+        """Store an optional column, such as ``action_masks``, from now on. ``shape`` is that of one of its entries."""
         self._store(name, *shape)
         self._kept.add(name)
 
@@ -158,15 +144,9 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         self._running_returns.clear()
         self.pos = 0
 
-    # --- what buffers may do differently ------------------------------------------------------------------------------
-
     @classmethod
     def update_rule(cls, is_continuous: bool, has_boards: bool) -> losses.UpdateRule:
-        """
-        :param is_continuous: Whether actions are continuous
-        :param has_boards: Whether observations have boards or small images, and no large ones
-        :return: ``update_rule`` for ``None``
-        """
+        """:return: ``update_rule`` for ``None``, which may depend on the kind of actions and observations"""
         return "clipped"
 
     @classmethod
@@ -180,17 +160,11 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         return None
 
     def reward_normalizer(self, env: VecEnv) -> VecNormalize | None:
-        """
-        :param env: The training environment
-        :return: The ``VecNormalize`` whose original rewards the buffer takes; ``None`` for the rewards as they come
-        """
+        """:return: The ``VecNormalize`` whose original rewards the buffer takes; ``None`` for the rewards as they come"""
         return None
 
     def suggested_group_size(self) -> int:
-        """
-        :return: The group size that suits the task, as far as rollouts have shown. GRPO follows it if ``group_size`` is
-            ``None`` and starts are shared
-        """
+        """:return: The group size that suits the task so far. GRPO follows it without ``group_size`` and with shared starts"""
         return DEFAULT_GROUP_SIZE
 
     def obstacle(self) -> str:
@@ -216,8 +190,6 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
             metrics["rollout/group_return_mean"] = float(np.mean(np.concatenate(returns)))
             metrics["rollout/group_return_spread"] = float(np.mean([max(members) - min(members) for members in returns]))
         return metrics
-
-    # --- collecting ---------------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -291,8 +263,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
 
         :param last_obs: Observations after the last step, shape ``(n_envs, *obs_shape)`` or a dict of such
         :param policy: The policy that is about to be updated
-        :param open_groups: For each group that may still get transitions the last step that all of its members have taken, see
-            :meth:`~sb3_grpo.starts.Ledger.open_groups`
+        :param open_groups: See :meth:`~sb3_grpo.starts.Ledger.open_groups`
         :param normalize_advantage: Whether to standardise the advantages, for buffers that do so
         :param loss_aggregation: Mean by which transitions enter the loss, see :data:`~sb3_grpo.losses.LossAggregation`
         """
@@ -327,19 +298,9 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
     def policy_changed(self, policy: ActorPolicy) -> None:
         """Go on as if the present policy had sampled the rollout: the log-probabilities of the actions become its own."""
         rollout = self._flatten(self.pos)
-        samples = self._to_samples(rollout, np.zeros(len(rollout.rewards), dtype=np.float32))
-        log_probs = self._log_probs(samples, policy).cpu().numpy()
-        self.log_probs[:, : self.pos] = log_probs.reshape(self.n_envs, self.pos)
-
-    @staticmethod
-    def _log_probs(samples: GroupRolloutBufferSamples, policy: ActorPolicy) -> th.Tensor:
-        """:return: Log-probabilities of the actions under a policy, shape ``(n,)``"""
-        return th.cat(
-            [
-                policy.evaluate_actions(each.observations, each.actions, **each.masking)[0]
-                for each in samples.split(policy.encoding_batch())
-            ]
-        )
+        batches = self._to_samples(rollout, np.zeros(len(rollout), dtype=np.float32)).split(policy.encoding_batch())
+        log_probs = [policy.evaluate_actions(each.observations, each.actions, **each.masking)[0] for each in batches]
+        self.log_probs[:, : self.pos] = th.cat(log_probs).cpu().numpy().reshape(self.n_envs, self.pos)
 
     @abstractmethod
     def _form_update(
@@ -365,11 +326,9 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         def to_device(array: np.ndarray) -> th.Tensor:
             return th.as_tensor(array, device=self.device)
 
-        if isinstance(self.action_space, spaces.Discrete):
-            actions = to_device(transitions.actions).long().flatten()
-        else:
-            # The log-probability of a Bernoulli distribution needs floats, and the other distributions accept them.
-            actions = to_device(transitions.actions).float()
+        actions = to_device(transitions.actions)
+        # The log-probability of a Bernoulli distribution needs floats, and the other distributions accept them.
+        actions = actions.long().flatten() if isinstance(self.action_space, spaces.Discrete) else actions.float()
         kept = {name: getattr(transitions, name) for name in OPTIONAL if name in GroupRolloutBufferSamples._fields}
         return GroupRolloutBufferSamples(
             map_observations(to_device, transitions.observations),
@@ -381,18 +340,13 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         )
 
     def _loss_weights(self, trajectories: th.Tensor, aggregation: losses.LossAggregation) -> th.Tensor | None:
-        """
-        The length of a trajectory is the number of its transitions in the update. ``"constant"`` divides by the time limit, or
-        by ``n_steps`` if that is unknown.
-
-        :return: Weights in the loss, shape ``(n,)``; ``None`` for ones
-        """
         if aggregation == "step" or len(trajectories) == 0:
             return None
         _, labels, lengths = th.unique(trajectories.cpu(), return_inverse=True, return_counts=True)
         if aggregation == "trajectory":
             weights = losses.trajectory_loss_weights(lengths.double())
         else:
+            # The time limit, or if it is unknown the length of a rollout
             weights = losses.constant_loss_weights(lengths.double(), self.horizon or self.buffer_size)
         return weights[labels].float().to(self.device)
 
@@ -411,29 +365,25 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         One pass over the update in random order.
 
         :param batch_size: Number of transitions per minibatch; the last may have fewer. ``None`` for a single minibatch
-        :param whole_trajectories: Whether minibatches consist of whole trajectories: each has as many as it needs to have
-            ``batch_size`` transitions. Minibatches then differ in size, and their weights make the mean of their losses equal
-            to the loss of the update
+        :param whole_trajectories: Whether each minibatch has as many whole trajectories as it needs for ``batch_size``
+            transitions. Weights then make the mean of the losses of minibatches equal to the loss of the update
         :return: Minibatches
         """
         size = batch_size or max(self.n_samples, 1)
         if whole_trajectories:
-            yield from self._whole_trajectories(self.update, size)
+            trajectories = A.label_by_appearance(self.update.trajectories.cpu().numpy())
+            order = np.random.permutation(len(np.unique(trajectories)))
+            batches = A.batch_trajectories(trajectories, order, size)
+            for batch in batches:
+                minibatch = self.update.take(th.as_tensor(batch, device=self.device))
+                weights = th.ones_like(minibatch.advantages) if minibatch.weights is None else minibatch.weights
+                yield minibatch._replace(weights=weights * (len(batch) * len(batches) / max(self.n_samples, 1)))
             return
         permutation = th.as_tensor(self.permutation(), device=self.device)
         if self.has_images:  # a permuted copy of all images would take as much memory again
             yield from map(self.update.take, permutation.split(size))
         else:
             yield from self.update.take(permutation).split(size)
-
-    def _whole_trajectories(self, update: GroupRolloutBufferSamples, batch_size: int) -> Iterator[GroupRolloutBufferSamples]:
-        trajectories = A.label_by_appearance(update.trajectories.cpu().numpy())
-        order = np.random.permutation(len(np.unique(trajectories)))
-        batches = A.batch_trajectories(trajectories, order, batch_size)
-        for batch in batches:
-            minibatch = update.take(th.as_tensor(batch, device=self.device))
-            weights = th.ones_like(minibatch.advantages) if minibatch.weights is None else minibatch.weights
-            yield minibatch._replace(weights=weights * (len(batch) * len(batches) / max(self.n_samples, 1)))
 
     def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> Any:
         raise NotImplementedError("A group rollout buffer is read in whole passes: use get().")

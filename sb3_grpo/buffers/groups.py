@@ -26,9 +26,8 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
     is used in exactly one update, and a rollout that completes no group makes no update. When all environments are reset (by a
     new ``learn``, or after loading a model), the transitions of unfinished groups are dropped.
 
-    The rewards are the environments' own, not those that a ``VecNormalize`` divides by a running scale: that scale changes
-    while the members of a group run, so equal members would get different returns. Around a ``VecEnvWrapper`` that may change
-    rewards, they are what that wrapper returns.
+    The rewards are the environments' own, or those of a ``VecEnvWrapper`` that may change them, but not those of a
+    ``VecNormalize``: its running scale changes while the members of a group run, so equal members would differ.
 
     :param args: See :class:`GroupRolloutBuffer`
     :param scale: Divisor of the differences within a group, see :func:`~sb3_grpo.advantages.rescale`
@@ -103,10 +102,8 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         super().reset()
 
     def forget_trajectories(self) -> None:
-        self.dropped += self.pos * self.n_envs
-        if self._waiting is not None:
-            self.dropped += len(self._waiting)
-            self._waiting = None
+        self.dropped += self.pos * self.n_envs + (0 if self._waiting is None else len(self._waiting))
+        self._waiting = None
         self._dropped_groups = set()
         super().forget_trajectories()
 
@@ -127,20 +124,14 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         is_complete = ~np.isin(collected.groups, list(self.open_groups))
 
         self._waiting = self._drop_excess(collected.take(~is_complete))
-        age = self._rollout - self._waiting.rollouts
-        self.metrics.update(
-            {
-                "rollout/groups_completed": float(len(np.unique(collected.groups[is_complete]))),
-                "rollout/transitions_waiting": float(len(self._waiting)),
-                "rollout/transitions_waiting_age": float(age.max()) if len(age) else 0.0,
-                "rollout/transitions_dropped": float(self.dropped),
-            }
-        )
+        ages = self._rollout - self._waiting.rollouts
+        self.metrics["rollout/groups_completed"] = float(len(np.unique(collected.groups[is_complete])))
+        self.metrics["rollout/transitions_waiting"] = float(len(ages))
+        self.metrics["rollout/transitions_waiting_age"] = float(ages.max(initial=0))
+        self.metrics["rollout/transitions_dropped"] = float(self.dropped)
         update = collected.take(is_complete)
         update = update.take(np.lexsort((update.steps, update.members, update.groups)))
-        if len(update) == 0:
-            return update, np.empty(0)
-        return self._compare_groups(update)
+        return self._compare_groups(update) if len(update) > 0 else (update, np.empty(0))
 
     def _compare_groups(self, update: Transitions) -> tuple[Transitions, np.ndarray]:
         """:return: The transitions to train on, and their advantages, from complete groups, trajectory by trajectory"""
@@ -162,7 +153,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
             self._check_advantages("_group_advantages", advantages, len(update))
             return advantages
 
-        if self.reward_weights and self.component_aggregation == "normalize_then_sum":
+        if self.component_aggregation == "normalize_then_sum":
             weighted = zip(self.reward_weights.values(), update.components.T, strict=True)
             advantages = np.sum([weight * compare(component) for weight, component in weighted], axis=0)
         else:
@@ -181,7 +172,6 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         groups, counts = np.unique(waiting.groups, return_counts=True)  # in the order in which they began
         fits = np.cumsum(counts[::-1])[::-1] <= self.max_waiting
         self._dropped_groups.update(groups[~fits].tolist())
-        kept = self._without_dropped(waiting)
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -192,7 +182,7 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
                 "and are only long, raise the limit: `rollout_buffer_kwargs=dict(max_waiting=...)`.",
                 stacklevel=2,
             )
-        return kept
+        return self._without_dropped(waiting)
 
     @abstractmethod
     def _group_advantages(self, rewards: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:

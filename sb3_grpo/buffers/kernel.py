@@ -35,8 +35,8 @@ class Segments(NamedTuple):
 
     :param rewards: Rewards, shape ``(n,)``
     :param continues: 0 where a trajectory or the rollout ended with the step, else 1, shape ``(n,)``
-    :param cuts: Indices of the transitions after which a time limit or the end of the rollout cut a trajectory, shape
-        ``(n_cuts,)``. There, the baseline replaces the rewards that would follow
+    :param cuts: Indices of the transitions after which a time limit or the end of the rollout cut a trajectory, so that the
+        baseline replaces the rewards that would follow, shape ``(n_cuts,)``
     :param gamma: Discount factor
     """
 
@@ -46,23 +46,10 @@ class Segments(NamedTuple):
     gamma: float
 
     def advantages(self, baseline: np.ndarray, cut_baseline: np.ndarray, lambda_: float) -> np.ndarray:
-        """
-        :param baseline: Value estimate of each transition, shape ``(n,)``
-        :param cut_baseline: Value estimates after the cuts, shape ``(n_cuts,)``
-        :param lambda_: Lambda of :func:`~sb3_grpo.advantages.generalized_advantages`
-        :return: Advantages, shape ``(n,)``
-        """
+        """:return: Advantages for value estimates of the transitions and of the observations after the cuts, shape ``(n,)``"""
         next_baseline = np.append(baseline[1:], 0.0) * self.continues
         next_baseline[self.cuts] = cut_baseline
         return A.generalized_advantages(self.rewards, baseline, next_baseline, self.continues, self.gamma, lambda_)
-
-    def folds(self, n_folds: int) -> th.Tensor:
-        """
-        :param n_folds: Number of folds
-        :return: Fold of each transition, the same for all of a trajectory, shape ``(n,)``
-        """
-        ends = 1.0 - self.continues
-        return th.as_tensor((np.cumsum(ends) - ends).astype(np.int64) % n_folds)
 
 
 class KernelRolloutBuffer(GroupRolloutBuffer):
@@ -180,7 +167,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
         segments = Segments(rollout.rewards.astype(np.float64), 1.0 - ends, cuts, self.gamma)
-        folds = segments.folds(self.n_folds)
+        folds = th.as_tensor((np.cumsum(ends) - ends) % self.n_folds)  # the same for all transitions of a trajectory
         weights = self._fit(features, cut_features, segments, folds)
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
@@ -195,9 +182,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return rollout, advantages
 
     def _shrink(self, baseline: np.ndarray, cut_baseline: np.ndarray, segments: Segments) -> tuple[np.ndarray, np.ndarray]:
-        """
-        :return: The predictions for transitions, and for observations after the cuts, shrunk towards the mean of the former
-        """
+        """:return: The predictions for transitions and for observations after the cuts, shrunk towards the former's mean"""
 
         def returns(baseline: np.ndarray, cut_baseline: np.ndarray) -> np.ndarray:
             # Those of the rollout. Beyond a cut, only the prediction itself can stand for them.
@@ -212,12 +197,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     def _fit(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
         """
         Fit by LSTD(lambda): the weights make ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w)`` small, where ``e`` are the
-        eligibility traces.
+        eligibility traces and ``phi`` the features, shape ``(n, p)``.
 
-        :param features: ``phi``, shape ``(n, p)``
-        :param cut_features: Features of the observations after the cuts, shape ``(n_cuts, p)``
-        :param segments: The rollout
-        :param folds: Fold of each transition, shape ``(n,)``
         :return: Weights, shape ``(n_folds, p)``
         """
         goes_on = th.as_tensor(segments.continues, dtype=features.dtype)
@@ -237,13 +218,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     def _cut_observations(self, last_obs: Observations) -> tuple[np.ndarray, Observations]:
         """:return: Indices of the transitions after which a trajectory was cut, and the observations after them"""
         running = np.flatnonzero(~self.dones[:, -1])
-        cuts = [env * self.buffer_size + pos for env, pos, _ in self._final_observations]
-        cuts += [int(env) * self.buffer_size + self.buffer_size - 1 for env in running]
-        final = [obs for _, _, obs in self._final_observations]
-        final += [take_observations(last_obs, env) for env in running]
-        if not cuts:
+        final = [*self._final_observations]
+        final += [(env, self.buffer_size - 1, take_observations(last_obs, env)) for env in running.tolist()]
+        if not final:
             return np.empty(0, dtype=np.int64), take_observations(last_obs, slice(0))
-        return np.array(cuts, dtype=np.int64), map_observations(lambda *arrays: np.stack(arrays), *final)
+        cuts = np.array([env * self.buffer_size + pos for env, pos, _ in final], dtype=np.int64)
+        return cuts, map_observations(lambda *arrays: np.stack(arrays), *(obs for _, _, obs in final))
 
     def get_state(self) -> dict[str, Any]:
         return {

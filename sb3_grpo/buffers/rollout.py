@@ -11,8 +11,6 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from sb3_grpo.observations import Observations, map_observations, take_observations
 from sb3_grpo.validation import require_between
 
-#: Key of ``info`` under which an environment reports several rewards.
-REWARD_COMPONENTS = "reward_components"
 #: Rewards are stored in single precision; larger ones would become infinite.
 MAX_REWARD = float(np.finfo(np.float32).max)
 
@@ -27,8 +25,7 @@ class GroupRolloutBufferSamples(NamedTuple):
     :param advantages: Advantages, shape ``(n,)``
     :param trajectories: Label of each transition's trajectory, shape ``(n,)``
     :param weights: Weights in the loss, shape ``(n,)``; ``None`` for ones
-    :param action_masks: The choices that were allowed, see :mod:`sb3_grpo.masks`, shape ``(n, n_choices)``; ``None`` without
-        masks
+    :param action_masks: The choices that were allowed, shape ``(n, n_choices)``; ``None`` without masks
     """
 
     observations: PyTorchObs
@@ -47,9 +44,8 @@ class GroupRolloutBufferSamples(NamedTuple):
     def map(self, function: Callable[..., th.Tensor], *others: "GroupRolloutBufferSamples") -> "GroupRolloutBufferSamples":
         """:return: Results of a function, which gets one tensor of these samples and the same tensor of each of the others"""
         fields = zip(self, *others, strict=True)
-        return GroupRolloutBufferSamples(
-            *(None if each[0] is None else map_observations(function, *each) for each in fields)  # type: ignore[arg-type]
-        )
+        results = (None if each[0] is None else map_observations(function, *each) for each in fields)
+        return GroupRolloutBufferSamples(*results)  # type: ignore[arg-type]
 
     def tensors(self) -> list[th.Tensor]:
         """:return: All tensors, in the order in which :meth:`map` passes them to its function"""
@@ -68,17 +64,12 @@ class GroupRolloutBufferSamples(NamedTuple):
 
 
 class Column(NamedTuple):
-    """
-    How a buffer stores a column.
-
-    :param dtype: Type of its numbers
-    :param shape: Shape of the entry of one transition. A column of shape ``(0,)`` is optional: it stays empty until
-        :meth:`GroupRolloutBuffer.keep` gives it another shape
-    :param fill: Number that stands where nothing is given
-    """
+    """How a buffer stores a column."""
 
     dtype: Any
+    #: Shape of one entry. A column of shape ``(0,)`` is optional: it is empty until :meth:`GroupRolloutBuffer.keep` is called
     shape: tuple[int, ...] = ()
+    #: Number that stands where nothing is given
     fill: Any = 0
 
 
@@ -101,9 +92,8 @@ class Columns:
     :param steps: Step within the trajectory, shape ``(n,)``
     :param dones: Whether the trajectory ended with this transition, shape ``(n,)``
     :param rollouts: Number of the rollout in which the transition was sampled, shape ``(n,)``
-    :param components: Reward components, shape ``(n, n_components)``; ``rewards`` is their weighted sum. There are no columns
-        if the environment's own reward is used
-    :param action_masks: The choices that were allowed, shape ``(n, n_choices)``. There are no columns without masks
+    :param components: Reward components, of which ``rewards`` is the weighted sum, shape ``(n, n_components)``, or ``(n, 0)``
+    :param action_masks: The choices that were allowed, shape ``(n, n_choices)``, or ``(n, 0)`` without masks
     """
 
     observations: Observations
@@ -131,10 +121,7 @@ OPTIONAL = [name for name, column in STORED.items() if column.shape == (0,)]
 
 @dataclass(eq=False)
 class Transitions(Columns):
-    """
-    Transitions as they were collected. The transitions of one environment are next to each other, in order of time. The
-    attributes are those of :class:`Columns`.
-    """
+    """Transitions as they were collected, environment by environment, in order of time, see :class:`Columns`."""
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -155,11 +142,7 @@ class Transitions(Columns):
 
 
 class GroupReturns:
-    """
-    Collects the returns of groups while their trajectories end one by one.
-
-    :param n_envs: Number of environments
-    """
+    """Collects the returns of groups while their trajectories end one by one."""
 
     def __init__(self, n_envs: int):
         self._running = np.zeros(n_envs)
@@ -187,28 +170,25 @@ def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> li
     :return: The components of these names in the ``info`` of an environment
     :raises ValueError: If a component is missing, or is not a finite number
     """
-    components = info.get(REWARD_COMPONENTS)
+    components = info.get("reward_components")
     if not isinstance(components, Mapping):
         raise ValueError(
-            f"`reward_weights` names {names}, but environment {env} returned {components!r} as info[{REWARD_COMPONENTS!r}]: "
+            f"`reward_weights` names {names}, but environment {env} returned {components!r} as info['reward_components']: "
             "return a mapping from these names to numbers in every step, or leave `reward_weights` out."
         )
-    missing = [name for name in names if name not in components]
-    if missing:
+    if missing := [name for name in names if name not in components]:
         raise ValueError(
-            f"Environment {env} returned info[{REWARD_COMPONENTS!r}] without {missing}: `reward_weights` names {names}, "
+            f"Environment {env} returned info['reward_components'] without {missing}: `reward_weights` names {names}, "
             f"and the environment reports {list(components)}."
         )
-    values = []
-    for name in names:
-        value = np.asarray(components[name])
+    values = [np.asarray(components[name]) for name in names]
+    for name, value in zip(names, values, strict=True):
         if value.size != 1 or value.dtype.kind not in "fiub" or not (abs(float(value.item())) <= MAX_REWARD):
             raise ValueError(
-                f"Environment {env} returned {components[name]!r} as info[{REWARD_COMPONENTS!r}][{name!r}]: return one finite "
+                f"Environment {env} returned {components[name]!r} as info['reward_components'][{name!r}]: return one finite "
                 "number in every step."
             )
-        values.append(value.item())
-    return values
+    return [value.item() for value in values]
 
 
 def checked_reward_weights(reward_weights: Mapping[str, float] | None) -> dict[str, float]:
