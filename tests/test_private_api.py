@@ -55,12 +55,9 @@ PRIVATE = {
     "_build": "name of the method that builds the layers of SB3's policies",
     "_get_samples": "abstract method of buffers",
     # stable_baselines3.common.callbacks.BaseCallback
-    "_init_callback": "hook that is called once",
     "_on_training_start": "hook",
     "_on_rollout_start": "hook that comes after the update of the rollout before",
     "_on_step": "hook",
-    "_on_rollout_end": "hook",
-    "_on_training_end": "hook",
     # torch.nn.Module, torch.Tensor, torch.nn.modules.module
     "_forward_hooks": "hooks of a module",
     "_forward_pre_hooks": "hooks of a module",
