@@ -46,10 +46,7 @@ class SmallCNN(BaseFeaturesExtractor):
         self._convolution = repr(self.cnn[0])
 
     def forward(self, observations: th.Tensor) -> th.Tensor:
-        """
-        :param observations: Pictures, shape ``(n, *obs_shape)``
-        :return: Features, shape ``(n, features_dim)``
-        """
+        """:return: Features of pictures, shape ``(n, features_dim)``"""
         pictures = observations if self.channels_first else observations.permute(0, 3, 1, 2)
         return self.linear(self.cnn(pictures))
 

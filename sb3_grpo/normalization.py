@@ -93,11 +93,7 @@ class ObservationNormalizer(nn.Module):
         return {**observations, **{name: standardised(name, observations[name]) for name in present}}
 
     def observe(self, observations: Any) -> bool:
-        """
-        Add observations, arrays of shape ``(..., *obs_shape)`` or a dict of such, to the statistics.
-
-        :return: Whether they are the first, so that this module is another function now
-        """
+        """Add arrays of shape ``(..., *obs_shape)``, or a dict of such, and return whether they are the first."""
         parts = observations if isinstance(observations, dict) else {None: observations}
         inputs = {name: parts[name].reshape(-1, own.stop - own.start) for name, own in self.slices.items()}
         vectors = [each.astype(np.float64) for name, each in inputs.items() if name not in self.images]

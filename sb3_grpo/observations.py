@@ -13,11 +13,7 @@ LARGE_IMAGE = 36
 
 
 def map_observations(function: Callable[..., Any], *batches: Any) -> Any:
-    """
-    :param function: Function of as many arrays as there are batches
-    :param batches: Batches of the same observation space
-    :return: Its result for the arrays; a dict or a tuple of results if the batches are dicts or tuples of arrays
-    """
+    """:return: Result of a function for the arrays of batches; dicts or tuples of results for dicts or tuples of arrays"""
     first = batches[0]
     if isinstance(first, dict):
         return {key: function(*(batch[key] for batch in batches)) for key in first}

@@ -59,8 +59,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
     :param group_size: Number of trajectories per group
     :param horizon: Time limit of the environment in steps; ``None`` if it is unknown
     :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
-    :raises ValueError: If ``horizon`` or ``reward_weights`` is invalid; in :meth:`add`, if an environment does not report the
-        components
+    :raises ValueError: If ``horizon`` or ``reward_weights`` is invalid; in :meth:`add`, if components are not reported
     """
 
     def __init__(

@@ -195,12 +195,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return baseline, cut_baseline
 
     def _fit(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
-        """
-        Fit by LSTD(lambda): the weights make ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w)`` small, where ``e`` are the
-        eligibility traces and ``phi`` the features, shape ``(n, p)``.
-
-        :return: Weights, shape ``(n_folds, p)``
-        """
+        """:return: Weights of LSTD(lambda), ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w) ~ 0``, by fold"""
         goes_on = th.as_tensor(segments.continues, dtype=features.dtype)
         following = features.roll(-1, dims=0).mul_(goes_on[:, None])
         following[segments.cuts] = cut_features
