@@ -429,8 +429,8 @@ class GRPO(PersistentAlgorithm):
             starts.release()
         if starts.share_starts and not self.use_sde:  # whose noise may be one for the whole rollout
             starts.note_copies(rollout_buffer, isinstance(self.action_space, spaces.Box))
-        of_starts = prepare_starts(self.ledger, starts, rollout_buffer, self.group_size is None)
-        self._log("rollout/", {**rollout_buffer.metrics, **of_starts})
+        start_metrics = prepare_starts(self.ledger, starts, rollout_buffer, self.group_size is None)
+        self._log("rollout/", {**rollout_buffer.metrics, **start_metrics})
 
         callback.update_locals(locals())
         callback.on_rollout_end()

@@ -51,7 +51,7 @@ ELSEWHERE = {
     "total_timesteps": "the number of environment steps is an argument of `learn`, as in `learn(total_timesteps=100_000)`.",
 }
 #: Names that concern a value network, in PPO and other libraries
-OF_A_CRITIC = re.compile(r"(^|_)(vf|vloss|value|critic)(_|$)|share_features_extractor")
+CRITIC_NAMES = re.compile(r"(^|_)(vf|vloss|value|critic)(_|$)|share_features_extractor")
 
 #: Checks of values, their limits, and the arguments that they are for. ``None`` is accepted where it is the default.
 CHECKS: tuple[tuple[Callable[..., None], tuple[Any, ...], str], ...] = (
@@ -144,7 +144,7 @@ def _hints(arguments: Mapping[str, Any], places: Mapping[str, str]) -> dict[str,
         if name in places:
             written = f"{name}={value!r}"
             hints[given] = f"write `GRPO(..., {f'{places[name]}=dict({written})' if places[name] else written})`."
-        elif OF_A_CRITIC.search(str(name)):
+        elif CRITIC_NAMES.search(str(name)):
             hints[given] = "GRPO has no value network, so leave it out."
     return hints
 

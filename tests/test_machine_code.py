@@ -30,7 +30,7 @@ from sb3_grpo.arithmetic.conditions import FAMILIES
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
 from sb3_grpo.arithmetic.machine import MachinePolicy
 from sb3_grpo.arithmetic.machine_code import distributions, layers, linear_algebra, optimizer
-from sb3_grpo.arithmetic.machine_code.jit import compile_functions
+from sb3_grpo.arithmetic.machine_code.jit import EntryPoint, compile_functions
 from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, NO_PATCHES, NO_ROWS, Network
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
@@ -957,6 +957,19 @@ def test_one_sentence_says_who_does_the_arithmetic(options: dict[str, Any], sent
     for _ in range(2):
         model.learn(32, log_interval=None)  # type: ignore[arg-type]
     assert capsys.readouterr().out.count(sentence) == 1
+
+
+@needs_numba
+def test_a_wait_for_the_compiler_is_announced_once_and_a_function_from_the_cache_is_not(capsys: Any, monkeypatch: Any):
+    def learn() -> str:
+        GRPO("MlpPolicy", "CartPole-v1", n_steps=32, batch_size=16, n_epochs=1, verbose=1, device="cpu").learn(32)
+        return capsys.readouterr().out
+
+    assert "Compiling" not in learn()
+    monkeypatch.setattr(EntryPoint, "compile", lambda self: True)
+    output = learn()
+    assert output.count("Compiling machine code") == 1
+    assert output.index("Compiling machine code") < output.index("Acting and updating")
 
 
 TRAINING = """

@@ -1,5 +1,6 @@
 """The choice who acts and who updates: machine code where that is possible, else torch."""
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -109,6 +110,7 @@ def describe_choice(
     """
     began = time.perf_counter()
 
+    @functools.cache  # once for both
     def announce() -> None:
         if verbose >= 1:
             print("Compiling machine code, which takes a few seconds the first time", flush=True)

@@ -177,8 +177,8 @@ def gradient_step(
         return th.autograd.grad(results[0], weights), [result.detach() for result in results]
 
     def step(*arguments: th.Tensor) -> list[th.Tensor]:
-        found, results = gradients(*arguments)
-        for parameter, gradient in zip(parameters, found, strict=True):
+        computed, results = gradients(*arguments)
+        for parameter, gradient in zip(parameters, computed, strict=True):
             # The kernel of Adam needs both in the same order in memory.
             is_alike = gradient.stride() == parameter.stride()
             parameter.grad = gradient if is_alike else th.empty_like(parameter).copy_(gradient)
