@@ -48,6 +48,9 @@ def in_form(observations: Any, space: spaces.Space) -> Any:
     :return: A copy in arrays of shape ``(n, *obs_shape)``, with numbers of the space in the place of booleans
     """
 
+    if type(observations) is np.ndarray and observations.shape[1:] == space.shape and observations.dtype.kind != "b":
+        return observations.copy()  # nearly always
+
     def formed(batch: Any, part: spaces.Space) -> np.ndarray:
         array = np.array(batch)
         if array.dtype.kind == "b":

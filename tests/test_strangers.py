@@ -18,6 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnvW
 
 from sb3_grpo.arithmetic.update import UncheckedDistributions
 from sb3_grpo.buffers import BUFFERS
+from sb3_grpo.observations import map_observations, take_observations
 
 forked = partial(SubprocVecEnv, start_method="fork")
 
@@ -187,7 +188,7 @@ class Splits(PassThrough):
         self.num_envs = 2 * venv.num_envs
 
     def reset(self) -> Any:
-        return self.venv.reset().repeat(2, axis=0)
+        return map_observations(lambda part: part.repeat(2, axis=0), self.venv.reset())
 
     def step_async(self, actions: np.ndarray) -> None:
         self.venv.step_async(actions[::2])
@@ -213,13 +214,14 @@ class Merges(PassThrough):
         self.num_envs = 1
 
     def reset(self) -> Any:
-        return self.venv.reset()[:1]
+        return take_observations(self.venv.reset(), slice(1))
 
     def step_async(self, actions: np.ndarray) -> None:
         self.venv.step_async(np.repeat(actions, self.venv.num_envs, axis=0))
 
     def step_wait(self) -> Any:
-        return tuple(each[:1] for each in self.venv.step_wait())
+        observations, *others = self.venv.step_wait()
+        return take_observations(observations, slice(1)), *(each[:1] for each in others)
 
 
 class Endless(PassThrough):

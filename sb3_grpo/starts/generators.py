@@ -20,6 +20,9 @@ def _nested() -> tuple[Callable[..., None], Callable[..., Any]]:
         :param store: Where the states are kept; the same for all resets
         :param seed: Seed of the reset; ``None`` after it
         """
+        n_left = store.setdefault("n_left", 8)
+        if n_left == 0 or (seed is None and "own" not in store):
+            return
         import random
 
         import numpy as np
@@ -31,9 +34,6 @@ def _nested() -> tuple[Callable[..., None], Callable[..., Any]]:
                 state.numpy().tobytes() if isinstance(state, th.Tensor) else repr(state[1].tolist() if is_of_numpy else state)
             )
 
-        n_left = store.setdefault("n_left", 8)
-        if n_left == 0 or (seed is None and "own" not in store):
-            return
         of_torch = [th.default_generator, *(th.cuda.default_generators if th.cuda.is_initialized() else ())]
         present = [random.getstate(), np.random.get_state(), *(each.get_state() for each in of_torch)]
         if seed is None:

@@ -128,14 +128,20 @@ class SeededVecEnv:
 
     def step_all(self, actions: np.ndarray) -> VecEnvStepReturn:
         """Step the training environment, with its wrappers, whose outermost says which episodes have ended."""
-        was_reset = self.was_reset
-        with self._in_place():
-            observations, rewards, dones, infos = (self if self._wrapper is None else self.env).step(actions)
-        rewards, dones = np.reshape(rewards, -1), np.reshape(dones, -1).astype(bool)
-        if self.was_reset and not was_reset:  # by a wrapper
-            self._lists = self._present_lists()
-            self._restarted.append((-1, -1))
-        self._note_ends(np.flatnonzero(dones).tolist() if np.count_nonzero(dones) else [])
+        if self._wrapper is None:
+            observations, rewards, dones, infos = self.step(actions)
+        else:
+            was_reset = self.was_reset
+            with self._in_place():
+                observations, rewards, dones, infos = self.env.step(actions)
+            if self.was_reset and not was_reset:  # by a wrapper
+                self._lists = self._present_lists()
+                self._restarted.append((-1, -1))
+        is_in_form = isinstance(rewards, np.ndarray) and isinstance(dones, np.ndarray) and dones.dtype.kind == "b"
+        if not is_in_form or not rewards.ndim == dones.ndim == 1:
+            rewards, dones = np.reshape(rewards, -1), np.reshape(dones, -1).astype(bool)
+        if np.count_nonzero(dones) or self._restarted:
+            self._note_ends(np.flatnonzero(dones).tolist())
         self.ledger.advance()
         return in_form(observations, self.env.observation_space), rewards, dones, infos
 
