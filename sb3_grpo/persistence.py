@@ -21,7 +21,7 @@ from stable_baselines3.common.type_aliases import GymEnv
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
 from sb3_grpo.buffers import GroupRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.settings import OF_CLIPPED_UPDATES, refuse_arguments, warn_of_idle_arguments
+from sb3_grpo.settings import CLIPPED_ONLY, refuse_arguments, warn_of_idle_arguments
 from sb3_grpo.starts import Ledger
 
 SelfAlgorithm = TypeVar("SelfAlgorithm", bound="PersistentAlgorithm")
@@ -238,7 +238,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
         model = super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
         warn_of_idle_arguments(vars(model), kwargs)
-        for name in {*OF_CLIPPED_UPDATES} & {*(custom_objects or ())}:  # changes for `learn`; who only predicts is not warned
+        for name in {*CLIPPED_ONLY} & {*(custom_objects or ())}:  # changes for `learn`; who only predicts is not warned
             model._settings.pop(name, None)
         if changed.get("seed") is not None:  # a new run
             model.ledger = model._new_ledger(model.seed)
