@@ -47,9 +47,8 @@ def in_form(observations: Any, space: spaces.Space) -> Any:
     :param space: Space of each observation, none of which is a ``Tuple``
     :return: A copy in arrays of shape ``(n, *obs_shape)``, with numbers of the space in the place of booleans
     """
-
     if type(observations) is np.ndarray and observations.shape[1:] == space.shape and observations.dtype.kind != "b":
-        return observations.copy()  # nearly always
+        return np.array(observations)  # nearly always; the order in memory stays
 
     def formed(batch: Any, part: spaces.Space) -> np.ndarray:
         array = np.array(batch)
