@@ -1,7 +1,8 @@
 # Needs only make and a Python >= 3.10 with the venv module; everything else goes into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= 2
+# More than two, because tests of Ray wait for processes to start
+JOBS ?= 3
 # Handed on as they are: make train ARGS="--env Acrobot-v1", make test PYTEST_ARGS="-k house"
 ARGS ?=
 PYTEST_ARGS ?=

@@ -71,6 +71,7 @@ def test_a_worker_that_dies_changes_nothing(at: int, undisturbed: dict[str, th.T
     env.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_between_rollouts_changes_nothing(undisturbed: dict[str, th.Tensor]):
     env = ray_env()
     model = make(env).learn(N_STEPS * 4)
@@ -94,6 +95,7 @@ def test_a_worker_that_dies_while_it_replaces_another_changes_nothing(
     env.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_costs_its_timeout_and_nothing_else(undisturbed: dict[str, th.Tensor], tmp_path: pathlib.Path):
     env = ray_env(faulty=0, fault="hangs", marker=str(tmp_path / "marker"), timeout=6.0)
     began = time.monotonic()
@@ -132,6 +134,7 @@ make(env).learn(10_000, callback=SavesAndDies(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_after_the_learner_has_died_a_checkpoint_continues_as_if_it_had_been_saved_and_loaded(tmp_path: pathlib.Path):
     env = ray_env()
     make(env).learn(N_STEPS * 4).save(tmp_path / "undisturbed")
@@ -170,6 +173,7 @@ def test_values_that_were_set_are_set_in_the_new_worker():
     env.close()
 
 
+@pytest.mark.slow
 def test_environments_that_do_not_repeat_themselves_begin_new_episodes(tmp_path: pathlib.Path):
     env = ray_env(faulty=2, fault="dies", marker=str(tmp_path / "marker"), at=100, repeats=False)
     with pytest.warns(UserWarning, match=r"do not come to the same state again.*All environments begin new episodes"):
@@ -205,6 +209,7 @@ def test_observations_are_compared_part_by_part_and_none_is_like_none(observatio
     assert not same_values(None, observation)
 
 
+@pytest.mark.slow
 def test_the_seeds_of_the_last_starts_and_the_actions_since_are_kept_up_to_the_longest_replay():
     env = ray_env()
     env.max_replay = 150
@@ -240,7 +245,7 @@ def test_a_replay_gives_the_observation_of_the_buffer_and_one_that_ends_early_is
     assert worker.venv.get_attr("n_steps")[1] == 7, "the others are not brought back"
 
 
-@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize("is_lost", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_between_rollouts_lost_environments_can_be_asked_and_the_next_rollout_begins_anew(is_lost: bool):
     env, seen = ray_env(), Observer()
     env.max_replay = 0
@@ -277,7 +282,8 @@ def test_nobody_steps_from_an_episode_that_was_lost():
     env.close()
 
 
-@pytest.mark.parametrize("max_replay", [pytest.param(10_000, marks=pytest.mark.slow), -1], ids=["brought-back", "reset"])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_replay", [10_000, -1], ids=["brought-back", "reset"])
 def test_a_worker_that_dies_again_and_again_is_given_up(max_replay: int):
     env = ray_env(faulty=3, fault="dies", at=10)
     env.max_retries, env.max_replay = 1, max_replay

@@ -16,6 +16,7 @@ def test_the_notebook_is_the_tour() -> None:
     assert stored == notebook.tour(), "the notebook is old, run: python -m docs.notebook"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_ends_with_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("MPLBACKEND", raising=False)  # pictures are shown in the notebook

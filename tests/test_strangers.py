@@ -489,7 +489,9 @@ def test_natural_steps_move_every_features_extractor(layers: str):
     assert np.mean(n_tried) < 2.5  # with unequal masks, or a part of the Fisher matrix missing, the model of it is wrong
 
 
-def test_distributions_check_their_arguments_again_after_contexts_that_overlap():
+def test_distributions_check_their_arguments_again_after_contexts_that_overlap(monkeypatch: pytest.MonkeyPatch):
+    # What is compiled by torch in another test switches the checks off.
+    monkeypatch.setattr(th.distributions.Distribution, "_validate_args", True)
     first, second = UncheckedDistributions(), UncheckedDistributions()
     first.__enter__()
     second.__enter__()

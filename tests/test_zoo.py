@@ -162,6 +162,7 @@ def test_training_with_evaluation_and_checkpoints_then_enjoying_resuming_and_plo
     assert plt.get_fignums() == []
 
 
+@pytest.mark.slow
 @SHORT_ROLLOUTS
 @pytest.mark.xdist_group("ray")
 def test_on_ray_training_environments_are_in_workers_and_others_are_not(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -75,6 +75,7 @@ def test_tuned_ppo_is_the_ppo_of_stable_baselines3() -> None:
     assert (curve.steps, curve.returns) == (expected.steps, expected.returns)
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_named_and_the_others_are_done(
     command: Command, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -197,7 +197,7 @@ class SeededVecEnv:
         Warn if members of a group took the same actions after the first as long as both ran, which hardly happens by chance.
 
         :param rollout: ``actions``, ``log_probs``, ``groups`` and ``steps`` in arrays of shape ``(n_envs, n_steps, ...)``
-        :param is_continuous: Whether equal actions are rare, however likely they are
+        :param is_continuous: Whether log-probabilities are those of a density
         """
         first: dict[int, tuple[int, int, int]] = {}
         for env_idx, steps in enumerate(rollout.steps):
@@ -205,7 +205,9 @@ class SeededVecEnv:
                 env, other, n = first.setdefault(int(rollout.groups[env_idx, begin]), (env_idx, begin, end - begin))
                 n = min(n, end - begin)
                 own, others = (env_idx, slice(begin + 1, begin + n)), (env, slice(other + 1, other + n))
-                is_rare = (is_continuous and n > 1) or rollout.log_probs[own].sum() < RARE
+                # Logarithm of the chance of these actions, those of single precision that are next to them included
+                precision = np.log(np.finfo(np.float32).eps) * rollout.actions[own].size if is_continuous else 0.0
+                is_rare = rollout.log_probs[own].sum() + precision < RARE
                 is_other = (env, other) != (env_idx, begin)
                 if is_rare and is_other and np.array_equal(rollout.actions[own], rollout.actions[others]):
                     self.warn(
