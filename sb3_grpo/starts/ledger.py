@@ -4,6 +4,7 @@ The ledger of starts: the one place that knows which start each environment runs
 A *start* is the beginning of a trajectory. The starts of a group have the same seed, so its members begin in the same state.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -177,7 +178,7 @@ class Ledger:
         """:return: Seed of the start that a new group repeats; ``None`` for a fresh start"""
         if self.choice.probability == 0.0:
             return None
-        return self.choice.draw(self._random_numbers(group, 1, size=2) / 2**32)
+        return self.choice.draw(random_numbers(self.seed, group, 1, size=2) / 2**32)
 
     def seed_of(self, group: int) -> int:
         """:return: Seed with which the members of a group are reset"""
@@ -217,11 +218,7 @@ class Ledger:
 
     def _derive_seed(self, *spawn_key: int) -> int:
         # 31 bits, because some environments pass the seed to functions that take signed 32-bit integers.
-        return int(self._random_numbers(*spawn_key, size=1)[0] >> 1)
-
-    def _random_numbers(self, *spawn_key: int, size: int) -> np.ndarray:
-        """:return: Integers of 32 bits that depend on the seed of the run and on the key"""
-        return np.random.SeedSequence(self.seed, spawn_key=spawn_key).generate_state(size)
+        return int(random_numbers(self.seed, *spawn_key, size=1)[0] >> 1)
 
     def is_open(self, group: int) -> bool:
         """:return: Whether a member of a group has not ended, or not even begun"""
@@ -266,3 +263,14 @@ class Ledger:
         self._next_group = max(part._next_group - lane for lane, part in enumerate(parts))
         for part in parts:
             self._repeated.update(part._repeated)
+
+
+@functools.lru_cache(maxsize=256)  # the members of a group have the same
+def random_numbers(seed: int, *spawn_key: int, size: int) -> np.ndarray:
+    """
+    :param seed: Seed of the run
+    :param spawn_key: Integers of which the numbers are a function as well
+    :param size: Number of numbers
+    :return: Integers of 32 bits, which nobody may change, shape ``(size,)``
+    """
+    return np.random.SeedSequence(seed, spawn_key=spawn_key).generate_state(size)
