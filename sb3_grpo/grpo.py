@@ -53,8 +53,7 @@ class GRPO(PersistentAlgorithm):
     :param env: Environment to learn from, or its Gymnasium id
     :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0)
     :param n_steps: Number of steps per environment and rollout. ``None`` for about 1024 transitions in all with clipped
-        updates of ``"kernel"``, and 2048 otherwise, at least ``batch_size``, and a multiple of it where the number of
-        environments allows
+        updates of ``"kernel"``, and 2048 otherwise, at least ``batch_size``, and a multiple of it if possible
     :param batch_size: Minibatch size
     :param n_epochs: Number of passes over the transitions of an update. ``None`` for 4 with images or boards, and 10 otherwise
     :param gamma: Discount factor
@@ -70,8 +69,7 @@ class GRPO(PersistentAlgorithm):
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
     :param repeat_starts: Largest share of groups that repeat a start at which the members of an earlier group ended
-        differently, from 0 (none) to 1; 0.5 is the value that was measured. Groups repeat starts only while rewards are
-        rare, see :class:`~sb3_grpo.starts.choice.StartChoice`
+        differently, from 0 to 1, while rewards are rare, see :class:`~sb3_grpo.starts.choice.StartChoice`. 0.5 was measured
     :param objective: Options of the objective, which make it that of a paper: the keyword arguments of
         :class:`~sb3_grpo.ObjectiveOptions`, such as ``dict(kl_coef=0.04, loss_aggregation="trajectory")``
     :param use_sde: Whether to explore with state-dependent noise (gSDE, https://arxiv.org/abs/2005.05719)
