@@ -1,8 +1,7 @@
 # Needs only make and a Python >= 3.10 with the venv module; everything else goes into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
-# More than two, because tests of Ray wait for processes to start
-JOBS ?= 3
+JOBS ?= 2
 # Handed on as they are: make train ARGS="--env Acrobot-v1", make test PYTEST_ARGS="-k house"
 ARGS ?=
 PYTEST_ARGS ?=
