@@ -151,6 +151,10 @@ class Network:
     def _n_values(self) -> int:
         return int(self.sizes.sum())
 
+    @cached_property
+    def _patches_transposed(self) -> np.ndarray:
+        return np.ascontiguousarray(self.patches.T)
+
     def outputs(self, values: np.ndarray, n: int) -> np.ndarray:
         """:return: The view of the outputs, shape ``(n, k)``"""
         return values[len(values) - n * self.n_outputs :].reshape(n, self.n_outputs)
@@ -205,8 +209,7 @@ class Network:
         grad_weight, grad_bias, grad_linear = self._convolution(gradient)
         linear = self._convolution(parameters)[2]
         layers.backward.run(self.sizes[1:], self.activation, linear, hidden, grad_outputs, grad_linear, grad_hidden)
-        patches = np.ascontiguousarray(self.patches.T)
-        layers.convolve_backward.run(patches, inputs, grad_hidden, grad_weight, grad_bias)
+        layers.convolve_backward.run(self._patches_transposed, inputs, grad_hidden, grad_weight, grad_bias)
 
     def tangent(self, parameters: np.ndarray, values: np.ndarray, vector: np.ndarray, n: int) -> np.ndarray:
         """

@@ -3,8 +3,8 @@ Functions that numba compiles, each for one signature, when a run needs it.
 
 A function of machine code is either an *entry point*, which Python calls, or an *inner* function, which entry points call.
 Compiling takes seconds, most of which LLVM spends on each function and once more on whatever calls it. So entry points call
-inner functions and never each other, and Python code calls one entry point after the other: a call takes less than a
-microsecond.
+inner functions and never each other, and Python code calls one entry point after the other: a call takes a microsecond or
+two.
 
 Entry points are kept in numba's cache on disk. The cache notices a change in the file of an entry point, and none in the files
 of the functions that it calls, so the names under which it keeps them have a fingerprint of all these files.
