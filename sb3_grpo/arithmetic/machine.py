@@ -25,7 +25,7 @@ from sb3_grpo.arithmetic.conditions import Parts
 from sb3_grpo.arithmetic.machine_code import layers, optimizer
 from sb3_grpo.arithmetic.metrics import Epoch
 from sb3_grpo.arithmetic.natural import fisher_stride
-from sb3_grpo.arithmetic.network import CATEGORICAL, GAUSSIAN, NO_ROWS, Distribution
+from sb3_grpo.arithmetic.network import CATEGORICAL, GAUSSIAN, NO_ROWS, Distribution, Network
 from sb3_grpo.arithmetic.objective import Objective
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.extractors import SmallCNN
@@ -208,6 +208,33 @@ class Rows(NamedTuple):
         return Rows(*(array[index] if len(array) > 0 else array for array in self))
 
 
+class Workspace(NamedTuple):
+    """
+    Memory for the passes of ``n`` transitions forward and back through the network.
+
+    :param values: Numbers of all layers, see :meth:`~sb3_grpo.arithmetic.network.Network.forward`
+    :param inputs: View of the inputs among them, shape ``(n, n_inputs)``
+    :param outputs: View of the outputs among them, shape ``(n, k)``
+    :param terms: Terms of the loss, shape ``(3, n)``
+    :param grad_terms: Gradient with respect to them, shape ``(3, n)``
+    :param grad_outputs: Gradient with respect to the outputs, shape ``(n, k)``
+    """
+
+    values: np.ndarray
+    inputs: np.ndarray
+    outputs: np.ndarray
+    terms: np.ndarray
+    grad_terms: np.ndarray
+    grad_outputs: np.ndarray
+
+    @classmethod
+    def of(cls, network: Network, n: int) -> "Workspace":
+        """:return: Memory for ``n`` transitions"""
+        values, terms = network.new_values(n), np.empty((2, 3, n), np.float32)
+        inputs, outputs = values[: n * network.n_inputs].reshape(n, -1), network.outputs(values, n)
+        return cls(values, inputs, outputs, *terms, np.empty_like(outputs))
+
+
 class MachineLearner:
     """
     An update in machine code. It is a :class:`~sb3_grpo.arithmetic.natural.LocalModel` of the policy as well.
@@ -233,7 +260,8 @@ class MachineLearner:
         self._max_kl = max_kl
         self._machine = machine
         self._network = machine.network
-        self._values_for = functools.cache(machine.network.new_values)
+        self._workspace = functools.cache(lambda n: Workspace.of(machine.network, n))
+        self._minibatches = functools.cache(self._minibatches_of)
         reference = objective.kl_penalty.policy if objective.kl_coef > 0 else None
         self._reference_log_std = NO_NUMBERS
         if reference is not None and self._network.family is GAUSSIAN:
@@ -267,17 +295,25 @@ class MachineLearner:
         :param batch_size: Minibatch size; the last minibatch may be smaller
         :return: Metrics of the epoch, and the divergence of the last minibatch
         """
-        rows = self._rows.take(self._rollout_buffer.permutation())
+        shuffled, minibatches = self._minibatches(batch_size)
+        order = self._rollout_buffer.permutation()
+        for array, target in zip(self._rows, shuffled, strict=True):
+            if len(array) > 0:
+                np.take(array, order, axis=0, out=target, mode="clip")  # which is the mode that needs no copy
         sums, norms = np.zeros(optimizer.N_SUMS), []
         approx_kl = 0.0
-        for first in range(0, len(rows.advantages), batch_size):
-            minibatch = rows.take(slice(first, first + batch_size))
+        for minibatch in minibatches:
             approx_kl = self._evaluate(minibatch, sums, self._machine.gradient)
             if approx_kl > self._max_kl:  # not NaN, which is left to the check of the gradient
                 break
             norms.append(self._machine.take_gradient_step(self._objective.max_grad_norm))
         self._machine.show_gradient()
         return self._epoch(sums)._replace(n_steps=len(norms), grad_norm=sum(norms) / max(len(norms), 1)), approx_kl
+
+    def _minibatches_of(self, batch_size: int) -> tuple[Rows, list[Rows]]:
+        """:return: Memory for the transitions in the order of an epoch, and its minibatches, which are views of it"""
+        shuffled, n = Rows(*map(np.empty_like, self._rows)), len(self._rows.advantages)
+        return shuffled, [shuffled.take(slice(first, first + batch_size)) for first in range(0, n, batch_size)]
 
     def _evaluate(self, rows: Rows, sums: np.ndarray, gradient: np.ndarray | None = None) -> float:
         """
@@ -290,12 +326,11 @@ class MachineLearner:
         """
         objective, network, parameters = self._objective, self._network, self._machine.parameters
         family, n = network.family, len(rows.advantages)
-        values = self._values_for(n)
-        values[: rows.features.size] = rows.features.reshape(-1)
-        outputs = network.forward(parameters, values, n, rows.forced)
+        values, inputs, outputs, terms, grad_terms, grad_outputs = self._workspace(n)
+        inputs[:] = rows.features
+        network.forward(parameters, values, n, rows.forced)
         distribution = network.distribution(outputs, network.log_std(parameters))
         known = *distribution, rows.reference, self._reference_log_std, rows.actions
-        terms, grad_terms = np.empty((3, n), np.float32), np.empty((3, n), np.float32)
         family.evaluate.run(*known, terms)
         approx_kl: float = optimizer.surrogate.run(
             terms,
@@ -309,7 +344,6 @@ class MachineLearner:
             sums,
         )
         if gradient is not None:
-            grad_outputs = np.empty(outputs.shape, np.float32)
             family.backward.run(*known, grad_terms, grad_outputs, network.log_std(gradient))
             network.backward(parameters, values, grad_outputs, gradient)
         return approx_kl
@@ -326,7 +360,7 @@ class MachineLearner:
         self._evaluate(self._rows, self._sums, gradient)
         n = len(self._rows.advantages)
         # Outputs and log standard deviations before the step
-        self._before = self._network.outputs(self._values_for(n), n).copy(), self._network.log_std(parameters)
+        self._before = self._workspace(n).outputs.copy(), self._network.log_std(parameters)
         rows = self._rows.take(slice(None, None, fisher_stride(n)))
         self._fisher = functools.partial(self._fisher_product, parameters, *self._evaluated(parameters, rows))
         return float(self._sums[optimizer.LOSS]), th.from_numpy(gradient)
