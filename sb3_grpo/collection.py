@@ -184,7 +184,7 @@ def _run_in_workers(self: Any, starts: SeededVecEnv, *settings: Any) -> Iterator
             recipe, run = self._policy_recipe(), starts.venv.collect_by_workers  # type: ignore[attr-defined]
             return run(recipe, self.policy, starts, self._last_obs, *settings)
         except RolloutLost as error:
-            env_idx, what, _ = error.args
+            env_idx, what = error.args
             warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
             self._begin_episodes(starts, starts.env.reset)
 
