@@ -29,7 +29,6 @@ INSIDE_WORKERS = {
 
 def base_of(env: VecEnv) -> tuple[VecEnvWrapper | None, VecEnv]:
     """
-    :param env: An environment, with or without wrappers
     :return: The innermost wrapper, ``None`` without one, and the base ``VecEnv`` in it. A wrapper around something that is no
         ``VecEnv``, as EnvPool's examples have it, is a base
     """

@@ -13,10 +13,8 @@ CONNECT_TIMEOUT_S = 5.0
 
 def connect(address: str | None = None) -> None:
     """
-    Connect to a cluster, or start one on this machine, unless the script has done so.
-
-    :param address: Address of the cluster; ``None`` for one on this machine. Unused if the script is connected already
-    :raises ConnectionError: If the address does not answer
+    Connect to a cluster, or start one on this machine if there is no address, unless the script has done so. Raise a
+    ``ConnectionError`` if the address does not answer.
     """
     if ray.is_initialized():
         return
@@ -27,8 +25,8 @@ def connect(address: str | None = None) -> None:
         # "local", because Ray would look for other clusters without an address, and fail where it finds one
         ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, **quiet)
         return
-    host, _, port = address.rpartition(":")
     try:
+        host, _, port = address.rpartition(":")
         if host and "//" not in address:
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
         ray.init(address, **quiet)

@@ -83,22 +83,19 @@ class RayVecEnv(VecEnv):
         firsts = [self.worker_of_env.index(w) for w in range(self.n_workers)]
         self._slices = [slice(first, last) for first, last in zip(firsts, [*firsts[1:], n_envs], strict=True)]
         self._env_fns = [pickled[own] for own in self._slices]
-        # For each worker, how many were lost since the last transitions
-        self._n_lost = [0] * self.n_workers
+        self._n_lost = [0] * self.n_workers  # since the last transitions
         started = [self._start_worker(w) for w in range(self.n_workers)]
         self._workers = [worker for worker, _ in started]
         self._described = [self._await_description(w, building) for w, (_, building) in enumerate(started)]
-        # Seed of each environment's last reset, None if that cannot be repeated, its number of steps since, and the latest
-        # actions of all environments
+        # What a new worker needs: the seed of each environment's last reset, None if that cannot be repeated, its number of
+        # steps since, the latest actions of all environments, and values that `set_attr` has set, by name and environment
         self._start_seeds: list[int | None] = [None] * n_envs
         self._n_steps = [0] * n_envs
         self._taken: list[np.ndarray] = []
-        # Values that `set_attr` has set, by name and environment: a new worker needs them
         self._attributes: dict[tuple[str, int], Any] = {}
         #: Whether environments that are done are reset at once, see :class:`~sb3_grpo.starts.adapters.VecEnvAdapter`.
         self.autoreset = True
-        # Latest observations; None before the first reset
-        self._obs: Any = None
+        self._obs: Any = None  # latest observations; None before the first reset
         # Set if a new worker could not bring its episodes back; raised when they are to go on
         self._rollout_lost: RolloutLost | None = None
         self._has_warned = self._closed = False
@@ -144,11 +141,9 @@ class RayVecEnv(VecEnv):
 
     def _ask(self, requests: Sequence[tuple[Any, ...]]) -> list[Any]:
         """
-        Ask workers, all at the same time. Those that are lost are replaced and asked again.
+        Ask workers, all at the same time. Those that are lost are replaced and asked again, at most ``max_retries`` times.
 
         :param requests: Index of a worker, name of one of its methods, and arguments; at most one for each worker
-        :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
-        :raises RolloutLost: If they are asked to act in episodes that cannot go on
         """
         if self._closed:
             raise EnvironmentFault(0, "has no worker, because its RayVecEnv was closed")
@@ -200,10 +195,8 @@ class RayVecEnv(VecEnv):
 
     def _bring_back(self, w: int) -> str:
         """
-        Bring the environments of a new worker to where those of the lost one were. If that is impossible, they are reset, so
-        that they can be asked, and nobody can act in them before the next :meth:`reset`.
-
-        :return: Why it is impossible, if it is
+        Bring the environments of a new worker to where those of the lost one were, and return why that is impossible, if it
+        is. They are reset then, so that they can be asked, and nobody can act in them before the next :meth:`reset`.
         """
         own, obstacle = self._slices[w], ""
         seeds, lengths = self._start_seeds[own], self._n_steps[own]
@@ -233,7 +226,7 @@ class RayVecEnv(VecEnv):
         self._seeds = [None] * self.num_envs  # both are for one reset
         self.set_options()
         self.reset_infos = list(chain(*(infos for _, infos in answers)))
-        self._obs = map_observations(_concatenate, *(observations for observations, _ in answers))
+        self._obs = _joined([observations for observations, _ in answers])
         return self._obs
 
     def step_async(self, actions: np.ndarray) -> None:
@@ -251,7 +244,7 @@ class RayVecEnv(VecEnv):
         self._start_seeds = [None] * self.num_envs  # the actions are not kept
         answers = self._ask([(w, "step", self._actions[own], self.autoreset) for w, own in enumerate(self._slices)])
         observations, rewards, dones, infos, reset_infos = zip(*answers, strict=True)
-        self._obs, self.reset_infos = map_observations(_concatenate, *observations), list(chain(*reset_infos))
+        self._obs, self.reset_infos = _joined(observations), list(chain(*reset_infos))
         self._n_lost = [0] * self.n_workers
         return self._obs, np.concatenate(rewards), np.concatenate(dones), list(chain(*infos))
 
@@ -315,7 +308,6 @@ class RayVecEnv(VecEnv):
         :param make_policy: Function that makes a policy with the architecture of ``policy``
         :param settings: The other arguments are those of :func:`~sb3_grpo.collection.run_policy`
         :return: The steps of all environments, which have been taken
-        :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
         :raises RolloutLost: If a worker was lost, now or since the last rollout, and its environments cannot be brought back
         """
         ledger, seed = starts.ledger, int(th.randint(2**31 - 1, ()))
@@ -352,8 +344,8 @@ def _replay(steps: EnvStep, taken: np.ndarray, obs: Any, policy: ActorPolicy) ->
         obs_tensor = take_observations(new_obs, t)
 
 
-def _concatenate(*arrays: np.ndarray) -> np.ndarray:
-    return np.concatenate(arrays)
+def _joined(observations: Sequence[Any]) -> Any:
+    return map_observations(lambda *arrays: np.concatenate(arrays), *observations)
 
 
 def _pickled(env_fn: Callable[[], gym.Env], env_idx: int) -> bytes:

@@ -33,7 +33,6 @@ class SeededVecEnv:
     Resets and steps the environments of a run, and gives each reset the seed of the next start in the ledger.
 
     :param env: The training environment, with or without wrappers
-    :param ledger: Ledger of the run
     :param share_starts: Whether resets get the seed of their start. If not, starts are only recorded
     :param adapter: Adapter of the base; ``None`` for the one that belongs to its kind
     """
@@ -69,11 +68,11 @@ class SeededVecEnv:
         if env.num_envs != self.venv.num_envs:
             self._share_no_longer(f"The wrappers make {env.num_envs} environments of the {self.venv.num_envs} of `{name}`")
         elif not self.adapter.takes_seeds:
+            reason = getattr(self.venv, "unseeded_because", None)
             remedy = "To share starts, define `reset_envs(env_indices, seeds)` in the class, which resets these environments "
             remedy += "and no others, and returns their observations and their infos."
-            reason = getattr(self.venv, "unseeded_because", None)
-            remedy = remedy if reason is None else f"The reason: {reason}."
-            self._share_no_longer(f"`{name}` cannot reset single environments with a seed", remedy)
+            because = f"`{name}` cannot reset single environments with a seed"
+            self._share_no_longer(because, remedy if reason is None else f"The reason: {reason}.")
         elif _goes_on_after_a_lost_life(self.venv):
             self.share_starts = False
 
@@ -146,11 +145,7 @@ class SeededVecEnv:
         return in_form(observations, self.env.observation_space), rewards, dones, infos
 
     def _note_ends(self, ended: list[int]) -> None:
-        """
-        Take the next starts of the environments whose episodes have ended with the present step.
-
-        :param ended: Their indices, as the outermost wrapper has them
-        """
+        """Take the next starts of the environments whose episodes have ended with the step, says the outermost wrapper."""
         restarted, self._restarted = [env_idx for env_idx, _ in self._restarted], []
         if self.share_starts and sorted(restarted) != ended:
             self._share_no_longer("A wrapper ends episodes where no environment below it is reset, or hides such ends")
@@ -167,8 +162,8 @@ class SeededVecEnv:
 
     def action_masks(self) -> np.ndarray:
         """
-        :return: The choices that each environment allows now, see :mod:`sb3_grpo.masks`, shape ``(n_envs, n_choices)``
-        :raises ValueError: If a mask has another number of entries, or allows nothing
+        :return: The choices that each environment allows now, see :mod:`sb3_grpo.masks`, shape ``(n_envs, n_choices)``. A
+            ``ValueError`` names an environment whose mask has another number of entries, or allows nothing
         """
         masks = checked_masks(self.env.env_method("action_masks"), choices_of(self.env.action_space))
         if isinstance(masks, tuple):
@@ -254,10 +249,7 @@ class SeededVecEnv:
         self.adapter.step_async(actions)
 
     def step_wait(self) -> VecEnvStepReturn:
-        """
-        :return: Observations, rewards, dones and infos. The observations of environments that are done are those of the reset
-        :raises EnvironmentFault: If the process of an environment has ended, or its observation has another shape
-        """
+        """:return: A step of the base, with the observations of the reset for environments that are done"""
         return self._checked(self.adapter.step_wait(self._restart))
 
     def _checked(self, stepped: VecEnvStepReturn) -> VecEnvStepReturn:
