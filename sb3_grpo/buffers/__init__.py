@@ -49,10 +49,7 @@ BUFFERS: dict[str, type[GroupRolloutBuffer]] = {
 
 
 def resolve_buffer_class(buffer: str | type[GroupRolloutBuffer] | None) -> type[GroupRolloutBuffer]:
-    """
-    :return: The class of a buffer; ``kernel`` for ``None``
-    :raises ValueError: If there is no buffer of that name, or the class is not a :class:`GroupRolloutBuffer`
-    """
+    """:return: The class of a buffer; ``kernel`` for ``None``. A ``ValueError`` says what else to pass"""
     if buffer is None:
         return KernelRolloutBuffer
     if isinstance(buffer, str) and buffer in BUFFERS:
