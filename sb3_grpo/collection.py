@@ -22,17 +22,9 @@ from sb3_grpo.vec_wrappers import INSIDE_WORKERS, data_changing_wrapper
 
 class EnvStep(NamedTuple):
     """
-    One step of all environments.
-
-    :param actions: Actions as sampled, shape ``(n_envs, *action_shape)``
-    :param log_probs: Log-probabilities of the actions, shape ``(n_envs,)``
-    :param position: Where the environments were before the step
-    :param new_obs: Observations after the step, shape ``(n_envs, *obs_shape)`` or a dict of such
-    :param rewards: Rewards, shape ``(n_envs,)``
-    :param dones: Whether the episode ended, shape ``(n_envs,)``
-    :param optional: Further :class:`~sb3_grpo.buffers.Columns` by name: with masks ``action_masks``, shape
-        ``(n_envs, n_choices)``
-    :param infos: Info of each environment
+    One step of all environments: actions as sampled and their log-probabilities, where the environments were before the step,
+    what it returned, and further :class:`~sb3_grpo.buffers.Columns` by name, such as ``action_masks`` with masks. The first
+    axis of all arrays is that of environments; ``infos`` come last.
     """
 
     actions: np.ndarray
@@ -59,9 +51,8 @@ def collect(
 ) -> bool:
     """
     Fill the buffer. The local names are those of SB3's ``collect_rollouts``, ``self`` among them, because callbacks read them.
+    ``starts`` is the layer through which the environments are reset and stepped.
 
-    :param self: The algorithm
-    :param starts: The layer through which the environments are reset and stepped
     :return: False if the callback asked to stop; the last step is kept
     :raises ValueError: If an observation, a reward or the output of the policy is not finite
     :raises RuntimeError: If the callback resets the environments
@@ -145,10 +136,8 @@ def prepare_starts(
     ledger: Ledger, starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool
 ) -> dict[str, float]:
     """
-    Prepare the starts to come after a rollout: their number in a group, and which of them are repeated.
-
-    :param chooses_group_size: Whether the group size is that which the buffer suggests
-    :return: What the log says about starts; nothing if they are not shared
+    Prepare the starts to come after a rollout: their number in a group, if it is the one that the buffer suggests, and which
+    of them are repeated. The result is what the log says about starts, nothing if they are not shared.
     """
     if ledger.choice.share > 0.0 and starts.share_starts and starts.mismatches == 0:
         ledger.record(rollout_buffer.group_returns)
@@ -199,14 +188,13 @@ def run_policy(
     num_timesteps: int,
 ) -> Iterator[ActedStep]:
     """
-    Let a policy act in the environments of this process.
+    Let a policy act in the environments of this process, and yield each step once it is taken.
 
     :param starts: The layer through which the environments are reset and stepped
     :param obs: Present observations
     :param sde_sample_freq: Number of steps between two noise samples of gSDE; -1 for one sample per rollout
     :param uses_masks: Whether the environments say which actions they allow
     :param num_timesteps: Number of transitions before the first step, for messages
-    :return: The steps, each taken when it is asked for
     :raises ValueError: If the output of the policy is not finite
     """
     policy.set_training_mode(False)
@@ -221,19 +209,13 @@ def run_policy(
         obs_tensor = th.from_numpy(obs) if shares_memory else obs_as_tensor(obs, device)  # type: ignore[arg-type]
         optional = {"action_masks": starts.action_masks()} if uses_masks else {}
         sampled, log_probs = act(obs, obs_tensor, **optional)
-        check_policy_output(log_probs, num_timesteps + n * n_envs)
+        if not math.isfinite(sum(log_probs.tolist())):  # in less time than a call of torch
+            raise ValueError(
+                f"The output of the policy is not finite after {num_timesteps + n * n_envs} timesteps: the sampled actions "
+                f"have log-probabilities {log_probs.tolist()}. Check the weights and the features extractor."
+            )
         clipped = policy.within_bounds(sampled)
         position = starts.ledger.position
         # A copy, because an environment may change the action that it is given.
         obs, rewards, dones, infos = starts.step_all(clipped.copy())
         yield obs_tensor, clipped, EnvStep(sampled, log_probs, position, obs, rewards, dones, optional, infos)
-
-
-def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
-    """Raise a ``ValueError`` if a log-probability of a sampled action, shape ``(n_envs,)``, is NaN or infinite."""
-    # Adding up a list in Python takes less time than calling torch.
-    if not math.isfinite(sum(log_probs.tolist())):
-        raise ValueError(
-            f"The output of the policy is not finite after {num_timesteps} timesteps: the sampled actions have "
-            f"log-probabilities {log_probs.tolist()}. Check the weights and the features extractor."
-        )

@@ -21,9 +21,6 @@ class DeterministicActor(nn.Module):
     """
     The actions that ``predict(deterministic=True)`` gives, from tensors to tensors. The distributions of torch are left out,
     because their checks of arguments cannot be exported.
-
-    :param policy: Policy
-    :param is_masked: Whether action masks come as the last argument
     """
 
     low: th.Tensor

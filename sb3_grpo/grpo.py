@@ -396,11 +396,10 @@ class GRPO(PersistentAlgorithm):
         n_rollout_steps: int,
     ) -> bool:
         """
-        Collect ``n_rollout_steps`` steps of each environment, and form the update.
+        Collect ``n_rollout_steps`` steps of each environment, and form the update, as :func:`~sb3_grpo.collection.collect`
+        says.
 
         :return: False if the callback asked to stop; the last step is kept
-        :raises ValueError: If a number is not finite, or if a setting was changed that cannot be changed
-        :raises RuntimeError: If a callback resets the training environment in the course of the rollout
         """
         assert self.ledger is not None
         self._take_up_changes()
@@ -477,11 +476,10 @@ class GRPO(PersistentAlgorithm):
         if hasattr(self.policy, "log_std"):
             self.logger.record("train/std", th.exp(self.policy.log_std).mean().item())
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-        if report.natural is not None:
-            return
-        self.logger.record("train/clip_range", objective.clip_range.low)
-        if self.objective.clip_range_high is not None:
-            self.logger.record("train/clip_range_high", objective.clip_range.high)
+        if report.natural is None:
+            self.logger.record("train/clip_range", objective.clip_range.low)
+            if self.objective.clip_range_high is not None:
+                self.logger.record("train/clip_range_high", objective.clip_range.high)
 
     def _log(self, prefix: str, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

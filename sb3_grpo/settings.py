@@ -229,9 +229,8 @@ def describe_settings(
     )
 
 
-#: Arguments that only clipped updates use
+#: Arguments of GRPO, and of the policy, that only clipped updates use
 CLIPPED_ONLY = ("learning_rate", "batch_size", "n_epochs", "clip_range", "max_grad_norm")
-#: Policy arguments that only clipped updates use
 OPTIMIZER_OPTIONS = {"optimizer_class", "optimizer_kwargs", "lr_follows_std"}
 
 
@@ -239,10 +238,8 @@ def chosen_update_rule(
     settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], is_continuous: bool, has_boards: bool
 ) -> losses.UpdateRule:
     """
-    :param settings: Arguments of GRPO by name, with the class of the buffer and the options of the objective
-    :param parameters: Parameters of its constructor by name, with their defaults
     :return: The update rule that suits the buffer and the spaces, but ``"clipped"`` if an argument has been set that would
-        have no effect otherwise, or with gSDE
+        have no effect otherwise, or with gSDE. ``settings`` has the class of the buffer and the options of the objective
     """
     objective: ObjectiveOptions = settings["objective"]
     is_default = all(settings[name] == parameters[name].default for name in CLIPPED_ONLY)

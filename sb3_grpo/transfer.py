@@ -35,9 +35,8 @@ def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib
     matrices of the target are sampled again from the copied ``log_std``.
 
     The copy maps the same observations to the same actions. If the source standardises observations and the target does not,
-    the statistics become part of the first layer, which does not clip. If only the target does, it no longer does so.
-
-    The learning rate of a GRPO target then falls with the copied ``log_std``, relative to the initial one of the target
+    the statistics become part of the first layer, which does not clip. If only the target does, it no longer does so. The
+    learning rate of a GRPO target then falls with the copied ``log_std``, relative to the initial one of the target
     (``lr_follows_std``).
 
     Not copied are the state of the optimizer and the statistics of a ``VecNormalize``. Only names and shapes of weights are
@@ -128,10 +127,8 @@ def _policy_of(model: HasPolicy | BasePolicy, argument: str) -> nn.Module:
 
 def _fold_statistics(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
     """
-    Make the standardisation of observations a part of the first layer: ``W (s (x - m)) + b = (W s) x + (b - W s m)``.
-
-    :return: State dict of the same actor without standardisation; the argument if the first layer does not see the
-        observations themselves, or if more than the first layer does
+    Make the standardisation of observations a part of the first layer: ``W (s (x - m)) + b = (W s) x + (b - W s m)``. If that
+    layer does not see the observations themselves, or another sees them too, the state stays as it is.
     """
     shift, scale = state[f"{_NORMALIZER}shift"], state[f"{_NORMALIZER}scale"]
     first = "policy_net.0" if "policy_net.0.weight" in state else "action_net"

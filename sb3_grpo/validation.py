@@ -101,11 +101,8 @@ def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 def check_environment(env: Any, uses_masks: bool = False) -> None:
     """
-    Warn of action masks that are ignored.
-
-    :param env: Environment, as it is passed to a model
-    :param uses_masks: Whether the model uses action masks
-    :raises ValueError: If it is no object of an environment, or if no policy can act in its spaces
+    Raise a ``ValueError`` if it is no object of an environment, or if no policy can act in its spaces. Warn of action masks
+    that are ignored.
     """
     if isinstance(env, type) or not hasattr(env, "action_space"):
         raise ValueError(
@@ -174,10 +171,7 @@ def check_step(
 ) -> None:
     """
     Raise a ``ValueError`` if a step returned a number that is NaN or infinite. The final observations of truncated episodes,
-    which a baseline evaluates, are in ``infos``.
-
-    :param num_timesteps: Number of timesteps before the step
-    :param steps: Number of steps that each environment had taken in its episode before, shape ``(n_envs,)``
+    which a baseline evaluates, are in ``infos``. The last arguments are those of :func:`check_finite`, before the step.
     """
     check_finite("observation", observations, num_timesteps, steps)
     check_finite("reward", rewards, num_timesteps, steps)
@@ -190,12 +184,12 @@ def check_step(
 
 def check_finite(what: str, values: Any, num_timesteps: int, steps: np.ndarray | None = None, first_env: int = 0) -> None:
     """
+    Raise a ``ValueError`` if a number is NaN or infinite; the message names the environment.
+
     :param what: Name of the values in the message
-    :param values: One entry per environment: an array, or a dict of arrays
+    :param values: One entry per environment, of which the first has the index ``first_env``: an array, or a dict of arrays
     :param num_timesteps: Number of timesteps so far
     :param steps: Number of steps that each environment had taken in its episode, shape ``(n_envs,)``; ``None`` at a reset
-    :param first_env: Index of the environment of the first entry
-    :raises ValueError: If a number is NaN or infinite; the message names the environment
     """
     for key, array in observation_parts(values).items():
         if array.dtype.kind == "f" and np.count_nonzero(np.isfinite(array)) < array.size:
@@ -204,6 +198,5 @@ def check_finite(what: str, values: Any, num_timesteps: int, steps: np.ndarray |
             when = "the reset" if steps is None else f"step {steps[row] + 1} of its episode"
             raise ValueError(
                 f"Environment {first_env + row} returned a non-finite {what}{where} in {when}, after {num_timesteps} "
-                f"timesteps: {array[row]}. It was not used for learning, so the model can be saved. Fix the environment and "
-                "continue with `set_env`."
+                f"timesteps: {array[row]}. It was not used for learning: save the model, or continue with `set_env`."
             )

@@ -96,8 +96,7 @@ class GRPOExperimentManager(ExperimentManager):
 
 def processed(hyperparams: dict[str, Any]) -> dict[str, Any]:
     """
-    :return: An entry of a hyperparameter file as rl-zoo3 and GRPO take it
-    :raises ValueError: If rl-zoo3 could not use one of the values; the message names its key
+    :return: An entry of a hyperparameter file as rl-zoo3 and GRPO take it. A ``ValueError`` names the key of a wrong value
     """
     hyperparams = {name: plain_value(value) for name, value in hyperparams.items()}
     for name in EVALUATED:
