@@ -1,6 +1,8 @@
-"""The vectorised environment, which replaces workers that are lost."""
+"""The vectorised environment, which replaces workers that are lost, and the connection to a cluster."""
 
+import logging
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +20,6 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
 from sb3_grpo.collection import ActedStep, EnvStep
-from sb3_grpo.distributed.cluster import connect
 from sb3_grpo.distributed.worker import Description, RolloutWorker, merged
 from sb3_grpo.observations import map_observations, same_values, take_observations
 from sb3_grpo.persistence import VERSION
@@ -26,10 +27,8 @@ from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import EnvironmentFault, Position, RolloutLost, SeededVecEnv
 from sb3_grpo.validation import require_at_least, require_positive
 
-#: How long to wait for a new worker.
-START_TIMEOUT_S = 120.0
-#: How long to wait until environments are closed.
-CLOSE_TIMEOUT_S = 5.0
+#: How long to wait until the address of a cluster answers, for a new worker, and until environments are closed.
+CONNECT_TIMEOUT_S, START_TIMEOUT_S, CLOSE_TIMEOUT_S = 5.0, 120.0, 5.0
 
 
 class RayVecEnv(VecEnv):
@@ -355,4 +354,30 @@ def _pickled(env_fn: Callable[[], gym.Env], env_idx: int) -> bytes:
         raise ValueError(
             f"Environment {env_idx} cannot be sent to a worker, because {env_fn!r} cannot be pickled "
             f"({type(error).__name__}: {error}). Construct what it needs inside the function."
+        ) from error
+
+
+def connect(address: str | None = None) -> None:
+    """
+    Connect to a cluster, or start one on this machine if there is no address, unless the script has done so. Raise a
+    ``ConnectionError`` if the address does not answer.
+    """
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.WARNING)
+    if address is None:
+        # All connections stay within this machine. Workers share its cores, as the processes of a SubprocVecEnv do.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # "local", because Ray would look for other clusters without an address, and fail where it finds one
+        ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, **quiet)
+        return
+    try:
+        host, _, port = address.rpartition(":")
+        if host and "//" not in address:
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+        ray.init(address, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConnectionError(
+            f"No Ray cluster answers at {address!r} ({error.__cause__ or error}). Start one with `ray start --head`, or leave "
+            "`address` out for a cluster on this machine alone."
         ) from error

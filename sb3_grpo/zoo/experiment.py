@@ -1,4 +1,4 @@
-"""rl-zoo3's experiment manager, adapted to an algorithm of a plugin."""
+"""rl-zoo3's experiment manager, adapted to the algorithms of a plugin, and their registration."""
 
 import os
 import re
@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import rl_zoo3.exp_manager
+import rl_zoo3.train
+import rl_zoo3.utils
 from rl_zoo3.exp_manager import ExperimentManager
+from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
+from sb3_grpo import GRPO, MaskableGRPO
 from sb3_grpo.validation import require_at_least
+from sb3_grpo.zoo.search import convert_grpo_params, sample_grpo_params
 
 #: Names of the algorithms of this package in rl-zoo3
 ALGO, MASKED_ALGO = "grpo", "grpo_mask"
@@ -135,3 +140,27 @@ def plain_value(value: Any, words: dict[str, Any] = WORDS) -> Any:
         except ValueError:
             return value
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def register(ray: dict[str, Any] | None = None) -> None:
+    """
+    Add ``grpo``, and ``grpo_mask`` for :class:`~sb3_grpo.MaskableGRPO`, to the algorithms of rl-zoo3 and to its hyperparameter
+    search, before a function of rl-zoo3 parses its arguments::
+
+        from rl_zoo3.train import train
+        from sb3_grpo.zoo import register
+
+        register()
+        train()
+
+    :param ray: Keyword arguments of the :class:`~sb3_grpo.distributed.RayVecEnv` to train in, such as
+        ``dict(n_workers=2)``; ``None`` to train as ``--vec-env`` says
+    """
+    # All modules of rl-zoo3 share these dicts.
+    for name, algorithm in ((ALGO, GRPO), (MASKED_ALGO, MaskableGRPO)):
+        rl_zoo3.utils.ALGOS[name] = algorithm
+        HYPERPARAMS_SAMPLER[name] = sample_grpo_params
+        HYPERPARAMS_CONVERTER[name] = convert_grpo_params
+    GRPOExperimentManager.ray = ray
+    if rl_zoo3.train.ExperimentManager is ExperimentManager:  # and not a manager of the user's own
+        rl_zoo3.train.ExperimentManager = GRPOExperimentManager  # type: ignore[misc]
