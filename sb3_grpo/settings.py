@@ -1,5 +1,6 @@
 """GRPO's arguments: checks, and the choice of those that were left open."""
 
+import difflib
 import inspect
 import math
 import re
@@ -18,7 +19,6 @@ from sb3_grpo.buffers import BUFFERS, GroupRolloutBuffer, buffer_options
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.validation import (
     constructor_arguments,
-    refuse_unknown_arguments,
     require_at_least,
     require_between,
     require_bool,
@@ -124,7 +124,7 @@ class ObjectiveOptions:
         require_mapping("objective", options)
         accepted = inspect.signature(cls).parameters
         places = dict.fromkeys(accepted, "objective") | dict.fromkeys(parameters, "")
-        refuse_unknown_arguments("The objective", options, accepted, _hints(options, places))
+        _refuse_unknown("The objective", options, accepted, places)
         return cls(**options)
 
 
@@ -133,20 +133,28 @@ def refuse_arguments(arguments: Mapping[str, Any], accepted: Iterable[str]) -> N
     places = {name: "rollout_buffer_kwargs" for buffer_class in BUFFERS.values() for name in buffer_options(buffer_class)}
     places |= dict.fromkeys(constructor_arguments(ActorPolicy), "policy_kwargs")
     places |= dict.fromkeys(inspect.signature(ObjectiveOptions).parameters, "objective") | dict.fromkeys(accepted, "")
-    refuse_unknown_arguments("GRPO", arguments, accepted, _hints(arguments, places))
+    _refuse_unknown("GRPO", arguments, accepted, places)
 
 
-def _hints(arguments: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, str]:
-    """:return: What to write instead of arguments, with the names that GRPO or one of its dictionaries, a place, takes"""
-    hints = dict(ELSEWHERE)
-    for given, value in arguments.items():
-        name = OTHER_NAMES.get(given, given)
+def _refuse_unknown(taker: str, arguments: Mapping[str, Any], accepted: Iterable[str], places: Mapping[str, str]) -> None:
+    """
+    Raise a ``TypeError`` for an argument that is not accepted. It says what to write instead, with the names that GRPO or one
+    of its dictionaries, a place, takes.
+    """
+    accepted = sorted(accepted)
+    for given in (each for each in arguments if each not in accepted):
+        name, written = OTHER_NAMES.get(given, given), f"{OTHER_NAMES.get(given, given)}={arguments[given]!r}"
         if name in places:
-            written = f"{name}={value!r}"
-            hints[given] = f"write `GRPO(..., {f'{places[name]}=dict({written})' if places[name] else written})`."
+            hint = f"write `GRPO(..., {f'{places[name]}=dict({written})' if places[name] else written})`."
         elif CRITIC_NAMES.search(str(name)):
-            hints[given] = "GRPO has no value network, so leave it out."
-    return hints
+            hint = "GRPO has no value network, so leave it out."
+        elif given in ELSEWHERE:
+            hint = ELSEWHERE[given]
+        elif similar := difflib.get_close_matches(str(given), accepted, 1, 0.8):
+            hint = f"did you mean `{similar[0]}`?"
+        else:
+            hint = f"it takes {', '.join(each for each in accepted if each[0] != '_')}."
+        raise TypeError(f"{taker} does not take `{given}={arguments[given]!r}`: {hint}")
 
 
 def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
@@ -175,11 +183,9 @@ def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.
     """
     policy_class, buffer_class = settings["policy_class"], settings["rollout_buffer_class"]
     of_policy = constructor_arguments(policy_class)
-    for taker, kwargs, accepted in (
-        (policy_class, settings["policy_kwargs"], of_policy - GIVEN_TO_POLICY),
-        (buffer_class, settings["rollout_buffer_kwargs"], buffer_options(buffer_class)),
-    ):
-        refuse_unknown_arguments(taker.__name__, kwargs, accepted, _hints(kwargs, dict.fromkeys(parameters, "")))
+    places = dict.fromkeys(parameters, "")
+    _refuse_unknown(policy_class.__name__, settings["policy_kwargs"], of_policy - GIVEN_TO_POLICY, places)
+    _refuse_unknown(buffer_class.__name__, settings["rollout_buffer_kwargs"], buffer_options(buffer_class), places)
     if standardises and "normalize_observations" not in of_policy:
         raise ValueError(
             f"`{policy_class.__name__}` takes no `normalize_observations`, so it cannot standardise observations: let its "

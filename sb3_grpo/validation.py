@@ -1,6 +1,5 @@
 """Checks of arguments, and of the numbers that environments return. Messages quote the value and say what to do."""
 
-import difflib
 import inspect
 import math
 import warnings
@@ -19,18 +18,6 @@ from sb3_grpo.observations import observation_parts, space_parts
 MAX_ACTION_RANGE = 1e9
 #: Spaces that SB3's networks can read
 READABLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-
-
-def refuse_unknown_arguments(
-    taker: str, arguments: Mapping[str, Any], accepted: Iterable[str], hints: Mapping[str, str]
-) -> None:
-    """Raise a ``TypeError`` for an argument that is not accepted. It says what to write instead."""
-    accepted = sorted(accepted)
-    for name in (each for each in arguments if each not in accepted):
-        similar = difflib.get_close_matches(str(name), accepted, 1, 0.8)
-        public = ", ".join(each for each in accepted if each[0] != "_")
-        hint = hints.get(name, f"did you mean `{similar[0]}`?" if similar else f"it takes {public}.")
-        raise TypeError(f"{taker} does not take `{name}={arguments[name]!r}`: {hint}")
 
 
 def constructor_arguments(cls: type) -> set[str]:
