@@ -74,7 +74,7 @@ def collect(
         obs_tensor, clipped_actions, step = each
         actions, log_probs, position, new_obs, rewards, dones, optional, infos = step
         action_masks = optional.get("action_masks")
-        check_step(new_obs, rewards, dones, infos, self.num_timesteps, position.steps)
+        check_step((new_obs, rewards, dones, infos), self.num_timesteps, position.steps)
 
         self.num_timesteps += env.num_envs
 

@@ -195,7 +195,7 @@ def importance_weighted(estimate: th.Tensor, log_prob: th.Tensor, old_log_prob: 
     and in gradient.
 
     :func:`k1` needs this weight in a loss. Without it, its gradient is that of ``log pi``, which does not depend on the
-        reference and is zero in expectation (Tang & Munos 2025, https://arxiv.org/abs/2506.09477).
+    reference and is zero in expectation (Tang & Munos 2025, https://arxiv.org/abs/2506.09477).
     """
     return th.exp(th.clamp(log_prob - old_log_prob, max=MAX_LOG_RATIO)) * estimate
 

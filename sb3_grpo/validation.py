@@ -3,13 +3,14 @@
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from sb3_grpo.observations import observation_parts, space_parts
 
@@ -148,18 +149,12 @@ def _has_action_masks(env: Any) -> bool:
         return False
 
 
-def check_step(
-    observations: Any,
-    rewards: np.ndarray,
-    dones: np.ndarray,
-    infos: Sequence[dict[str, Any]],
-    num_timesteps: int,
-    steps: np.ndarray,
-) -> None:
+def check_step(stepped: VecEnvStepReturn, num_timesteps: int, steps: np.ndarray) -> None:
     """
     Raise a ``ValueError`` if a step returned a number that is NaN or infinite. The final observations of truncated episodes,
-    which a baseline evaluates, are in ``infos``. The last arguments are those of :func:`check_finite`, before the step.
+    which a baseline evaluates, are in the infos. The other arguments are those of :func:`check_finite`, before the step.
     """
+    observations, rewards, dones, infos = stepped
     check_finite("observation", observations, num_timesteps, steps)
     check_finite("reward", rewards, num_timesteps, steps)
     for env in np.flatnonzero(dones).tolist() if np.count_nonzero(dones) else ():

@@ -83,9 +83,9 @@ class RayVecEnv(VecEnv):
         self._slices = [slice(first, last) for first, last in zip(firsts, [*firsts[1:], n_envs], strict=True)]
         self._env_fns = [pickled[own] for own in self._slices]
         self._n_lost = [0] * self.n_workers  # since the last transitions
-        started = [self._start_worker(w) for w in range(self.n_workers)]
-        self._workers = [worker for worker, _ in started]
-        self._described = [self._await_description(w, building) for w, (_, building) in enumerate(started)]
+        self._workers: dict[int, Any] = {}
+        self._described: dict[int, Description] = {}
+        self._start(*range(self.n_workers))
         # What a new worker needs: the seed of each environment's last reset, None if that cannot be repeated, its number of
         # steps since, the latest actions of all environments, and values that `set_attr` has set, by name and environment
         self._start_seeds: list[int | None] = [None] * n_envs
@@ -103,33 +103,33 @@ class RayVecEnv(VecEnv):
     @property
     def worker_pids(self) -> list[int]:
         """Process id of each worker, on its own machine."""
-        return [described.pid for described in self._described]
+        return [described.pid for described in self._described.values()]
 
     @property
     def worker_nodes(self) -> list[str]:
         """IP address of the machine of each worker."""
-        return [described.node for described in self._described]
+        return [described.node for described in self._described.values()]
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def _start_worker(self, w: int) -> tuple[Any, Any]:
-        """:return: The worker, and the reference of its description"""
+    def _start(self, *workers: int) -> None:
+        """Start workers, all at the same time, and wait until they have built their environments."""
         # Workers on a single machine share its cores, as processes do. On many, they have one CPU each, and SPREAD keeps them
         # from crowding on one machine.
         n_cpus = 1 if len(ray.nodes()) > 1 else 0
         options = dict(num_cpus=n_cpus, max_restarts=0, scheduling_strategy="SPREAD")
-        worker: Any = ray.remote(RolloutWorker).options(**options).remote(self._slices[w].start)
         path = [folder or os.getcwd() for folder in sys.path]  # as `multiprocessing` hands it on
-        return worker, worker.build.remote(self._env_fns[w], VERSION, path)
-
-    def _await_description(self, w: int, building: Any) -> Description:
-        try:
-            return self._wait(building, START_TIMEOUT_S)
-        except GetTimeoutError as error:
-            raise RuntimeError(
-                f"Worker {w} has not started within {START_TIMEOUT_S:g} s. Either its environments take longer to build, or "
-                "there are too few CPUs, because on several machines each worker needs one: pass a smaller `n_workers`."
-            ) from error
+        for w in workers:
+            self._workers[w] = ray.remote(RolloutWorker).options(**options).remote(self._slices[w].start)
+        building = [self._workers[w].build.remote(self._env_fns[w], VERSION, path) for w in workers]
+        for w, reference in zip(workers, building, strict=True):
+            try:
+                self._described[w] = self._wait(reference, START_TIMEOUT_S)
+            except GetTimeoutError as error:
+                raise RuntimeError(
+                    f"Worker {w} has not started within {START_TIMEOUT_S:g} s. Either its environments take longer to build, "
+                    "or there are too few CPUs, because on several machines each worker needs one: pass a smaller `n_workers`."
+                ) from error
 
     def _wait(self, reference: Any, timeout: float) -> Any:
         """Wait for an answer. Errors of environments are raised as they are; a ``RayError`` says that the worker is lost."""
@@ -179,9 +179,8 @@ class RayVecEnv(VecEnv):
         if self._n_lost[w] > self.max_retries:
             raise EnvironmentFault(own.start, what) from error
         ray.kill(self._workers[w])
-        self._workers[w], building = self._start_worker(w)
         try:
-            self._described[w] = self._await_description(w, building)
+            self._start(w)
             for (name, env_idx), value in self._attributes.items():
                 if self.worker_of_env[env_idx] == w:
                     arguments = (name, value, [env_idx - own.start])
@@ -256,9 +255,9 @@ class RayVecEnv(VecEnv):
         if self._closed:
             return
         self._closed = True
-        closing = [worker.run.remote("close", (), {}) for worker in self._workers]
+        closing = [worker.run.remote("close", (), {}) for worker in self._workers.values()]
         ray.wait(closing, num_returns=self.n_workers, timeout=CLOSE_TIMEOUT_S)
-        for worker in self._workers:
+        for worker in self._workers.values():
             ray.kill(worker)
 
     def _call_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:

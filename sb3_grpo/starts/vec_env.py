@@ -253,12 +253,12 @@ class SeededVecEnv:
         return self._checked(self.adapter.step_wait(self._restart))
 
     def _checked(self, stepped: VecEnvStepReturn) -> VecEnvStepReturn:
-        observations, rewards, dones, infos = stepped
+        observations, _, dones, _ = stepped
         for env_idx, group in self._restarted:
             if dones[env_idx]:
                 self._verify(env_idx, group, observations)
         if self._checks:
-            check_step(observations, rewards, dones, infos, self.num_timesteps, self.ledger.position.steps)
+            check_step(stepped, self.num_timesteps, self.ledger.position.steps)
         self.num_timesteps += self.venv.num_envs
         return stepped
 
