@@ -363,9 +363,7 @@ class GRPO(PersistentAlgorithm):
             )
         buffer, rule = self.rollout_buffer, self.update_rule
         normalizers = {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None}
-        described = settings.describe_settings(
-            buffer, self.ledger.group_size, starts.share_starts, self.n_steps * self.n_envs, rule, normalizers
-        )
+        described = settings.describe_settings(buffer, self.ledger.group_size, starts.share_starts, rule, normalizers)
         # What is not compiled yet is compiled here, before the clock of the first rollout runs.
         described += "\n" + describe_choice(self.policy, self._objective(), buffer, rule, self.verbose)
         if self.verbose >= 1 and self._printed_settings != described:

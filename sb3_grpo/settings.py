@@ -13,20 +13,10 @@ import gymnasium as gym
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_grpo import losses
+from sb3_grpo import losses, validation
 from sb3_grpo.arithmetic.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference
 from sb3_grpo.buffers import BUFFERS, GroupRolloutBuffer, buffer_options
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.validation import (
-    constructor_arguments,
-    require_at_least,
-    require_between,
-    require_bool,
-    require_mapping,
-    require_one_of,
-    require_positive,
-    require_schedule,
-)
 
 #: Arguments of GRPO by their names in other libraries
 OTHER_NAMES = {
@@ -55,20 +45,20 @@ CRITIC_NAMES = re.compile(r"(^|_)(vf|vloss|value|critic)(_|$)|share_features_ext
 
 #: Checks of values, their limits, and the arguments that they are for. ``None`` is accepted where it is the default.
 CHECKS: tuple[tuple[Callable[..., None], tuple[Any, ...], str], ...] = (
-    (require_schedule, (), "learning_rate clip_range clip_range_high"),
-    (require_at_least, (1,), "n_steps batch_size n_epochs"),
-    (require_at_least, (2,), "group_size"),
-    (require_at_least, (0,), "seed"),
-    (require_at_least, (-1,), "sde_sample_freq"),
-    (require_between, (0.0, 1.0), "gamma gae_lambda repeat_starts"),
-    (require_between, (0.0,), "kl_coef"),
-    (require_between, (-math.inf,), "ent_coef"),
-    (require_positive, (), "max_grad_norm target_kl adaptive_kl_target"),
-    (require_bool, (), "normalize_advantage share_starts use_sde normalize_observations"),
-    (require_mapping, (), "policy_kwargs rollout_buffer_kwargs"),
-    (require_one_of, (get_args(losses.ImportanceSamplingLevel),), "importance_sampling_level"),
-    (require_one_of, (get_args(losses.LossAggregation),), "loss_aggregation"),
-    (require_one_of, (get_args(losses.UpdateRule),), "update_rule"),
+    (validation.require_schedule, (), "learning_rate clip_range clip_range_high"),
+    (validation.require_at_least, (1,), "n_steps batch_size n_epochs"),
+    (validation.require_at_least, (2,), "group_size"),
+    (validation.require_at_least, (0,), "seed"),
+    (validation.require_at_least, (-1,), "sde_sample_freq"),
+    (validation.require_between, (0.0, 1.0), "gamma gae_lambda repeat_starts"),
+    (validation.require_between, (0.0,), "kl_coef"),
+    (validation.require_between, (-math.inf,), "ent_coef"),
+    (validation.require_positive, (), "max_grad_norm target_kl adaptive_kl_target"),
+    (validation.require_bool, (), "normalize_advantage share_starts use_sde normalize_observations"),
+    (validation.require_mapping, (), "policy_kwargs rollout_buffer_kwargs"),
+    (validation.require_one_of, (get_args(losses.ImportanceSamplingLevel),), "importance_sampling_level"),
+    (validation.require_one_of, (get_args(losses.LossAggregation),), "loss_aggregation"),
+    (validation.require_one_of, (get_args(losses.UpdateRule),), "update_rule"),
 )
 #: Arguments of a policy that GRPO gives it
 GIVEN_TO_POLICY = {"observation_space", "action_space", "lr_schedule", "use_sde", "normalize_observations"}
@@ -121,7 +111,7 @@ class ObjectiveOptions:
         if isinstance(objective, ObjectiveOptions):
             return objective
         options = {} if objective is None else objective
-        require_mapping("objective", options)
+        validation.require_mapping("objective", options)
         accepted = inspect.signature(cls).parameters
         places = dict.fromkeys(accepted, "objective") | dict.fromkeys(parameters, "")
         _refuse_unknown("The objective", options, accepted, places)
@@ -131,7 +121,7 @@ class ObjectiveOptions:
 def refuse_arguments(arguments: Mapping[str, Any], accepted: Iterable[str]) -> None:
     """Raise a ``TypeError`` for an argument that GRPO does not take, which says what to write instead."""
     places = {name: "rollout_buffer_kwargs" for buffer_class in BUFFERS.values() for name in buffer_options(buffer_class)}
-    places |= dict.fromkeys(constructor_arguments(ActorPolicy), "policy_kwargs")
+    places |= dict.fromkeys(validation.constructor_arguments(ActorPolicy), "policy_kwargs")
     places |= dict.fromkeys(inspect.signature(ObjectiveOptions).parameters, "objective") | dict.fromkeys(accepted, "")
     _refuse_unknown("GRPO", arguments, accepted, places)
 
@@ -182,7 +172,7 @@ def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.
     policy is to standardise observations and cannot.
     """
     policy_class, buffer_class = settings["policy_class"], settings["rollout_buffer_class"]
-    of_policy = constructor_arguments(policy_class)
+    of_policy = validation.constructor_arguments(policy_class)
     places = dict.fromkeys(parameters, "")
     _refuse_unknown(policy_class.__name__, settings["policy_kwargs"], of_policy - GIVEN_TO_POLICY, places)
     _refuse_unknown(buffer_class.__name__, settings["rollout_buffer_kwargs"], buffer_options(buffer_class), places)
@@ -218,20 +208,15 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[s
 
 
 def describe_settings(
-    buffer: GroupRolloutBuffer,
-    group_size: int,
-    shares_starts: bool,
-    rollout_size: int,
-    update_rule: losses.UpdateRule,
-    normalizers: Mapping[str, bool],
+    buffer: GroupRolloutBuffer, group_size: int, shares_starts: bool, update_rule: str, normalizers: Mapping[str, bool]
 ) -> str:
     """:return: The settings that depend on each other or on the environment, for the printed log"""
     names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
     used = " and by ".join(name for name, is_used in normalizers.items() if is_used)
     return (
         f"Using the {names.get(type(buffer), type(buffer).__name__)} buffer, groups of {group_size} "
-        f"({'shared' if shares_starts else 'independent'} starts), rollouts of {rollout_size} transitions, "
-        f"{update_rule} updates, observations {f'normalised by {used}' if used else 'not normalised'}"
+        f"({'shared' if shares_starts else 'independent'} starts), rollouts of {buffer.buffer_size * buffer.n_envs} "
+        f"transitions, {update_rule} updates, observations {f'normalised by {used}' if used else 'not normalised'}"
     )
 
 

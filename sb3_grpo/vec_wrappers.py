@@ -1,22 +1,12 @@
 """Which of SB3's wrappers around the environments change rewards, or what workers return."""
 
-from stable_baselines3.common.vec_env import (
-    VecCheckNan,
-    VecEnv,
-    VecEnvWrapper,
-    VecExtractDictObs,
-    VecFrameStack,
-    VecMonitor,
-    VecNormalize,
-    VecTransposeImage,
-    VecVideoRecorder,
-)
+from stable_baselines3.common import vec_env as sb3
+from stable_baselines3.common.vec_env import VecCheckNan, VecEnv, VecEnvWrapper, VecNormalize
 
-#: Wrappers that leave rewards as they are.
-KEEP_REWARDS = (VecCheckNan, VecExtractDictObs, VecFrameStack, VecMonitor, VecTransposeImage, VecVideoRecorder)
-
-#: Wrappers that leave it to the environments whether observations are finite.
-KEEP_FINITENESS = (VecCheckNan, VecFrameStack, VecMonitor, VecNormalize, VecTransposeImage)
+#: Wrappers that leave rewards as they are, and leave it to the environments whether observations are finite.
+KEEP_BOTH = (VecCheckNan, sb3.VecFrameStack, sb3.VecMonitor, sb3.VecTransposeImage)
+KEEP_REWARDS = (*KEEP_BOTH, sb3.VecExtractDictObs, sb3.VecVideoRecorder)
+KEEP_FINITENESS = (*KEEP_BOTH, VecNormalize)
 
 #: Wrappers that keep workers from collecting whole rollouts, and what to use inside the environments instead.
 INSIDE_WORKERS = {
