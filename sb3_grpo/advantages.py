@@ -69,11 +69,10 @@ def label_by_appearance(values: np.ndarray) -> np.ndarray:
 
 def batch_trajectories(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """
-    Distribute whole trajectories over minibatches. Each minibatch has as many as it needs to have ``batch_size`` transitions.
+    Distribute whole trajectories over minibatches, in an order that is a permutation of their labels. Each minibatch has as
+    many as it needs to have ``batch_size`` transitions; the last may have fewer.
 
     :param trajectories: Label of the trajectory of each transition
-    :param order: Order of the trajectories, a permutation of the labels, shape ``(m,)``
-    :param batch_size: Smallest number of transitions of a minibatch; the last may have fewer
     :return: Indices of the transitions of each minibatch
     """
     position = np.argsort(order)[trajectories]
@@ -242,10 +241,10 @@ def stepwise_advantages(
 def relative_advantages(advantages: np.ndarray, peers: np.ndarray, coefficient: np.ndarray | float) -> np.ndarray:
     """
     The relative term: ``A_i - c x_i``, where ``x_i`` is the mean advantage of the other members of the group at the same step.
+    Without peers, an advantage stays as it is.
 
     :param peers: Label of each transition: those at the same step of trajectories of the same group share it
     :param coefficient: ``c``, from 0 to 1, of each transition or one number
-    :return: Advantages; unchanged for a transition without peers
     """
     has_peers = np.bincount(peers)[peers] > 1
     # Not `A - c x`: with a coefficient of 1, tied members get exactly zero.

@@ -195,7 +195,6 @@ def run_policy(
     :param sde_sample_freq: Number of steps between two noise samples of gSDE; -1 for one sample per rollout
     :param uses_masks: Whether the environments say which actions they allow
     :param num_timesteps: Number of transitions before the first step, for messages
-    :raises ValueError: If the output of the policy is not finite
     """
     policy.set_training_mode(False)
     act, device, n_envs = choose_actor(policy), policy.device, starts.venv.num_envs

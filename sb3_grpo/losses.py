@@ -28,13 +28,8 @@ MAX_LOG_RATIO = 20.0
 
 class MinibatchLoss(NamedTuple):
     """
-    The loss of a minibatch, and its parts.
-
-    :param policy_gradient_loss: Mean of the clipped surrogate
-    :param log_ratio: ``log rho``
-    :param ratio: Importance ratios before clipping, of steps or of trajectories
-    :param entropy: Entropies of the policy, or their estimates
-    :param kl: Divergences from the reference, or their estimates; empty without a penalty
+    The loss of a minibatch, and its parts: the mean of the clipped surrogate, ``log rho``, the ratios before clipping (of
+    steps or of trajectories), entropies, and divergences from the reference, which are empty without a penalty.
     """
 
     loss: th.Tensor

@@ -34,10 +34,8 @@ def choices_of(action_space: spaces.Space) -> list[int]:
 
 def checked_masks(action_masks: Any, choices: Sequence[int]) -> np.ndarray | tuple[int, str]:
     """
-    :param action_masks: The mask of each of ``n`` environments
-    :param choices: Number of choices of each component of an action
-    :return: The masks, an array of booleans of shape ``(n, sum(choices))``, or the index of an environment and what is wrong
-        with its mask, a clause
+    :return: The masks of ``n`` environments, an array of booleans of shape ``(n, sum(choices))`` for the numbers of choices of
+        each component of an action, or the index of an environment and what is wrong with its mask, a clause
     """
     n_choices = sum(choices)
     try:

@@ -226,8 +226,8 @@ class ActorPolicy(BasePolicy):
 
     def largest_changes(self, parameters: Sequence[nn.Parameter], limit: float) -> th.Tensor:
         """
-        :return: Largest change of each of the ``m`` numbers in some parameters in a natural-gradient step, finite for log
-            standard deviations only, shape ``(m,)``. ``limit`` is that of the divergence per component of an action
+        :return: Largest change of each of ``m`` numbers in some parameters in a natural-gradient step with a limit of the
+            divergence per component of an action, finite for log standard deviations only, shape ``(m,)``
         """
         own = self.log_std_lr_factor * math.sqrt(LOG_STD_SHARE * limit)
         log_std = getattr(self, "log_std", None)
@@ -336,10 +336,8 @@ class ActorPolicy(BasePolicy):
         self, observations: np.ndarray | dict[str, np.ndarray], features_extractor: BaseFeaturesExtractor | None = None
     ) -> np.ndarray:
         """
-        Encode a batch of observations, shape ``(n, *obs_shape)`` or a dict of such.
-
-        :param features_extractor: Features extractor; ``None`` for that of the policy
-        :return: Features in double precision, shape ``(n, dim)``
+        :return: Features of observations, shape ``(n, *obs_shape)`` or a dict of such, in double precision, shape
+            ``(n, dim)``. They come from the features extractor of the policy if there is no other one
         """
         n_observations = len(next(iter(observations.values())) if isinstance(observations, dict) else observations)
         parts, size = [], self.encoding_batch()

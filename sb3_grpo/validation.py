@@ -166,11 +166,9 @@ def check_step(stepped: VecEnvStepReturn, num_timesteps: int, steps: np.ndarray)
 
 def check_finite(what: str, values: Any, num_timesteps: int, steps: np.ndarray | None = None, first_env: int = 0) -> None:
     """
-    Raise a ``ValueError`` if a number is NaN or infinite; the message names the environment.
+    Raise a ``ValueError`` if a number is NaN or infinite; the message names what it is, and the environment.
 
-    :param what: Name of the values in the message
     :param values: One entry per environment, of which the first has the index ``first_env``: an array, or a dict of arrays
-    :param num_timesteps: Number of timesteps so far
     :param steps: Number of steps that each environment had taken in its episode, shape ``(n_envs,)``; ``None`` at a reset
     """
     for key, array in observation_parts(values).items():

@@ -198,13 +198,9 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         **optional: np.ndarray,
     ) -> None:
         """
-        Store one step of all environments.
+        Store one step of all environments, which are the first axis of each array.
 
-        :param obs: Observations in which the actions were chosen, shape ``(n_envs, *obs_shape)`` or a dict of such
         :param action: Actions as sampled, before clipping, shape ``(n_envs, *action_shape)``
-        :param reward: Rewards, shape ``(n_envs,)``
-        :param done: Whether the episode ended with this step, shape ``(n_envs,)``
-        :param log_prob: Log-probabilities of the actions, shape ``(n_envs,)``
         :param position: Group, member and step of each environment before the step
         :param infos: Infos of the step, with ``terminal_observation`` and ``TimeLimit.truncated``
         :param optional: Columns that :meth:`keep` has announced, such as ``action_masks``, shape ``(n_envs, *shape)``
@@ -254,13 +250,11 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         loss_aggregation: losses.LossAggregation = "step",
     ) -> None:
         """
-        Form the update from a full rollout.
+        Form the update from a full rollout, for the policy that is about to be updated.
 
         :param last_obs: Observations after the last step, shape ``(n_envs, *obs_shape)`` or a dict of such
-        :param policy: The policy that is about to be updated
         :param open_groups: See :meth:`~sb3_grpo.starts.Ledger.open_groups`
         :param normalize_advantage: Whether to standardise the advantages, for buffers that do so
-        :param loss_aggregation: Mean by which transitions enter the loss, see :data:`~sb3_grpo.losses.LossAggregation`
         """
         self._rollout += 1
         self.open_groups = open_groups

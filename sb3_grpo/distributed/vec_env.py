@@ -301,12 +301,10 @@ class RayVecEnv(VecEnv):
         self, make_policy: Callable[[], ActorPolicy], policy: ActorPolicy, starts: SeededVecEnv, obs: VecEnvObs, *settings: Any
     ) -> Iterator[ActedStep]:
         """
-        Let the workers act by themselves. A worker that is lost is replaced, and does its part again.
-
-        :param make_policy: Function that makes a policy with the architecture of ``policy``
-        :param settings: The other arguments are those of :func:`~sb3_grpo.collection.run_policy`
-        :return: The steps of all environments, which have been taken
-        :raises RolloutLost: If a worker was lost, now or since the last rollout, and its environments cannot be brought back
+        Let the workers act by themselves, with policies from ``make_policy`` that have the weights of ``policy``, and yield
+        the steps of all environments. The other arguments are those of :func:`~sb3_grpo.collection.run_policy`.
+        ``RolloutLost`` says that a worker was lost, now or since the last rollout, and its environments cannot be brought
+        back.
         """
         ledger, seed = starts.ledger, int(th.randint(2**31 - 1, ()))
         # Once in the object store of each machine, however many workers are there

@@ -111,9 +111,9 @@ class RolloutWorker:
     ) -> tuple[EnvStep, Ledger, int, list[str]]:
         """
         Let a policy act, with a seed for its random numbers, and the other arguments of
-        :func:`~sb3_grpo.collection.run_policy`.
+        :func:`~sb3_grpo.collection.run_policy`. It comes as a pickled function that makes it, used if it is another one than
+        last time, and its weights.
 
-        :param policy: Pickled function that makes a policy, used if it is another one than last time, and weights
         :return: All steps in one, with the steps as the first axis of each array; the ledger, the number of starts that did
             not begin like their group's first member, and warnings
         """

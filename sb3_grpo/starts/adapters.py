@@ -70,12 +70,7 @@ class VecEnvAdapter:
         return seed
 
     def step(self, actions: np.ndarray, restart: Restart) -> VecEnvStepReturn:
-        """
-        Take a step as ``VecEnv.step`` does, which a class may define, and reset the environments that are done.
-
-        :param actions: Actions, shape ``(n_envs, *action_shape)``
-        :param restart: Gives the seed of the reset of an environment that is done
-        """
+        """Take a step as ``VecEnv.step`` does, which a class may define, and reset the environments that are done."""
         return self._with_resets(lambda: self.venv.step(actions), restart)
 
     def step_async(self, actions: np.ndarray) -> None:

@@ -16,13 +16,7 @@ from sb3_grpo.validation import require_at_least
 
 
 class Start(NamedTuple):
-    """
-    The start of one trajectory.
-
-    :param group: Number of its group, counted from 0 over the run
-    :param member: Number of the trajectory within the group, from 0
-    :param seed: Seed of the reset, the same for all members of a group
-    """
+    """The start of one trajectory: number of its group, from 0 over the run, number in the group, and seed of the reset."""
 
     group: int
     member: int

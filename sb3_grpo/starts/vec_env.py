@@ -101,11 +101,8 @@ class SeededVecEnv:
 
     def begin(self, reset: Callable[[], VecEnvObs]) -> VecEnvObs:
         """
-        Reset all environments, each with the seed of a new start.
-
-        :param reset: Resets them once, and returns their observations
-        :return: A copy of them
-        :raises ValueError: If a first observation is not finite
+        Reset all environments, each with the seed of a new start, with a function that resets them once. Return a copy of the
+        observations, or raise a ``ValueError`` if they are not finite.
         """
         n_envs = self.env.num_envs
         starts = self.ledger.begin_all(self.adapter.lanes if n_envs == self.venv.num_envs else [0] * n_envs)
@@ -190,9 +187,7 @@ class SeededVecEnv:
     def note_copies(self, rollout: Any, is_continuous: bool) -> None:
         """
         Warn if members of a group took the same actions after the first as long as both ran, which hardly happens by chance.
-
-        :param rollout: ``actions``, ``log_probs``, ``groups`` and ``steps`` in arrays of shape ``(n_envs, n_steps, ...)``
-        :param is_continuous: Whether log-probabilities are those of a density
+        If actions are continuous, log-probabilities are those of a density.
         """
         first: dict[int, tuple[int, int, int]] = {}
         for env_idx, steps in enumerate(rollout.steps):
