@@ -232,7 +232,7 @@ class GRPO(PersistentAlgorithm):
         self.clip_range = FloatSchedule(self.clip_range)
 
         saved_ledger, last_obs = self.ledger, self._last_obs
-        self.ledger = None
+        self.ledger = None  # type: ignore[assignment]  # SB3 makes one, if there is a seed
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
         by_default = {"group_size": self.group_size or DEFAULT_GROUP_SIZE, "horizon": settings.time_limit(self.env)}
         self.rollout_buffer_kwargs = {**by_default, **defaults.arguments, **user_kwargs[0]}
@@ -265,9 +265,9 @@ class GRPO(PersistentAlgorithm):
         self.clip_range = FloatSchedule(self.clip_range)
         for name in changed & {"gamma", "gae_lambda"}:
             setattr(self.rollout_buffer, name, getattr(self, name))
-        if "group_size" in changed and self.ledger is not None:
+        if "group_size" in changed:
             self.ledger.group_size = self.rollout_buffer.group_size = self.group_size or DEFAULT_GROUP_SIZE
-        if "repeat_starts" in changed and self.ledger is not None:
+        if "repeat_starts" in changed:
             self.ledger.choice.share = self.repeat_starts
         self._settings = self._current_settings()
 
@@ -335,7 +335,7 @@ class GRPO(PersistentAlgorithm):
         tb_log_name: str = "run",
         progress_bar: bool = False,
     ) -> tuple[int, BaseCallback]:
-        assert self.env is not None and self.ledger is not None
+        assert self.env is not None
         self._take_up_changes()
         starts, set_up = self._starts(self.env), super()._setup_learn
         result: list[Any] = []
@@ -373,7 +373,6 @@ class GRPO(PersistentAlgorithm):
 
     def _starts(self, env: VecEnv) -> SeededVecEnv:
         """:return: The layer through which the training environment is reset and stepped"""
-        assert self.ledger is not None
         layer = self._seeded_env
         if layer is None or layer.env is not env or layer.wants_shared_starts != self.share_starts:
             layer = self._seeded_env = SeededVecEnv(env, self.ledger, self.share_starts)
@@ -399,7 +398,6 @@ class GRPO(PersistentAlgorithm):
 
         :return: False if the callback asked to stop; the last step is kept
         """
-        assert self.ledger is not None
         self._take_up_changes()
         starts = self._starts(env)
         try:

@@ -115,7 +115,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     group_size: int | None
     repeat_starts: float
     #: Which start each environment runs, and the starts to come.
-    ledger: Ledger | None = None
+    ledger: Ledger = None  # type: ignore[assignment]  # until the model is set up
     # The arguments as they were last taken up, by name
     _settings: dict[str, Any]
     # What continuing a run needs beyond what SB3 saves, on the way from a file to the parts that are built later.
