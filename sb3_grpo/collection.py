@@ -84,7 +84,6 @@ def collect(
             warnings.warn(
                 f"Training ends after {self.num_timesteps} timesteps, because the callback {' or '.join(_names(callback))} "
                 "has returned None, which counts as False: return True to go on.",
-                UserWarning,
                 stacklevel=4,
             )
         if starts.was_reset:
@@ -95,16 +94,8 @@ def collect(
 
         self._update_info_buffer(*_of_fresh_starts(infos, dones, position.groups, self.ledger))
         n_steps += 1
-        rollout_buffer.add(
-            self._last_obs,
-            actions,
-            rewards if normalizer is None else normalizer.get_original_reward(),
-            dones,
-            log_probs,
-            position,
-            infos,
-            **optional,
-        )
+        stored = rewards if normalizer is None else normalizer.get_original_reward()
+        rollout_buffer.add(self._last_obs, actions, stored, dones, log_probs, position, infos, **optional)
         self._last_obs = new_obs
         self._last_episode_starts = dones
         if not continue_training:
@@ -132,13 +123,12 @@ def _of_fresh_starts(infos: list[Any], dones: np.ndarray, groups: np.ndarray, le
     return [info for env, info in enumerate(infos) if env not in repeats], np.delete(dones, repeats)
 
 
-def prepare_starts(
-    ledger: Ledger, starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool
-) -> dict[str, float]:
+def prepare_starts(starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool) -> dict[str, float]:
     """
     Prepare the starts to come after a rollout: their number in a group, if it is the one that the buffer suggests, and which
     of them are repeated. The result is what the log says about starts, nothing if they are not shared.
     """
+    ledger = starts.ledger
     if ledger.choice.share > 0.0 and starts.share_starts and starts.mismatches == 0:
         ledger.record(rollout_buffer.group_returns)
     else:  # a start that differs each time cannot be repeated either
@@ -174,7 +164,7 @@ def _run_in_workers(self: Any, starts: SeededVecEnv, *settings: Any) -> Iterator
             return run(recipe, self.policy, starts, self._last_obs, *settings)
         except RolloutLost as error:
             env_idx, what = error.args
-            warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
+            warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", stacklevel=2)
             self._begin_episodes(starts, starts.env.reset)
 
 

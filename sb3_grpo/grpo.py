@@ -422,7 +422,7 @@ class GRPO(PersistentAlgorithm):
             starts.release()
         if starts.share_starts and not self.use_sde:  # whose noise may be one for the whole rollout
             starts.note_copies(rollout_buffer, isinstance(self.action_space, spaces.Box))
-        start_metrics = prepare_starts(self.ledger, starts, rollout_buffer, self.group_size is None)
+        start_metrics = prepare_starts(starts, rollout_buffer, self.group_size is None)
         self._log("rollout/", {**rollout_buffer.metrics, **start_metrics})
 
         callback.update_locals(locals())

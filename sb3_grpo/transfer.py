@@ -81,7 +81,6 @@ def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib
         warnings.warn(
             "The source is a MaskablePPO, and the copied actor runs without its masks: it may choose actions that were masked "
             "in training.",
-            UserWarning,
             stacklevel=2,
         )
     actor = {key: theirs[name] for key in target_state if (name := _name_in_actor(key)) is not None}

@@ -110,7 +110,6 @@ def check_environment(env: Any, uses_masks: bool = False) -> None:
         warnings.warn(
             "The environment has `action_masks`, which GRPO ignores: the policy may choose actions that are masked. Use "
             "`MaskableGRPO` if the environment cannot deal with them.",
-            UserWarning,
             stacklevel=2,
         )
 

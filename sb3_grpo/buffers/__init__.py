@@ -17,7 +17,7 @@ from sb3_grpo.buffers.groups import (
     StepwiseRolloutBuffer,
 )
 from sb3_grpo.buffers.kernel import KernelRolloutBuffer
-from sb3_grpo.buffers.rollout import Columns, GroupRolloutBufferSamples, Observations, Transitions
+from sb3_grpo.buffers.rollout import Columns, GroupRolloutBufferSamples, Transitions
 from sb3_grpo.validation import constructor_arguments
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "GroupRolloutBuffer",
     "GroupRolloutBufferSamples",
     "KernelRolloutBuffer",
-    "Observations",
     "OutcomeRolloutBuffer",
     "ProcessRolloutBuffer",
     "ReturnToGoRolloutBuffer",

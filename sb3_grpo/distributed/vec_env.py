@@ -233,7 +233,6 @@ class RayVecEnv(VecEnv):
             warnings.warn(
                 "Each step of this RayVecEnv is a call to all its workers, which takes milliseconds. GRPO avoids this while "
                 "it collects; for evaluation and for other algorithms use DummyVecEnv or SubprocVecEnv.",
-                UserWarning,
                 stacklevel=2,
             )
         self._actions = actions
@@ -318,7 +317,9 @@ class RayVecEnv(VecEnv):
         parts, ledgers, mismatches, messages = zip(*self._ask(requests), strict=True)
         self._n_lost = [0] * self.n_workers
         ledger.join(ledgers)
-        starts.add_mismatches(sum(mismatches), list(chain(*messages)))
+        starts.mismatches += sum(mismatches)
+        for message in chain(*messages):
+            starts.warn(message)
         steps = merged(lambda *arrays: np.concatenate(arrays, axis=1), parts)
         taken = policy.within_bounds(steps.actions)
         self._obs = take_observations(steps.new_obs, -1)

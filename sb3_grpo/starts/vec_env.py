@@ -7,7 +7,7 @@ between rollouts, find them as they were passed.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -206,12 +206,6 @@ class SeededVecEnv:
                         "`self.np_random` in it, or pass share_starts=False to GRPO."
                     )
 
-    def add_mismatches(self, number: int, messages: Sequence[str]) -> None:
-        """Add the mismatches that workers have found, and print each of their warnings once."""
-        self.mismatches += number
-        for message in messages:
-            self.warn(message)
-
     # --- in the place of the base -------------------------------------------------------------------------------------
 
     @contextmanager
@@ -302,7 +296,7 @@ class SeededVecEnv:
         """Print a warning once for these environments."""
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warnings.warn(message, stacklevel=2)
 
 
 def _goes_on_after_a_lost_life(venv: VecEnv) -> bool:
