@@ -107,9 +107,8 @@ class Ledger:
     def foresee(self, env_indices: Sequence[int]) -> tuple[int, int]:
         """:return: Group and seed of the next start of the last environment, if :meth:`restart` gets all in this order"""
         trial = copy(self)
-        trial._open, trial._filling = dict(self._open), dict(self._filling)
-        trial._restarted, trial._repeated = {}, dict(self._repeated)
-        group, _, seed = [trial.restart(env_idx) for env_idx in env_indices][-1]
+        trial._open, trial._filling, trial._repeated = dict(self._open), dict(self._filling), dict(self._repeated)
+        group, _, seed = [trial._take(self._lanes[env_idx]) for env_idx in env_indices][-1]
         return group, seed
 
     def advance(self) -> None:
