@@ -42,12 +42,7 @@ ActedStep = tuple[th.Tensor | dict[str, th.Tensor], np.ndarray, EnvStep]
 
 
 def collect(
-    self: Any,
-    env: VecEnv,
-    callback: BaseCallback,
-    rollout_buffer: GroupRolloutBuffer,
-    n_rollout_steps: int,
-    starts: SeededVecEnv,
+    self: Any, callback: BaseCallback, rollout_buffer: GroupRolloutBuffer, n_rollout_steps: int, starts: SeededVecEnv
 ) -> bool:
     """
     Fill the buffer. The local names are those of SB3's ``collect_rollouts``, ``self`` among them, because callbacks read them.
@@ -57,6 +52,7 @@ def collect(
     :raises ValueError: If an observation, a reward or the output of the policy is not finite
     :raises RuntimeError: If the callback resets the environments
     """
+    env = starts.env
     normalizer = rollout_buffer.reward_normalizer(env)
     n_steps = 0
     rollout_buffer.reset()

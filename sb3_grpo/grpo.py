@@ -383,7 +383,7 @@ class GRPO(PersistentAlgorithm):
         """Reset all environments with a function that resets them once, and returns their observations."""
         self._last_obs = None
         self.rollout_buffer.forget_trajectories()
-        self._last_obs = starts.begin(reset)  # type: ignore[assignment]
+        self._last_obs = starts.begin(reset)
 
     def collect_rollouts(
         self,
@@ -403,17 +403,12 @@ class GRPO(PersistentAlgorithm):
         try:
             if starts.was_reset or self._last_obs is None:
                 self._begin_episodes(starts, env.reset)
-            if not collect(self, env, callback, rollout_buffer, n_rollout_steps, starts):
+            if not collect(self, callback, rollout_buffer, n_rollout_steps, starts):
                 return False
             if self.policy.normalizer is not None and self.policy.normalizer.observe(rollout_buffer.observations):
                 rollout_buffer.policy_changed(self.policy)
-            rollout_buffer.finish_rollout(
-                self._last_obs,  # type: ignore[arg-type]
-                self.policy,
-                self.ledger.open_groups(),
-                self.normalize_advantage,
-                self.objective.loss_aggregation,
-            )
+            open_groups, aggregation = self.ledger.open_groups(), self.objective.loss_aggregation
+            rollout_buffer.finish_rollout(self._last_obs, self.policy, open_groups, self.normalize_advantage, aggregation)
         except BaseException:
             # The environments may have moved on, and trajectories in progress have lost their beginnings.
             self._last_obs = None

@@ -111,6 +111,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
 
     rollout_buffer: GroupRolloutBuffer  # type: ignore[assignment]
     policy: ActorPolicy  # type: ignore[assignment]
+    _last_obs: Any
     kl_penalty: KLPenalty
     group_size: int | None
     repeat_starts: float

@@ -283,10 +283,8 @@ class RayVecEnv(VecEnv):
         self._attributes.update({(attr_name, env_idx): value for env_idx in self._numbers(indices)})
         self._call_envs(indices, "set_attr", attr_name, value)
 
-    def env_method(
-        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
-    ) -> list[Any]:
-        return self._call_envs(indices, "env_method", method_name, *method_args, **method_kwargs)
+    def env_method(self, method_name: str, *args: Any, indices: VecEnvIndices = None, **kwargs: Any) -> list[Any]:
+        return self._call_envs(indices, "env_method", method_name, *args, **kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
         return self._call_envs(indices, "env_is_wrapped", wrapper_class)
