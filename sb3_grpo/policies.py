@@ -31,7 +31,7 @@ from torch import nn
 from sb3_grpo.extractors import SmallCNN, has_channels_first
 from sb3_grpo.masks import masked_logits
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
-from sb3_grpo.observations import is_large_image, space_parts, take_observations, with_axes
+from sb3_grpo.observations import Observations, is_large_image, space_parts, take_observations, with_axes
 from sb3_grpo.validation import require_between, require_bool, require_positive
 
 #: Largest number of observations that are encoded at a time, and about how many numbers they may have.
@@ -332,9 +332,7 @@ class ActorPolicy(BasePolicy):
         n_numbers = sum(get_flattened_obs_dim(part) for part in space_parts(self.observation_space).values())
         return min(max(ENCODING_NUMBERS // n_numbers, 1), ENCODING_BATCH)
 
-    def encode(
-        self, observations: np.ndarray | dict[str, np.ndarray], features_extractor: BaseFeaturesExtractor | None = None
-    ) -> np.ndarray:
+    def encode(self, observations: Observations, features_extractor: BaseFeaturesExtractor | None = None) -> np.ndarray:
         """
         :return: Features of observations, shape ``(n, *obs_shape)`` or a dict of such, in double precision, shape
             ``(n, dim)``. They come from the features extractor of the policy if there is no other one

@@ -4,9 +4,9 @@ import io
 import pathlib
 import warnings
 import zipfile
-from typing import Protocol
 
 import torch as th
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.save_util import load_from_zip_file, open_path
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor
@@ -18,15 +18,10 @@ _CRITIC_PREFIXES = ("value_net.", "mlp_extractor.value_net.", "vf_features_extra
 _ACTOR_PREFIXES = {"mlp_extractor.policy_net.": "policy_net.", "pi_features_extractor.": "features_extractor."}
 _NORMALIZER = "normalizer."
 
-
-class HasPolicy(Protocol):
-    """Any object that keeps its networks in ``policy``, as SB3's models do."""
-
-    @property
-    def policy(self) -> nn.Module: ...
+Source = BaseAlgorithm | BasePolicy | str | pathlib.Path | io.BufferedIOBase
 
 
-def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib.Path | io.BufferedIOBase) -> None:
+def load_actor(target: BaseAlgorithm, source: Source) -> None:
     """
     Copy an actor (features extractor, hidden layers, action layer, ``log_std``) into a model, in place.
 
@@ -95,7 +90,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib
         policy.reset_noise()  # type: ignore[operator]
 
 
-def _source_state(source: HasPolicy | BasePolicy | str | pathlib.Path | io.BufferedIOBase) -> tuple[dict[str, th.Tensor], str]:
+def _source_state(source: Source) -> tuple[dict[str, th.Tensor], str]:
     """:return: The state dict of the policy of a model or file, and a text with the name of the policy's class"""
     if not isinstance(source, (str, pathlib.Path, io.BufferedIOBase)):
         policy = _policy_of(source, "source")
@@ -116,7 +111,7 @@ def _source_state(source: HasPolicy | BasePolicy | str | pathlib.Path | io.Buffe
     return {plain_name(key): value for key, value in params["policy"].items()}, description  # type: ignore[attr-defined]
 
 
-def _policy_of(model: HasPolicy | BasePolicy, argument: str) -> nn.Module:
+def _policy_of(model: BaseAlgorithm | BasePolicy, argument: str) -> nn.Module:
     """:return: The policy of a model, which is the argument of this name in the ``ValueError`` if it has none"""
     policy = model if isinstance(model, BasePolicy) else getattr(model, "policy", None)
     if not isinstance(policy, nn.Module):
