@@ -31,7 +31,7 @@ from sb3_grpo.observations import has_boards, has_images
 from sb3_grpo.persistence import PersistentAlgorithm, set_random_state
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import ObjectiveOptions
-from sb3_grpo.starts import Ledger, SeededVecEnv
+from sb3_grpo.starts import SeededVecEnv
 from sb3_grpo.validation import check_environment
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
@@ -244,9 +244,6 @@ class GRPO(PersistentAlgorithm):
         self.kl_penalty = KLPenalty(self.objective.kl_reference, self.objective.kl_estimator)
         self._continue_run(saved_ledger, last_obs)
         self._settings = self._current_settings()
-
-    def _new_ledger(self, seed: int | None = None) -> Ledger:
-        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed, self.repeat_starts)
 
     def _current_settings(self) -> dict[str, Any]:
         """:return: The arguments of the constructor that are attributes, and what was made of some, by name"""

@@ -7,7 +7,6 @@ import os
 import pathlib
 import random
 import zipfile
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from stable_baselines3.common.save_util import open_path
 from stable_baselines3.common.type_aliases import GymEnv
 
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
-from sb3_grpo.buffers import GroupRolloutBuffer
+from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.settings import CLIPPED_ONLY, refuse_arguments, warn_of_idle_arguments
 from sb3_grpo.starts import Ledger
@@ -124,9 +123,8 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     # Random state with which a loaded model continues its run.
     _random_state: dict[str, Any] | None = None
 
-    @abstractmethod
     def _new_ledger(self, seed: int | None = None) -> Ledger:
-        """:return: The ledger of a new run"""
+        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed, self.repeat_starts)
 
     def _continue_run(self, saved_ledger: Ledger | None, last_obs: Any) -> None:
         """Go on with the run of a saved model, if this is one. SB3 has seeded it meanwhile, which made a new ledger."""

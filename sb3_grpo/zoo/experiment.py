@@ -72,8 +72,6 @@ class GRPOExperimentManager(ExperimentManager):
         return hyperparams, saved
 
     def setup_experiment(self) -> tuple[BaseAlgorithm, dict[str, Any]] | None:
-        if not self.is_ours:
-            return super().setup_experiment()
         with self._errors_name_the_file():
             return super().setup_experiment()
 
@@ -93,7 +91,7 @@ class GRPOExperimentManager(ExperimentManager):
             yield
         except (TypeError, ValueError) as error:
             where = f"Hyperparameters of {self.env_name.gym_id} from {self.config}"
-            if str(error).startswith(where):
+            if not self.is_ours or str(error).startswith(where):
                 raise
             overwritten = f", with {self.custom_hyperparams} from the command line" if self.custom_hyperparams else ""
             raise ValueError(f"{where}{overwritten}: {error}") from error
