@@ -145,10 +145,7 @@ def leave_one_out_factor(labels: np.ndarray) -> np.ndarray:
 
 
 def differences_from_others(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """
-    :return: Differences between each value and the mean of the *other* values with the same label; 0.0 for tied values and for
-        a value without others
-    """
+    """Each value minus the mean of the *other* values with its label; 0.0 for tied values, and for one without others."""
     return centre_within(values, labels) * leave_one_out_factor(labels)
 
 

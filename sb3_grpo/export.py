@@ -18,10 +18,7 @@ from sb3_grpo.policies import ActorPolicy
 
 
 class DeterministicActor(nn.Module):
-    """
-    The actions that ``predict(deterministic=True)`` gives, from tensors to tensors. The distributions of torch are left out,
-    because their checks of arguments cannot be exported.
-    """
+    """Actions of ``predict(deterministic=True)``, without torch's distributions, whose checks cannot be exported."""
 
     low: th.Tensor
     high: th.Tensor

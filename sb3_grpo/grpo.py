@@ -390,8 +390,7 @@ class GRPO(PersistentAlgorithm):
         n_rollout_steps: int,
     ) -> bool:
         """
-        Collect ``n_rollout_steps`` steps of each environment, and form the update, as :func:`~sb3_grpo.collection.collect`
-        says.
+        Collect ``n_rollout_steps`` steps of each environment, and form the update.
 
         :return: False if the callback asked to stop; the last step is kept
         """

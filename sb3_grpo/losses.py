@@ -117,7 +117,7 @@ def trajectory_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor) -> th.Te
 
 def weighted_mean(values: th.Tensor, weights: th.Tensor | None) -> th.Tensor:
     """
-    ``1/n sum_t w_t x_t``. The sum is not divided by the sum of the weights, whose mean need not be one. ``None`` is for ones.
+    ``1/n sum_t w_t x_t``, with ``None`` for ones. It is not divided by the sum of the weights, whose mean need not be one.
     """
     return values.mean() if weights is None else (weights * values).mean()
 

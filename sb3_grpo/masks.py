@@ -34,8 +34,7 @@ def choices_of(action_space: spaces.Space) -> list[int]:
 
 def checked_masks(action_masks: Any, choices: Sequence[int]) -> np.ndarray | tuple[int, str]:
     """
-    :return: The masks of ``n`` environments, an array of booleans of shape ``(n, sum(choices))`` for the numbers of choices of
-        each component of an action, or the index of an environment and what is wrong with its mask, a clause
+    :return: The masks, booleans of shape ``(n, sum(choices))``, or the index of an environment and what is wrong, a clause
     """
     n_choices = sum(choices)
     try:

@@ -74,10 +74,7 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
 
 
 def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
-    """
-    Raise a ``ValueError`` for a file of another algorithm or format, before anything in it is unpickled. The position of a
-    file-like object does not change.
-    """
+    """Raise a ``ValueError`` for a file of another algorithm or format, before anything in it is unpickled."""
     file: Any = open_path(path, "r", suffix="zip")
     position, is_given = file.tell(), file is path
     name, argument = ("The file", "file") if is_given else (repr(str(file.name)),) * 2

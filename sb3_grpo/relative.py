@@ -102,10 +102,7 @@ class RelativeTerm:
     def apply(
         self, advantages: np.ndarray, groups: np.ndarray, steps: np.ndarray, open_groups: Mapping[int, int]
     ) -> np.ndarray:
-        """
-        :return: The advantages of a rollout with the relative term; ``open_groups`` are those of the ledger, all else has
-            shape ``(n,)``
-        """
+        """:return: The advantages of a rollout with the relative term, shape ``(n,)``, for the open groups of the ledger"""
         self._rollout += 1
         now = _Kept(groups, steps, np.full(len(groups), self._rollout), advantages)
         known = _Kept(*(np.append(mine, earlier) for mine, earlier in zip(now, self._kept, strict=True)))

@@ -167,10 +167,7 @@ def check_values(values: Mapping[str, Any], parameters: Mapping[str, inspect.Par
 
 
 def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], standardises: bool) -> None:
-    """
-    Raise a ``TypeError`` if the policy or the buffer does not take one of its keyword arguments, and a ``ValueError`` if the
-    policy is to standardise observations and cannot.
-    """
+    """Raise an error if the policy or the buffer does not take an argument, among them ``normalize_observations``."""
     policy_class, buffer_class = settings["policy_class"], settings["rollout_buffer_class"]
     of_policy = validation.constructor_arguments(policy_class)
     places = dict.fromkeys(parameters, "")

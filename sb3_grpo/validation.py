@@ -88,10 +88,7 @@ def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def check_environment(env: Any, uses_masks: bool = False) -> None:
-    """
-    Raise a ``ValueError`` if it is no object of an environment, or if no policy can act in its spaces. Warn of action masks
-    that are ignored.
-    """
+    """Raise a ``ValueError`` if it is no environment, or no policy can act in its spaces; warn of masks that are ignored."""
     if isinstance(env, type) or not hasattr(env, "action_space"):
         raise ValueError(
             f"`env` is {env!r}: pass an environment, such as `gymnasium.make('CartPole-v1')`, or several, such as "

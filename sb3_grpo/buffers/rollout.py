@@ -165,9 +165,7 @@ class GroupReturns:
 
 
 def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> list[float]:
-    """
-    :return: The components of these names in the ``info`` of an environment; a ``ValueError`` says if it has no number for one
-    """
+    """:return: The components of these names in an ``info``; a ``ValueError`` says if one of them is no finite number"""
     components = info.get("reward_components")
     if not isinstance(components, Mapping):
         raise ValueError(
@@ -190,9 +188,7 @@ def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> li
 
 
 def checked_reward_weights(reward_weights: Mapping[str, float] | None) -> dict[str, float]:
-    """
-    :return: A copy of the weights, empty for ``None``; a ``ValueError`` if they are no mapping to finite numbers, or empty
-    """
+    """:return: A copy of the weights, ``{}`` for ``None``; a ``ValueError`` if they are no mapping to finite numbers"""
     if reward_weights is None:
         return {}
     if not isinstance(reward_weights, Mapping) or not reward_weights:

@@ -354,10 +354,7 @@ def _pickled(env_fn: Callable[[], gym.Env], env_idx: int) -> bytes:
 
 
 def connect(address: str | None = None) -> None:
-    """
-    Connect to a cluster, or start one on this machine if there is no address, unless the script has done so. Raise a
-    ``ConnectionError`` if the address does not answer.
-    """
+    """Connect to a cluster, or to a new one on this machine without an address, unless the script has done so."""
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.WARNING)

@@ -88,10 +88,7 @@ class StartChoice:
         return self.share * self.tied_share if self._seeds and are_rare else 0.0
 
     def draw(self, uniform: Sequence[float] | np.ndarray) -> int | None:
-        """
-        :param uniform: Two random numbers from 0 to below 1, integers over ``2**32``
-        :return: Seed of a start to repeat; ``None`` for a fresh start
-        """
+        """:return: Seed of a start to repeat, from two random numbers from 0 to below 1; ``None`` for a fresh start"""
         if uniform[0] >= self.probability:
             return None
         index = np.searchsorted(self._cumulative, uniform[1] * self._cumulative[-1], side="right")

@@ -163,9 +163,7 @@ class Ledger:
         self._repeated = {group: seed for group, seed in self._repeated.items() if group in self._open}
 
     def seed_apart(self, number: int = 0) -> int:
-        """
-        :return: A seed for resets that are not starts of this run, unlike those of its groups. It changes with each start
-        """
+        """:return: A seed for resets that are not starts of this run, unlike those of groups. It changes with each start"""
         return self._derive_seed(self._next_group, 2 * number)
 
     def _derive_seed(self, *spawn_key: int) -> int:

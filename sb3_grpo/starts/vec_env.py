@@ -100,10 +100,7 @@ class SeededVecEnv:
         return seeds is not None and seeds is not seeds_now and options is not options_now
 
     def begin(self, reset: Callable[[], VecEnvObs]) -> VecEnvObs:
-        """
-        Reset all environments, each with the seed of a new start, with a function that resets them once. Return a copy of the
-        observations, or raise a ``ValueError`` if they are not finite.
-        """
+        """Reset all environments, each with a new start, by a function that does so once, and return their observations."""
         n_envs = self.env.num_envs
         starts = self.ledger.begin_all(self.adapter.lanes if n_envs == self.venv.num_envs else [0] * n_envs)
         self._first, self._restarted, self._parting = {}, [], {}
@@ -185,10 +182,7 @@ class SeededVecEnv:
                 self._lists = self._present_lists()
 
     def note_copies(self, rollout: Any, is_continuous: bool) -> None:
-        """
-        Warn if members of a group took the same actions after the first as long as both ran, which hardly happens by chance.
-        If actions are continuous, log-probabilities are those of a density.
-        """
+        """Warn if members of a group took the same actions after the first, as hardly happens by chance, while both ran."""
         first: dict[int, tuple[int, int, int]] = {}
         for env_idx, steps in enumerate(rollout.steps):
             for begin, end in pairwise([*np.flatnonzero(steps == 0).tolist(), len(steps)]):

@@ -98,9 +98,7 @@ class GRPOExperimentManager(ExperimentManager):
 
 
 def processed(hyperparams: dict[str, Any]) -> dict[str, Any]:
-    """
-    :return: An entry of a hyperparameter file as rl-zoo3 and GRPO take it. A ``ValueError`` names the key of a wrong value
-    """
+    """:return: An entry of a hyperparameter file as rl-zoo3 and GRPO take it. A ``ValueError`` names a wrong value's key"""
     hyperparams = {name: plain_value(value) for name, value in hyperparams.items()}
     for name in EVALUATED:
         value = hyperparams.get(name)
