@@ -139,7 +139,7 @@ class SeededVecEnv:
         return in_form(observations, self.env.observation_space), rewards, dones, infos
 
     def _note_ends(self, ended: list[int]) -> None:
-        """Take the next starts of the environments whose episodes have ended with the step, says the outermost wrapper."""
+        """Take the next starts of the environments whose episodes end with the step, as the outermost wrapper has it."""
         restarted, self._restarted = [env_idx for env_idx, _ in self._restarted], []
         if self.share_starts and sorted(restarted) != ended:
             self._share_no_longer("A wrapper ends episodes where no environment below it is reset, or hides such ends")
