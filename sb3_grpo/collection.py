@@ -120,10 +120,7 @@ def _of_fresh_starts(infos: list[Any], dones: np.ndarray, groups: np.ndarray, le
 
 
 def prepare_starts(starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool) -> dict[str, float]:
-    """
-    Prepare the starts to come after a rollout: their number in a group, if it is the one that the buffer suggests, and which
-    of them are repeated. The result is what the log says about starts, nothing if they are not shared.
-    """
+    """Choose which starts are repeated after a rollout, and how many a group has; return what the log says about starts."""
     ledger = starts.ledger
     if ledger.choice.share > 0.0 and starts.share_starts and starts.mismatches == 0:
         ledger.record(rollout_buffer.group_returns)

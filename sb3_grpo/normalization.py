@@ -68,10 +68,7 @@ class ObservationNormalizer(nn.Module):
                 self.scale[self.slices[name]] /= 255.0  # as SB3 does, until there are statistics
 
     def forward(self, observations: Any, latest: bool = False) -> Any:
-        """
-        :param observations: Observations, tensors of shape ``(n, *obs_shape)`` or a dict of such; parts may be missing
-        :param latest: Whether to use the statistics of all observations so far, before :meth:`renew` does so for good
-        """
+        """Standardise tensors, of which a dict may lack some; ``latest`` uses all statistics, also before :meth:`renew`."""
         shift, scale = self._latest() if latest else (self.shift, self.scale)
 
         def standardised(name: str | None, part: th.Tensor) -> th.Tensor:

@@ -254,10 +254,7 @@ class ActorPolicy(BasePolicy):
         return {"lr_schedule": self._dummy_schedule, **{name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """
-        Load weights as :class:`torch.nn.Module` does, whichever modules were compiled, here and where they come from. A
-        ``ValueError`` says if only one of the weights and this policy standardises observations.
-        """
+        """Load weights as :class:`torch.nn.Module` does, whichever modules were compiled, here and where they come from."""
         own_names = {plain_name(name): name for name in self.state_dict()}
         renamed = {own_names.get(plain_name(name), name): value for name, value in state_dict.items()}
         if renamed.keys() != state_dict.keys():  # otherwise the original, which knows the versions of its modules

@@ -127,10 +127,7 @@ def refuse_arguments(arguments: Mapping[str, Any], accepted: Iterable[str]) -> N
 
 
 def _refuse_unknown(taker: str, arguments: Mapping[str, Any], accepted: Iterable[str], places: Mapping[str, str]) -> None:
-    """
-    Raise a ``TypeError`` for an argument that is not accepted. It says what to write instead, with the names that GRPO or one
-    of its dictionaries, a place, takes.
-    """
+    """Raise a ``TypeError`` for an argument that is not accepted. It says what to write instead, and in which place."""
     accepted = sorted(accepted)
     for given in (each for each in arguments if each not in accepted):
         name, written = OTHER_NAMES.get(given, given), f"{OTHER_NAMES.get(given, given)}={arguments[given]!r}"
@@ -225,10 +222,7 @@ OPTIMIZER_OPTIONS = {"optimizer_class", "optimizer_kwargs", "lr_follows_std"}
 def chosen_update_rule(
     settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], is_continuous: bool, has_boards: bool
 ) -> losses.UpdateRule:
-    """
-    :return: The update rule that suits the buffer and the spaces, but ``"clipped"`` if an argument has been set that would
-        have no effect otherwise, or with gSDE. ``settings`` has the class of the buffer and the options of the objective
-    """
+    """:return: The update rule for a buffer and spaces; ``"clipped"`` with gSDE or an argument that only that one uses"""
     objective: ObjectiveOptions = settings["objective"]
     is_default = all(settings[name] == parameters[name].default for name in CLIPPED_ONLY)
     is_default &= objective.clip_range_high is None and objective.importance_sampling_level == "step"

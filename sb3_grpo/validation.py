@@ -146,10 +146,7 @@ def _has_action_masks(env: Any) -> bool:
 
 
 def check_step(stepped: VecEnvStepReturn, num_timesteps: int, steps: np.ndarray) -> None:
-    """
-    Raise a ``ValueError`` if a step returned a number that is NaN or infinite. The final observations of truncated episodes,
-    which a baseline evaluates, are in the infos. The other arguments are those of :func:`check_finite`, before the step.
-    """
+    """Raise a ``ValueError`` if a step, or a final observation in its infos, has a number that is NaN or infinite."""
     observations, rewards, dones, infos = stepped
     check_finite("observation", observations, num_timesteps, steps)
     check_finite("reward", rewards, num_timesteps, steps)

@@ -51,10 +51,7 @@ class RolloutWorker:
         self.make_policy = b""
 
     def build(self, env_fns: list[bytes], version: str, path: Sequence[str] = ()) -> Description:
-        """
-        Build the environments from pickled functions. A ``ValueError`` says if this package has another version here than
-        where the model learns. Modules are also searched in the folders of ``path``, after those of this process.
-        """
+        """Build the environments from pickled functions; ``path`` are further folders with modules. Check the version."""
         node = ray.util.get_node_ip_address()
         if version != VERSION:
             raise ValueError(f"Node {node} has sb3-grpo {VERSION}, and the model learns with {version}: install the same.")

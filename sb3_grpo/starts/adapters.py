@@ -275,10 +275,7 @@ class SubprocVecEnvAdapter(KnownVecEnvAdapter):
 
     @contextmanager
     def _all_or_no_answers(self) -> Iterator[None]:
-        """
-        Stop the workers if an error or an interrupt leaves some answers unread, which would be mistaken for later ones. Raise
-        an ``EnvironmentFault`` if they were stopped before.
-        """
+        """Stop the workers if an error or an interrupt leaves answers unread, which would be mistaken for later ones."""
         if self.venv.closed:
             raise EnvironmentFault(0, "has no process: all workers were closed, or were stopped after an earlier error")
         try:

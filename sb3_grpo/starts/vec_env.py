@@ -155,10 +155,7 @@ class SeededVecEnv:
             )
 
     def action_masks(self) -> np.ndarray:
-        """
-        :return: The choices that each environment allows now, see :mod:`sb3_grpo.masks`, shape ``(n_envs, n_choices)``. A
-            ``ValueError`` names an environment whose mask has another number of entries, or allows nothing
-        """
+        """:return: Choices that each environment allows now, see :mod:`sb3_grpo.masks`, shape ``(n_envs, n_choices)``"""
         masks = checked_masks(self.env.env_method("action_masks"), choices_of(self.env.action_space))
         if isinstance(masks, tuple):
             env_idx, what = masks
