@@ -81,8 +81,7 @@ def export_onnx(model: GRPO, path: str | os.PathLike[str]) -> None:
     policy = model.policy
     if not is_unaltered(policy, ACTING):
         raise ValueError(
-            f"{type(policy).__name__} chooses actions in its own way, which this function does not know: export the policy "
-            "with `torch.onnx.export`."
+            f"{type(policy).__name__} chooses actions in its own way: export the policy with `torch.onnx.export`."
         )
     is_masked, batch = isinstance(model, MaskableGRPO), th.export.Dim("batch")
     parts = space_parts(policy.observation_space)

@@ -27,8 +27,7 @@ def choices_of(action_space: spaces.Space) -> list[int]:
     if isinstance(action_space, spaces.MultiBinary):
         return [2] * int(np.prod(action_space.shape))
     raise ValueError(
-        f"Actions of {action_space} cannot be masked: use a Discrete, MultiDiscrete or MultiBinary action space, or leave "
-        "`action_masks` out."
+        f"Actions of {action_space} cannot be masked: use Discrete, MultiDiscrete or MultiBinary ones, or no `action_masks`."
     )
 
 

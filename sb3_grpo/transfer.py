@@ -74,8 +74,7 @@ def load_actor(target: BaseAlgorithm, source: Source) -> None:
 
     if "MaskableActorCriticPolicy" in kinds:  # of sb3-contrib
         warnings.warn(
-            "The source is a MaskablePPO, and the copied actor runs without its masks: it may choose actions that were masked "
-            "in training.",
+            "The source is a MaskablePPO, and the copied actor runs without its masks: it may choose what was masked before.",
             stacklevel=2,
         )
     actor = {key: theirs[name] for key in target_state if (name := _name_in_actor(key)) is not None}

@@ -171,5 +171,5 @@ def check_finite(what: str, values: Any, num_timesteps: int, steps: np.ndarray |
             when = "the reset" if steps is None else f"step {steps[row] + 1} of its episode"
             raise ValueError(
                 f"Environment {first_env + row} returned a non-finite {what}{where} in {when}, after {num_timesteps} "
-                f"timesteps: {array[row]}. It was not used for learning: save the model, or continue with `set_env`."
+                f"timesteps: {array[row]}. It was not used for learning: fix the environment, and continue with `set_env`."
             )

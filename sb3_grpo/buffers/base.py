@@ -236,8 +236,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         sums = components @ weights
         if not (np.abs(sums) <= MAX_REWARD).all():
             raise ValueError(
-                f"The weighted sums of the reward components are {sums}: choose smaller `reward_weights` than "
-                f"{self.reward_weights}, or scale the components down."
+                f"The weighted sums of the reward components are {sums}: choose smaller weights than {self.reward_weights}."
             )
         return components, sums
 
