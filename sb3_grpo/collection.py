@@ -46,11 +46,8 @@ def collect(
 ) -> bool:
     """
     Fill the buffer. The local names are those of SB3's ``collect_rollouts``, ``self`` among them, because callbacks read them.
-    ``starts`` is the layer through which the environments are reset and stepped.
 
     :return: False if the callback asked to stop; the last step is kept
-    :raises ValueError: If an observation, a reward or the output of the policy is not finite
-    :raises RuntimeError: If the callback resets the environments
     """
     env = starts.env
     normalizer = rollout_buffer.reward_normalizer(env)
