@@ -264,7 +264,8 @@ class ActorPolicy(BasePolicy):
             raise ValueError(
                 f"The weights belong to a policy with normalize_observations={has_statistics}, and this one has "
                 f"normalize_observations={not has_statistics}: leave the argument as it was, and load a file with the "
-                "algorithm that saved it, or copy the weights to a new model with `load_actor(model, path)`."
+                "algorithm that saved it. Or copy the weights to a new model with `load_actor(model, path)`, which takes this "
+                "into account."
             )
         return super().load_state_dict(state_dict, strict, assign)
 
