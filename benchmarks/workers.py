@@ -67,7 +67,7 @@ def collector(env: VecEnv, n_steps: int) -> Callable[[], float]:
 
     def collect_once() -> float:
         began = time.perf_counter()
-        collect(model, env, callback, model.rollout_buffer, n_steps, model._starts(env))
+        collect(model, callback, model.rollout_buffer, n_steps, model._starts(env))
         return n_steps * env.num_envs / (time.perf_counter() - began)
 
     return collect_once
@@ -130,11 +130,11 @@ def transition_costs(name: str, rounds: int, n_steps: int) -> Costs:
     env._ask = timed_ask  # type: ignore[attr-defined]
     for _ in range(rounds + 1):
         began = time.perf_counter()
-        collect(model, env, callback, model.rollout_buffer, n_steps, model._starts(env))
+        collect(model, callback, model.rollout_buffer, n_steps, model._starts(env))
         receives.append(time.perf_counter() - began - waits[-1])
         began = time.perf_counter()
         open_groups = model.ledger.open_groups()
-        model.rollout_buffer.finish_rollout(model._last_obs, model.policy, open_groups, True)  # type: ignore[arg-type]
+        model.rollout_buffer.finish_rollout(model._last_obs, model.policy, open_groups, True)
         model.train()
         learns.append(time.perf_counter() - began)
         model.rollout_buffer.reset()

@@ -1,9 +1,10 @@
 """
 Advantages: pure functions of numpy arrays, in double precision.
 
-The transitions of all trajectories are concatenated in arrays of shape ``(n,)``. ``lengths``, of shape ``(m,)``, holds the
-number of transitions of each trajectory, and ``groups``, of shape ``(m,)``, the group of each trajectory as an integer in
-``[0, n_groups)``. Labels are integers in ``[0, n_labels)``, and each of them is used.
+The transitions of all trajectories are concatenated in arrays of shape ``(n,)``, which is the shape of arguments and results
+unless something else is said. ``lengths``, of shape ``(m,)``, holds the number of transitions of each trajectory, and
+``groups``, of shape ``(m,)``, the group of each trajectory as an integer in ``[0, n_groups)``. Labels are integers in
+``[0, n_labels)``, and each of them is used. ``gamma`` is the discount factor.
 
 Symbols: ``r_t`` is the reward, ``G_t`` the discounted return from step ``t`` (return-to-go), ``R`` the undiscounted sum of the
 rewards of a trajectory, ``A_t`` the advantage.
@@ -23,15 +24,12 @@ TIE_TOLERANCE = 1e-9
 
 def linear_recurrence(inputs: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
     """
-    Solve ``y_t = x_t + a_t y_{t+1}`` with ``y_n = 0`` for all ``t`` at once.
+    Solve ``y_t = x_t + a_t y_{t+1}`` with ``y_n = 0`` for all ``t`` at once, where ``x`` are the inputs and ``a`` the
+    coefficients.
 
     The recurrence is a prefix sum of affine maps, which doubling evaluates (Hillis & Steele 1986): after pass ``k``, ``y_t``
     covers ``2^k`` terms. A coefficient of zero ends a trajectory, and the passes stop once all trajectories are covered. The
     cost is ``O(n log(longest trajectory))`` without a Python loop over time.
-
-    :param inputs: ``x``, shape ``(n,)``
-    :param coefficients: ``a``, shape ``(n,)``; the last one has no effect
-    :return: ``y``, shape ``(n,)``
     """
     y = np.array(inputs, dtype=np.float64)
     a = np.array(coefficients, dtype=np.float64)
@@ -45,14 +43,14 @@ def linear_recurrence(inputs: np.ndarray, coefficients: np.ndarray) -> np.ndarra
 
 
 def same_trajectory_continues(lengths: np.ndarray) -> np.ndarray:
-    """:return: 1.0 where the next transition belongs to the same trajectory, else 0.0, shape ``(n,)``"""
+    """:return: 1.0 where the next transition belongs to the same trajectory, else 0.0"""
     continues = np.ones(int(np.sum(lengths)))
     continues[np.cumsum(lengths) - 1] = 0.0
     return continues
 
 
 def steps_within_trajectories(lengths: np.ndarray) -> np.ndarray:
-    """:return: Step ``t = 0, 1, ...`` of each transition within its trajectory, shape ``(n,)``"""
+    """:return: Step ``t = 0, 1, ...`` of each transition within its trajectory"""
     firsts = np.cumsum(lengths) - lengths
     return np.arange(int(np.sum(lengths))) - np.repeat(firsts, lengths)
 
@@ -63,7 +61,7 @@ def sum_by_label(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def label_by_appearance(values: np.ndarray) -> np.ndarray:
-    """:return: Label of each value: equal values share a label, and labels are numbered by first appearance, shape ``(n,)``"""
+    """:return: Label of each value: equal values share a label, and labels are numbered by first appearance"""
     _, firsts, labels = np.unique(values, return_index=True, return_inverse=True)
     position = np.argsort(np.argsort(firsts))
     return np.take(position, labels)
@@ -71,11 +69,10 @@ def label_by_appearance(values: np.ndarray) -> np.ndarray:
 
 def batch_trajectories(trajectories: np.ndarray, order: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """
-    Distribute whole trajectories over minibatches. Each minibatch has as many as it needs to have ``batch_size`` transitions.
+    Distribute whole trajectories over minibatches, in an order that is a permutation of their labels. Each minibatch has as
+    many as it needs to have ``batch_size`` transitions; the last may have fewer.
 
-    :param trajectories: Label of the trajectory of each transition, shape ``(n,)``
-    :param order: Order of the trajectories, a permutation of the labels, shape ``(m,)``
-    :param batch_size: Smallest number of transitions of a minibatch; the last may have fewer
+    :param trajectories: Label of the trajectory of each transition
     :return: Indices of the transitions of each minibatch
     """
     position = np.argsort(order)[trajectories]
@@ -88,14 +85,7 @@ def batch_trajectories(trajectories: np.ndarray, order: np.ndarray, batch_size: 
 
 
 def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:
-    """
-    Returns-to-go ``G_t = sum_{k>=t} gamma^{k-t} r_k`` within each trajectory.
-
-    :param rewards: ``r``, shape ``(n,)``
-    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
-    :param gamma: Discount factor
-    :return: ``G``, shape ``(n,)``
-    """
+    """:return: Returns-to-go ``G_t = sum_{k>=t} gamma^{k-t} r_k`` within each trajectory"""
     return linear_recurrence(rewards, gamma * same_trajectory_continues(lengths))
 
 
@@ -109,17 +99,14 @@ def generalized_advantages(
 ) -> np.ndarray:
     """
     Generalized advantage estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16) with any baseline
-    ``b``: ``A_t = delta_t + gamma lambda A_{t+1}`` with ``delta_t = r_t + gamma b(s_{t+1}) - b(s_t)``.
+    ``b``: ``A_t = delta_t + gamma lambda A_{t+1}`` with ``delta_t = r_t + gamma b(s_{t+1}) - b(s_t)``. ``A_t + b(s_t)`` is the
+    lambda-return.
 
-    ``A_t + b(s_t)`` is the lambda-return.
-
-    :param rewards: ``r``, shape ``(n,)``
-    :param baseline: ``b(s_t)``, shape ``(n,)``
-    :param next_baseline: ``b(s_{t+1})``, zero after a termination, shape ``(n,)``
-    :param continues: 1.0 where the next transition belongs to the same trajectory, else 0.0, shape ``(n,)``
-    :param gamma: Discount factor
+    :param baseline: ``b(s_t)``
+    :param next_baseline: ``b(s_{t+1})``, zero after a termination
+    :param continues: 1.0 where the next transition belongs to the same trajectory, else 0.0
     :param gae_lambda: ``lambda``, from 0 (one step) to 1 (whole return)
-    :return: ``A``, shape ``(n,)``
+    :return: ``A``
     """
     deltas = rewards + gamma * next_baseline - baseline
     return linear_recurrence(deltas, gamma * gae_lambda * continues)
@@ -133,11 +120,8 @@ def centre_within(values: np.ndarray, labels: np.ndarray, magnitudes: np.ndarray
     whose range is below ``TIE_TOLERANCE`` of the largest magnitude, such as sums in different orders, are tied as well. This
     test, instead of ``std == 0``, prevents rounding errors from being divided by their own standard deviation.
 
-    :param values: Values, shape ``(n,)``
-    :param labels: Label of each value, shape ``(n,)``
-    :param magnitudes: Magnitude of the terms of each value, shape ``(n,)``; ``None`` for that of the value itself. If
-        terms cancel, the value may be nothing but their rounding error
-    :return: Centred values, shape ``(n,)``
+    :param magnitudes: Magnitude of the terms of each value; ``None`` for that of the value itself. If terms cancel, the value
+        may be nothing but their rounding error
     """
     values = np.asarray(values, dtype=np.float64)
     counts = np.bincount(labels)
@@ -155,16 +139,13 @@ def centre_within(values: np.ndarray, labels: np.ndarray, magnitudes: np.ndarray
 
 
 def leave_one_out_factor(labels: np.ndarray) -> np.ndarray:
-    """:return: ``k / (k - 1)`` for each value of a label with ``k`` values, 0.0 for one without others, shape ``(n,)``"""
+    """:return: ``k / (k - 1)`` for each value of a label with ``k`` values, 0.0 for one without others"""
     counts = np.bincount(labels)
     return np.where(counts > 1, counts / np.maximum(counts - 1, 1), 0.0)[labels]
 
 
 def differences_from_others(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """
-    :return: Differences between each value and the mean of the *other* values with the same label, shape ``(n,)``; 0.0 for
-        tied values and for a value without others
-    """
+    """Each value minus the mean of the *other* values with its label; 0.0 for tied values, and for one without others."""
     return centre_within(values, labels) * leave_one_out_factor(labels)
 
 
@@ -172,11 +153,10 @@ def rescale(centred: np.ndarray, labels: np.ndarray, scale: Scale) -> np.ndarray
     """
     Divide centred values by their standard deviation (that of the population).
 
-    :param centred: Values with mean zero within each label, shape ``(n,)``
-    :param labels: Label of each value, shape ``(n,)``
+    :param centred: Values with mean zero within each label
+    :param labels: Label of each value
     :param scale: ``"group"`` divides by the standard deviation within the label, ``"batch"`` by that of all values, and
         ``"none"`` does not divide (Dr. GRPO, https://arxiv.org/abs/2503.20783)
-    :return: Scaled values, shape ``(n,)``
     """
     if scale == "none":
         return centred
@@ -194,14 +174,8 @@ def outcome_advantages(
     ``A_t = (R_i - mean_g R) / (std_g R + eps)`` for every step ``t`` of trajectory ``i``.
 
     With ``leave_one_out``, the mean is over the *other* members (RLOO, https://arxiv.org/abs/2402.14740, equation 7).
-    Departures: the standard deviation is that of the population, and a tied or single-member group gives zero.
-
-    :param rewards: Rewards, shape ``(n,)``
-    :param lengths: Number of transitions of each trajectory, shape ``(m,)``
-    :param groups: Group of each trajectory, shape ``(m,)``
-    :param scale: See :func:`rescale`
-    :param leave_one_out: Whether to compare each member with the others instead of with all
-    :return: Advantages, shape ``(n,)``
+    Departures: the standard deviation is that of the population, and a tied or single-member group gives zero. ``scale`` is
+    that of :func:`rescale`.
     """
     rewards, firsts = np.asarray(rewards, dtype=np.float64), np.cumsum(lengths) - lengths
     trajectory_returns, magnitudes = np.add.reduceat(rewards, firsts), np.add.reduceat(np.abs(rewards), firsts)
@@ -215,9 +189,10 @@ def process_advantages(rewards: np.ndarray, lengths: np.ndarray, groups: np.ndar
     """
     Process supervision, DeepSeekMath (https://arxiv.org/abs/2402.03300), section 4.1.3:
     ``A_t = sum_{k>=t} (r_k - mean_g r) / (std_g r + eps)``, with mean and standard deviation over all rewards of the group.
+    Departures: as for :func:`outcome_advantages`.
 
     A constant reward (1 per step in CartPole) becomes zero, so nothing is learned from it. This is a property of the published
-    formula. Arguments, result and departures: as for :func:`outcome_advantages`.
+    formula.
     """
     labels = np.repeat(groups, lengths)
     return linear_recurrence(rescale(centre_within(rewards, labels), labels, scale), same_trajectory_continues(lengths))
@@ -234,19 +209,13 @@ def return_to_go_advantages(
     """
     The proposal for sb3-contrib (https://github.com/Stable-Baselines-Team/stable-baselines3-contrib/issues/301):
     ``A_t = (G_t - mean_g G) / (std_g G + eps)``, with mean and standard deviation over all returns-to-go of the group.
-
-    Other arguments and result: as for :func:`outcome_advantages`.
-
-    :param gamma: Discount factor
     """
     labels = np.repeat(groups, lengths)
     return rescale(_centred_returns(rewards, lengths, gamma, labels), labels, scale)
 
 
 def peers_at_each_step(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """
-    :return: Labels, shape ``(n,)``, which two transitions share if they are at the same step of trajectories of the same group
-    """
+    """:return: Labels that two transitions share if they are at the same step of trajectories of the same group"""
     longest = np.zeros(int(groups.max()) + 1, dtype=np.int64)
     np.maximum.at(longest, groups, lengths)
     first_label = np.cumsum(longest) - longest
@@ -258,12 +227,8 @@ def stepwise_advantages(
 ) -> np.ndarray:
     """
     Group Policy Gradient (https://arxiv.org/abs/2510.03679) with bins by time and a leave-one-out mean:
-    ``A_t = G_t - mean of G_t over the other members still running at t``. A step without a peer gives zero.
-
-    Other arguments and result: as for :func:`outcome_advantages`.
-
-    :param gamma: Discount factor
-    :param scale: See :func:`rescale`; ``"group"`` takes the standard deviation over all steps of the group
+    ``A_t = G_t - mean of G_t over the other members still running at t``. A step without a peer gives zero. The ``scale``
+    ``"group"`` takes the standard deviation over all steps of the group, see :func:`rescale`.
     """
     peers = peers_at_each_step(lengths, groups)
     centred = _centred_returns(rewards, lengths, gamma, peers) * leave_one_out_factor(peers)
@@ -273,11 +238,10 @@ def stepwise_advantages(
 def relative_advantages(advantages: np.ndarray, peers: np.ndarray, coefficient: np.ndarray | float) -> np.ndarray:
     """
     The relative term: ``A_i - c x_i``, where ``x_i`` is the mean advantage of the other members of the group at the same step.
+    Without peers, an advantage stays as it is.
 
-    :param advantages: ``A``, shape ``(n,)``
-    :param peers: Label of each transition: those at the same step of trajectories of the same group share it, shape ``(n,)``
-    :param coefficient: ``c``, from 0 to 1, shape ``(n,)`` or a number
-    :return: Advantages; unchanged for a transition without peers, shape ``(n,)``
+    :param peers: Label of each transition: those at the same step of trajectories of the same group share it
+    :param coefficient: ``c``, from 0 to 1, of each transition or one number
     """
     has_peers = np.bincount(peers)[peers] > 1
     # Not `A - c x`: with a coefficient of 1, tied members get exactly zero.
@@ -287,14 +251,14 @@ def relative_advantages(advantages: np.ndarray, peers: np.ndarray, coefficient: 
 
 def relative_coefficient(correlation: np.ndarray, n_others: np.ndarray) -> np.ndarray:
     """
-    The coefficient with which :func:`relative_advantages` leaves the least variance: ``c = eta m / (1 + (m - 1) eta)``.
+    The coefficient with which :func:`relative_advantages` leaves the least variance: ``c = eta m / (1 + (m - 1) eta)``, 0
+    without other members.
 
     It is the coefficient of the best linear prediction of one member from the mean of ``m`` others, if each advantage is the
     sum of a part that all members share and a part of its own, and the shared part has the share ``eta`` of the variance.
 
-    :param correlation: Intraclass correlation ``eta``, from 0 to 1, shape ``(n,)``
-    :param n_others: Number of other members ``m``, shape ``(n,)``
-    :return: ``c``; 0 without other members, shape ``(n,)``
+    :param correlation: Intraclass correlation ``eta``, from 0 to 1
+    :param n_others: Number of other members ``m``
     """
     return correlation * n_others / (1 + np.maximum(n_others - 1, 0) * correlation)
 
@@ -306,11 +270,8 @@ def count_steps_without_peer(lengths: np.ndarray, groups: np.ndarray) -> int:
 
 def whiten(advantages: np.ndarray) -> np.ndarray:
     """
-    Shift and scale the advantages of a rollout to mean zero and standard deviation one. SB3's PPO does this for each
-    minibatch; over the whole rollout the scale is less noisy, and the same for all minibatches.
-
-    :param advantages: Advantages, shape ``(n,)``
-    :return: Standardised advantages, shape ``(n,)``; zeros if all advantages are equal
+    Shift and scale the advantages of a rollout to mean zero and standard deviation one; equal ones become zero. SB3's PPO does
+    this for each minibatch; over the whole rollout the scale is less noisy, and the same for all minibatches.
     """
     one_label = np.zeros(len(advantages), dtype=np.int64)
     return rescale(centre_within(advantages, one_label), one_label, "group")
@@ -318,11 +279,8 @@ def whiten(advantages: np.ndarray) -> np.ndarray:
 
 def explained_variance(predictions: np.ndarray, targets: np.ndarray) -> float:
     """
-    ``1 - Var(y - b) / Var(y)``: 1 is perfect, 0 is as good as a constant, and negative values are worse.
-
-    :param predictions: ``b``, shape ``(n,)``
-    :param targets: ``y``, shape ``(n,)``
-    :return: Explained variance; NaN if the targets do not vary
+    :return: ``1 - Var(y - b) / Var(y)`` for predictions ``b`` of targets ``y``: 1 is perfect, 0 is as good as a constant, and
+        negative values are worse. NaN if the targets do not vary
     """
     one_group = np.zeros(len(targets), dtype=np.int64)
     variance, residual = (np.mean(centre_within(each, one_group) ** 2) for each in (targets, targets - predictions))

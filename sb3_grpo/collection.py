@@ -22,17 +22,9 @@ from sb3_grpo.vec_wrappers import INSIDE_WORKERS, data_changing_wrapper
 
 class EnvStep(NamedTuple):
     """
-    One step of all environments.
-
-    :param actions: Actions as sampled, shape ``(n_envs, *action_shape)``
-    :param log_probs: Log-probabilities of the actions, shape ``(n_envs,)``
-    :param position: Where the environments were before the step
-    :param new_obs: Observations after the step, shape ``(n_envs, *obs_shape)`` or a dict of such
-    :param rewards: Rewards, shape ``(n_envs,)``
-    :param dones: Whether the episode ended, shape ``(n_envs,)``
-    :param optional: Further :class:`~sb3_grpo.buffers.Columns` by name: with masks ``action_masks``, shape
-        ``(n_envs, n_choices)``
-    :param infos: Info of each environment
+    One step of all environments: actions as sampled and their log-probabilities, where the environments were before the step,
+    what it returned, and further :class:`~sb3_grpo.buffers.Columns` by name, such as ``action_masks`` with masks. The first
+    axis of all arrays is that of environments; ``infos`` come last.
     """
 
     actions: np.ndarray
@@ -50,22 +42,14 @@ ActedStep = tuple[th.Tensor | dict[str, th.Tensor], np.ndarray, EnvStep]
 
 
 def collect(
-    self: Any,
-    env: VecEnv,
-    callback: BaseCallback,
-    rollout_buffer: GroupRolloutBuffer,
-    n_rollout_steps: int,
-    starts: SeededVecEnv,
+    self: Any, callback: BaseCallback, rollout_buffer: GroupRolloutBuffer, n_rollout_steps: int, starts: SeededVecEnv
 ) -> bool:
     """
     Fill the buffer. The local names are those of SB3's ``collect_rollouts``, ``self`` among them, because callbacks read them.
 
-    :param self: The algorithm
-    :param starts: The layer through which the environments are reset and stepped
     :return: False if the callback asked to stop; the last step is kept
-    :raises ValueError: If an observation, a reward or the output of the policy is not finite
-    :raises RuntimeError: If the callback resets the environments
     """
+    env = starts.env
     normalizer = rollout_buffer.reward_normalizer(env)
     n_steps = 0
     rollout_buffer.reset()
@@ -83,7 +67,7 @@ def collect(
         obs_tensor, clipped_actions, step = each
         actions, log_probs, position, new_obs, rewards, dones, optional, infos = step
         action_masks = optional.get("action_masks")
-        check_step(new_obs, rewards, dones, infos, self.num_timesteps, position.steps)
+        check_step((new_obs, rewards, dones, infos), self.num_timesteps, position.steps)
 
         self.num_timesteps += env.num_envs
 
@@ -93,7 +77,6 @@ def collect(
             warnings.warn(
                 f"Training ends after {self.num_timesteps} timesteps, because the callback {' or '.join(_names(callback))} "
                 "has returned None, which counts as False: return True to go on.",
-                UserWarning,
                 stacklevel=4,
             )
         if starts.was_reset:
@@ -104,16 +87,8 @@ def collect(
 
         self._update_info_buffer(*_of_fresh_starts(infos, dones, position.groups, self.ledger))
         n_steps += 1
-        rollout_buffer.add(
-            self._last_obs,
-            actions,
-            rewards if normalizer is None else normalizer.get_original_reward(),
-            dones,
-            log_probs,
-            position,
-            infos,
-            **optional,
-        )
+        stored = rewards if normalizer is None else normalizer.get_original_reward()
+        rollout_buffer.add(self._last_obs, actions, stored, dones, log_probs, position, infos, **optional)
         self._last_obs = new_obs
         self._last_episode_starts = dones
         if not continue_training:
@@ -141,15 +116,9 @@ def _of_fresh_starts(infos: list[Any], dones: np.ndarray, groups: np.ndarray, le
     return [info for env, info in enumerate(infos) if env not in repeats], np.delete(dones, repeats)
 
 
-def prepare_starts(
-    ledger: Ledger, starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool
-) -> dict[str, float]:
-    """
-    Prepare the starts to come after a rollout: their number in a group, and which of them are repeated.
-
-    :param chooses_group_size: Whether the group size is that which the buffer suggests
-    :return: What the log says about starts; nothing if they are not shared
-    """
+def prepare_starts(starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool) -> dict[str, float]:
+    """Choose which starts are repeated after a rollout, and how many a group has; return what the log says about starts."""
+    ledger = starts.ledger
     if ledger.choice.share > 0.0 and starts.share_starts and starts.mismatches == 0:
         ledger.record(rollout_buffer.group_returns)
     else:  # a start that differs each time cannot be repeated either
@@ -184,8 +153,8 @@ def _run_in_workers(self: Any, starts: SeededVecEnv, *settings: Any) -> Iterator
             recipe, run = self._policy_recipe(), starts.venv.collect_by_workers  # type: ignore[attr-defined]
             return run(recipe, self.policy, starts, self._last_obs, *settings)
         except RolloutLost as error:
-            env_idx, what, _ = error.args
-            warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", UserWarning, stacklevel=2)
+            env_idx, what = error.args
+            warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", stacklevel=2)
             self._begin_episodes(starts, starts.env.reset)
 
 
@@ -199,15 +168,13 @@ def run_policy(
     num_timesteps: int,
 ) -> Iterator[ActedStep]:
     """
-    Let a policy act in the environments of this process.
+    Let a policy act in the environments of this process, and yield each step once it is taken.
 
     :param starts: The layer through which the environments are reset and stepped
     :param obs: Present observations
     :param sde_sample_freq: Number of steps between two noise samples of gSDE; -1 for one sample per rollout
     :param uses_masks: Whether the environments say which actions they allow
     :param num_timesteps: Number of transitions before the first step, for messages
-    :return: The steps, each taken when it is asked for
-    :raises ValueError: If the output of the policy is not finite
     """
     policy.set_training_mode(False)
     act, device, n_envs = choose_actor(policy), policy.device, starts.venv.num_envs
@@ -221,19 +188,13 @@ def run_policy(
         obs_tensor = th.from_numpy(obs) if shares_memory else obs_as_tensor(obs, device)  # type: ignore[arg-type]
         optional = {"action_masks": starts.action_masks()} if uses_masks else {}
         sampled, log_probs = act(obs, obs_tensor, **optional)
-        check_policy_output(log_probs, num_timesteps + n * n_envs)
+        if not math.isfinite(sum(log_probs.tolist())):  # in less time than a call of torch
+            raise ValueError(
+                f"The output of the policy is not finite after {num_timesteps + n * n_envs} timesteps: the sampled actions "
+                f"have log-probabilities {log_probs.tolist()}. Check the weights and the features extractor."
+            )
         clipped = policy.within_bounds(sampled)
         position = starts.ledger.position
         # A copy, because an environment may change the action that it is given.
         obs, rewards, dones, infos = starts.step_all(clipped.copy())
         yield obs_tensor, clipped, EnvStep(sampled, log_probs, position, obs, rewards, dones, optional, infos)
-
-
-def check_policy_output(log_probs: th.Tensor, num_timesteps: int) -> None:
-    """Raise a ``ValueError`` if a log-probability of a sampled action, shape ``(n_envs,)``, is NaN or infinite."""
-    # Adding up a list in Python takes less time than calling torch.
-    if not math.isfinite(sum(log_probs.tolist())):
-        raise ValueError(
-            f"The output of the policy is not finite after {num_timesteps} timesteps: the sampled actions have "
-            f"log-probabilities {log_probs.tolist()}. Check the weights and the features extractor."
-        )

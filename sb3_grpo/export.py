@@ -18,13 +18,7 @@ from sb3_grpo.policies import ActorPolicy
 
 
 class DeterministicActor(nn.Module):
-    """
-    The actions that ``predict(deterministic=True)`` gives, from tensors to tensors. The distributions of torch are left out,
-    because their checks of arguments cannot be exported.
-
-    :param policy: Policy
-    :param is_masked: Whether action masks come as the last argument
-    """
+    """Actions of ``predict(deterministic=True)``, without torch's distributions, whose checks cannot be exported."""
 
     low: th.Tensor
     high: th.Tensor
@@ -87,8 +81,7 @@ def export_onnx(model: GRPO, path: str | os.PathLike[str]) -> None:
     policy = model.policy
     if not is_unaltered(policy, ACTING):
         raise ValueError(
-            f"{type(policy).__name__} chooses actions in its own way, which this function does not know: export the policy "
-            "with `torch.onnx.export`."
+            f"{type(policy).__name__} chooses actions in its own way: export the policy with `torch.onnx.export`."
         )
     is_masked, batch = isinstance(model, MaskableGRPO), th.export.Dim("batch")
     parts = space_parts(policy.observation_space)

@@ -18,9 +18,8 @@ def has_channels_first(shape: tuple[int, ...]) -> bool:
 class SmallCNN(BaseFeaturesExtractor):
     """
     One convolution and one linear layer, for boards and small images. It is the network of MinAtar's paper (Young & Tian 2019,
-    https://arxiv.org/abs/1903.03176).
-
-    The axis of the channels is the first if it is the shortest, which is what SB3 makes of images, and else the last.
+    https://arxiv.org/abs/1903.03176). The axis of the channels is the first if it is the shortest, which is what SB3 makes of
+    images, and else the last.
 
     :param observation_space: ``Box`` with three axes, of which those of a picture have at least three entries
     :param features_dim: Number of features

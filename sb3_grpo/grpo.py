@@ -31,7 +31,7 @@ from sb3_grpo.observations import has_boards, has_images
 from sb3_grpo.persistence import PersistentAlgorithm, set_random_state
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_grpo.settings import ObjectiveOptions
-from sb3_grpo.starts import Ledger, SeededVecEnv
+from sb3_grpo.starts import SeededVecEnv
 from sb3_grpo.validation import check_environment
 
 SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
@@ -232,7 +232,7 @@ class GRPO(PersistentAlgorithm):
         self.clip_range = FloatSchedule(self.clip_range)
 
         saved_ledger, last_obs = self.ledger, self._last_obs
-        self.ledger = None
+        self.ledger = None  # type: ignore[assignment]  # SB3 makes one, if there is a seed
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
         by_default = {"group_size": self.group_size or DEFAULT_GROUP_SIZE, "horizon": settings.time_limit(self.env)}
         self.rollout_buffer_kwargs = {**by_default, **defaults.arguments, **user_kwargs[0]}
@@ -244,9 +244,6 @@ class GRPO(PersistentAlgorithm):
         self.kl_penalty = KLPenalty(self.objective.kl_reference, self.objective.kl_estimator)
         self._continue_run(saved_ledger, last_obs)
         self._settings = self._current_settings()
-
-    def _new_ledger(self, seed: int | None = None) -> Ledger:
-        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed, self.repeat_starts)
 
     def _current_settings(self) -> dict[str, Any]:
         """:return: The arguments of the constructor that are attributes, and what was made of some, by name"""
@@ -265,9 +262,9 @@ class GRPO(PersistentAlgorithm):
         self.clip_range = FloatSchedule(self.clip_range)
         for name in changed & {"gamma", "gae_lambda"}:
             setattr(self.rollout_buffer, name, getattr(self, name))
-        if "group_size" in changed and self.ledger is not None:
+        if "group_size" in changed:
             self.ledger.group_size = self.rollout_buffer.group_size = self.group_size or DEFAULT_GROUP_SIZE
-        if "repeat_starts" in changed and self.ledger is not None:
+        if "repeat_starts" in changed:
             self.ledger.choice.share = self.repeat_starts
         self._settings = self._current_settings()
 
@@ -335,7 +332,7 @@ class GRPO(PersistentAlgorithm):
         tb_log_name: str = "run",
         progress_bar: bool = False,
     ) -> tuple[int, BaseCallback]:
-        assert self.env is not None and self.ledger is not None
+        assert self.env is not None
         self._take_up_changes()
         starts, set_up = self._starts(self.env), super()._setup_learn
         result: list[Any] = []
@@ -363,9 +360,7 @@ class GRPO(PersistentAlgorithm):
             )
         buffer, rule = self.rollout_buffer, self.update_rule
         normalizers = {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None}
-        described = settings.describe_settings(
-            buffer, self.ledger.group_size, starts.share_starts, self.n_steps * self.n_envs, rule, normalizers
-        )
+        described = settings.describe_settings(buffer, self.ledger.group_size, starts.share_starts, rule, normalizers)
         # What is not compiled yet is compiled here, before the clock of the first rollout runs.
         described += "\n" + describe_choice(self.policy, self._objective(), buffer, rule, self.verbose)
         if self.verbose >= 1 and self._printed_settings != described:
@@ -375,7 +370,6 @@ class GRPO(PersistentAlgorithm):
 
     def _starts(self, env: VecEnv) -> SeededVecEnv:
         """:return: The layer through which the training environment is reset and stepped"""
-        assert self.ledger is not None
         layer = self._seeded_env
         if layer is None or layer.env is not env or layer.wants_shared_starts != self.share_starts:
             layer = self._seeded_env = SeededVecEnv(env, self.ledger, self.share_starts)
@@ -386,7 +380,7 @@ class GRPO(PersistentAlgorithm):
         """Reset all environments with a function that resets them once, and returns their observations."""
         self._last_obs = None
         self.rollout_buffer.forget_trajectories()
-        self._last_obs = starts.begin(reset)  # type: ignore[assignment]
+        self._last_obs = starts.begin(reset)
 
     def collect_rollouts(
         self,
@@ -399,26 +393,18 @@ class GRPO(PersistentAlgorithm):
         Collect ``n_rollout_steps`` steps of each environment, and form the update.
 
         :return: False if the callback asked to stop; the last step is kept
-        :raises ValueError: If a number is not finite, or if a setting was changed that cannot be changed
-        :raises RuntimeError: If a callback resets the training environment in the course of the rollout
         """
-        assert self.ledger is not None
         self._take_up_changes()
         starts = self._starts(env)
         try:
             if starts.was_reset or self._last_obs is None:
                 self._begin_episodes(starts, env.reset)
-            if not collect(self, env, callback, rollout_buffer, n_rollout_steps, starts):
+            if not collect(self, callback, rollout_buffer, n_rollout_steps, starts):
                 return False
             if self.policy.normalizer is not None and self.policy.normalizer.observe(rollout_buffer.observations):
                 rollout_buffer.policy_changed(self.policy)
-            rollout_buffer.finish_rollout(
-                self._last_obs,  # type: ignore[arg-type]
-                self.policy,
-                self.ledger.open_groups(),
-                self.normalize_advantage,
-                self.objective.loss_aggregation,
-            )
+            open_groups, aggregation = self.ledger.open_groups(), self.objective.loss_aggregation
+            rollout_buffer.finish_rollout(self._last_obs, self.policy, open_groups, self.normalize_advantage, aggregation)
         except BaseException:
             # The environments may have moved on, and trajectories in progress have lost their beginnings.
             self._last_obs = None
@@ -427,7 +413,7 @@ class GRPO(PersistentAlgorithm):
             starts.release()
         if starts.share_starts and not self.use_sde:  # whose noise may be one for the whole rollout
             starts.note_copies(rollout_buffer, isinstance(self.action_space, spaces.Box))
-        start_metrics = prepare_starts(self.ledger, starts, rollout_buffer, self.group_size is None)
+        start_metrics = prepare_starts(starts, rollout_buffer, self.group_size is None)
         self._log("rollout/", {**rollout_buffer.metrics, **start_metrics})
 
         callback.update_locals(locals())
@@ -477,11 +463,10 @@ class GRPO(PersistentAlgorithm):
         if hasattr(self.policy, "log_std"):
             self.logger.record("train/std", th.exp(self.policy.log_std).mean().item())
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-        if report.natural is not None:
-            return
-        self.logger.record("train/clip_range", objective.clip_range.low)
-        if self.objective.clip_range_high is not None:
-            self.logger.record("train/clip_range_high", objective.clip_range.high)
+        if report.natural is None:
+            self.logger.record("train/clip_range", objective.clip_range.low)
+            if self.objective.clip_range_high is not None:
+                self.logger.record("train/clip_range_high", objective.clip_range.high)
 
     def _log(self, prefix: str, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

@@ -3,7 +3,8 @@ The loss of GRPO: pure functions of tensors.
 
 Symbols: ``pi`` is the policy being trained, ``pi_old`` the policy that sampled the actions, ``pi_ref`` the reference of the KL
 penalty, ``rho = pi / pi_old`` the importance ratio, ``A`` the advantage. All of them belong to the actions that were taken;
-``n`` is the number of transitions.
+``n`` is the number of transitions. Arguments and results are tensors of shape ``(n,)``, or scalars if they are means, unless
+something else is said. ``clip_range`` and ``clip_range_high`` are ``c`` and ``c_high``.
 """
 
 from collections.abc import Callable
@@ -27,14 +28,8 @@ MAX_LOG_RATIO = 20.0
 
 class MinibatchLoss(NamedTuple):
     """
-    The loss of a minibatch of ``n`` transitions, and its parts.
-
-    :param loss: The loss, a scalar
-    :param policy_gradient_loss: Mean of the clipped surrogate, a scalar
-    :param log_ratio: ``log rho``, shape ``(n,)``
-    :param ratio: Importance ratios before clipping, of steps or of trajectories, shape ``(n,)``
-    :param entropy: Entropies of the policy, or their estimates, shape ``(n,)``
-    :param kl: Divergences from the reference, or their estimates, shape ``(n,)``; empty without a penalty
+    The loss of a minibatch, and its parts: the mean of the clipped surrogate, ``log rho``, the ratios before clipping (of
+    steps or of trajectories), entropies, and divergences from the reference, which are empty without a penalty.
     """
 
     loss: th.Tensor
@@ -62,18 +57,12 @@ def minibatch_loss(
     ``mean_t w_t (-min(rho_t A_t, clip(rho_t, 1 - c, 1 + c_high) A_t) - c_ent H_t + c_kl KL_t)``: the objective of GRPO
     (DeepSeekMath, https://arxiv.org/abs/2402.03300, equation 3) as a loss, with an entropy bonus.
 
-    :param log_prob: ``log pi``, shape ``(n,)``
-    :param old_log_prob: ``log pi_old``, shape ``(n,)``
-    :param advantages: ``A``, shape ``(n,)``
-    :param clip_range: ``c``
-    :param clip_range_high: ``c_high``
-    :param entropy: ``H``, the entropies of ``pi``, shape ``(n,)``; ``None`` if they have no closed form, for ``-log pi``
+    :param entropy: ``H``, the entropies of ``pi``; ``None`` if they have no closed form, for ``-log pi``
     :param ent_coef: ``c_ent``
-    :param kl: ``KL``, the divergences from ``pi_ref`` or their estimates, shape ``(n,)``; ``None`` for no penalty
+    :param kl: ``KL``, the divergences from ``pi_ref`` or their estimates; ``None`` for no penalty
     :param kl_coef: ``c_kl``
-    :param weights: ``w``, shape ``(n,)``; ``None`` for ones
+    :param weights: ``w``; ``None`` for ones
     :param trajectories: Labels of trajectories, for :func:`trajectory_log_ratio`; ``None`` for ratios of steps
-    :return: The loss and its parts
     """
     entropy = -log_prob if entropy is None else entropy
     log_ratio = log_prob - old_log_prob
@@ -90,7 +79,7 @@ def minibatch_loss(
 
 
 class Surrogate(NamedTuple):
-    """Loss and importance ratio, which has no gradient, of each transition, both of shape ``(n,)``."""
+    """Loss and importance ratio, which has no gradient, of each transition."""
 
     loss: th.Tensor
     ratio: th.Tensor
@@ -99,16 +88,10 @@ class Surrogate(NamedTuple):
 def clipped_surrogate(log_ratio: th.Tensor, advantages: th.Tensor, clip_range: float, clip_range_high: float) -> Surrogate:
     """
     The surrogate of PPO (https://arxiv.org/abs/1707.06347, equation 7) before the mean is taken:
-    ``-min(rho A, clip(rho, 1 - c, 1 + c_high) A)``.
+    ``-min(rho A, clip(rho, 1 - c, 1 + c_high) A)``, from ``log rho``.
 
     A separate ``c_high`` is the clip-higher of DAPO (https://arxiv.org/abs/2503.14476, equation 10). Departure: log-ratios are
     clamped to ``+-MAX_LOG_RATIO``, and the gradient is zero beyond.
-
-    :param log_ratio: ``log rho``, shape ``(n,)``
-    :param advantages: ``A``, shape ``(n,)``
-    :param clip_range: ``c``
-    :param clip_range_high: ``c_high``
-    :return: Loss and ratio of each transition
     """
     ratio = th.exp(th.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     loss = -th.min(advantages * ratio, advantages * th.clamp(ratio, 1.0 - clip_range, 1.0 + clip_range_high))
@@ -118,14 +101,13 @@ def clipped_surrogate(log_ratio: th.Tensor, advantages: th.Tensor, clip_range: f
 def trajectory_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor) -> th.Tensor:
     """
     The importance ratio of GSPO-token (https://arxiv.org/abs/2507.18071, equations 7 and 14):
-    ``log s_t = sg[mean_k d_k] + d_t - sg[d_t]``, where ``sg`` stops the gradient and the mean is over the trajectory.
+    ``log s_t = sg[mean_k d_k] + d_t - sg[d_t]`` with ``d_t = log pi(a_t|s_t) - log pi_old(a_t|s_t)``, where ``sg`` stops the
+    gradient and the mean is over the trajectory.
 
     All transitions of a trajectory have the value of its length-normalised ratio, and each has the gradient of its own ratio.
     Where all steps of a trajectory have the same advantage, this is GSPO itself.
 
-    :param log_ratio: ``d_t = log pi(a_t|s_t) - log pi_old(a_t|s_t)``, shape ``(n,)``
-    :param trajectories: Integers that tell trajectories apart, shape ``(n,)``. Whole trajectories must be present
-    :return: Log-ratios, shape ``(n,)``
+    :param trajectories: Integers that tell trajectories apart. Whole trajectories must be present
     """
     fixed = log_ratio.detach()
     _, labels, counts = th.unique(trajectories, return_inverse=True, return_counts=True)
@@ -135,11 +117,7 @@ def trajectory_log_ratio(log_ratio: th.Tensor, trajectories: th.Tensor) -> th.Te
 
 def weighted_mean(values: th.Tensor, weights: th.Tensor | None) -> th.Tensor:
     """
-    ``1/n sum_t w_t x_t``. The sum is not divided by the sum of the weights, whose mean need not be one.
-
-    :param values: ``x``, shape ``(n,)``
-    :param weights: ``w``, shape ``(n,)``; ``None`` for ones
-    :return: The mean, a scalar
+    ``1/n sum_t w_t x_t``, with ``None`` for ones. It is not divided by the sum of the weights, whose mean need not be one.
     """
     return values.mean() if weights is None else (weights * values).mean()
 
@@ -157,18 +135,16 @@ def trajectory_loss_weights(lengths: th.Tensor) -> th.Tensor:
 
 def constant_loss_weights(lengths: th.Tensor, horizon: int) -> th.Tensor:
     """
-    Weights ``mean(|o|) / L``. They turn the mean over transitions into ``1/m sum_i 1/L sum_t``: Dr. GRPO
-    (https://arxiv.org/abs/2503.20783), section 3. The gradient of a trajectory then depends neither on its own length, as with
-    ``trajectory``, nor on the lengths of the others, as with ``step``. ``lengths`` and result: see
-    :func:`trajectory_loss_weights`.
-
-    :param horizon: ``L``, the largest number of transitions of a trajectory
+    Weights ``mean(|o|) / L``, where the horizon ``L`` is the largest number of transitions of a trajectory. They turn the mean
+    over transitions into ``1/m sum_i 1/L sum_t``: Dr. GRPO (https://arxiv.org/abs/2503.20783), section 3. The gradient of a
+    trajectory then depends neither on its own length, as with ``trajectory``, nor on the lengths of the others, as with
+    ``step``. ``lengths`` and result: see :func:`trajectory_loss_weights`.
     """
     return (lengths.sum() / len(lengths) / horizon).expand(len(lengths))
 
 
 def clip_fractions(ratio: th.Tensor, clip_range: float, clip_range_high: float) -> tuple[th.Tensor, th.Tensor]:
-    """:return: Fractions of the ratios, shape ``(n,)``, below the clip range of :func:`clipped_surrogate` and above it"""
+    """:return: Fractions of the ratios below the clip range of :func:`clipped_surrogate` and above it"""
     change = ratio - 1.0
     return (change < -clip_range).float().mean(), (change > clip_range_high).float().mean()
 
@@ -177,9 +153,6 @@ def effective_sample_size(ratio: th.Tensor) -> th.Tensor:
     """
     ``(sum rho)^2 / (n sum rho^2)``: Kish's effective sample size as a fraction of ``n`` (A. Owen, "Monte Carlo theory, methods
     and examples", equation 9.13). It is 1 if all ratios are equal, and ``1/n`` if one of them has all the weight.
-
-    :param ratio: Importance ratios, positive, shape ``(n,)``
-    :return: The fraction, a scalar
     """
     relative = ratio / ratio.max()  # the square of a large ratio would overflow single precision
     return relative.sum() ** 2 / (len(ratio) * (relative**2).sum())
@@ -187,25 +160,21 @@ def effective_sample_size(ratio: th.Tensor) -> th.Tensor:
 
 def k1(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
     """
-    ``-d`` with ``d = log pi_ref - log pi``: an unbiased estimate of KL(pi || pi_ref) with a high variance (J. Schulman,
-    "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
-
-    :param log_prob: ``log pi`` of actions that ``pi`` has sampled, shape ``(n,)``
-    :param reference_log_prob: ``log pi_ref`` of the same actions, shape ``(n,)``
-    :return: Estimates, shape ``(n,)``
+    ``-d`` with ``d = log pi_ref - log pi``: an unbiased estimate of KL(pi || pi_ref), from actions that ``pi`` has sampled,
+    with a high variance (J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
     """
     return log_prob - reference_log_prob
 
 
 def k2(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
-    """``d^2 / 2``: a biased estimate with a low variance, never negative. Source, symbols and shapes as for :func:`k1`."""
+    """``d^2 / 2``: a biased estimate with a low variance, never negative. Source and symbols as for :func:`k1`."""
     return 0.5 * (reference_log_prob - log_prob) ** 2
 
 
 def k3(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
     """
     ``exp(d) - d - 1``: an unbiased estimate that is never negative, used by DeepSeekMath (https://arxiv.org/abs/2402.03300,
-    equation 4). Source, symbols and shapes as for :func:`k1`. Departure: ``d`` is at most ``MAX_LOG_RATIO``.
+    equation 4). Source and symbols as for :func:`k1`. Departure: ``d`` is at most ``MAX_LOG_RATIO``.
     """
     # Both terms use the clamped value: if only the exponential were flat, the slope of -d would push the policies apart.
     d = th.clamp(reference_log_prob - log_prob, max=MAX_LOG_RATIO)
@@ -217,38 +186,28 @@ KL_ESTIMATORS: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {"k1": k
 
 def importance_weighted(estimate: th.Tensor, log_prob: th.Tensor, old_log_prob: th.Tensor) -> th.Tensor:
     """
-    ``rho f``: its mean over actions of ``pi_old`` is the mean of ``f`` over actions of ``pi``, in value and in gradient.
+    ``rho f`` for an estimate ``f``: its mean over actions of ``pi_old`` is the mean of ``f`` over actions of ``pi``, in value
+    and in gradient.
 
     :func:`k1` needs this weight in a loss. Without it, its gradient is that of ``log pi``, which does not depend on the
     reference and is zero in expectation (Tang & Munos 2025, https://arxiv.org/abs/2506.09477).
-
-    :param estimate: ``f`` for each action, shape ``(n,)``
-    :param log_prob: ``log pi``, shape ``(n,)``
-    :param old_log_prob: ``log pi_old``, shape ``(n,)``
-    :return: Weighted estimates, shape ``(n,)``
     """
     return th.exp(th.clamp(log_prob - old_log_prob, max=MAX_LOG_RATIO)) * estimate
 
 
 def approximate_kl(log_ratio: th.Tensor) -> th.Tensor:
     """
-    Mean of :func:`k3` for KL(pi_old || pi), the divergence that SB3 logs as ``approx_kl``.
-
-    :param log_ratio: ``log pi - log pi_old`` of actions that ``pi_old`` has sampled, shape ``(n,)``
-    :return: The estimate, a scalar
+    Mean of :func:`k3` for KL(pi_old || pi), the divergence that SB3 logs as ``approx_kl``, from ``log rho`` of actions that
+    ``pi_old`` has sampled.
     """
     return k3(th.zeros_like(log_ratio), log_ratio).mean()
 
 
 def exact_kl(policy: Distribution, reference: Distribution) -> th.Tensor:
     """
-    KL(pi || pi_ref) in closed form, summed over independent dimensions of the action.
+    KL(pi || pi_ref) in closed form for the same observations, summed over independent dimensions of the action.
 
     A squashed Gaussian has the divergence of the Gaussian before squashing, because ``tanh`` is invertible.
-
-    :param policy: Distributions of ``pi`` for ``n`` observations
-    :param reference: Distributions of ``pi_ref`` for the same observations, of the same kind
-    :return: Divergences, shape ``(n,)``
     """
     # SB3 keeps one torch distribution per action dimension for MultiDiscrete spaces, and a single one elsewhere.
     parts = policy.distribution if isinstance(policy.distribution, list) else [policy.distribution]

@@ -19,10 +19,7 @@ FORCED = 1e8
 
 
 def choices_of(action_space: spaces.Space) -> list[int]:
-    """
-    :return: Number of choices of each component of an action
-    :raises ValueError: If the space cannot be masked
-    """
+    """:return: Number of choices of each component of an action. A ``ValueError`` says if the space cannot be masked"""
     if isinstance(action_space, spaces.Discrete):
         return [int(action_space.n)]
     if isinstance(action_space, spaces.MultiDiscrete):
@@ -30,17 +27,13 @@ def choices_of(action_space: spaces.Space) -> list[int]:
     if isinstance(action_space, spaces.MultiBinary):
         return [2] * int(np.prod(action_space.shape))
     raise ValueError(
-        f"Actions of {action_space} cannot be masked: use a Discrete, MultiDiscrete or MultiBinary action space, or leave "
-        "`action_masks` out."
+        f"Actions of {action_space} cannot be masked: use Discrete, MultiDiscrete or MultiBinary ones, or no `action_masks`."
     )
 
 
 def checked_masks(action_masks: Any, choices: Sequence[int]) -> np.ndarray | tuple[int, str]:
     """
-    :param action_masks: The mask of each of ``n`` environments
-    :param choices: Number of choices of each component of an action
-    :return: The masks, an array of booleans of shape ``(n, sum(choices))``, or the index of an environment and what is wrong
-        with its mask, a clause
+    :return: The masks, booleans of shape ``(n, sum(choices))``, or the index of an environment and what is wrong, a clause
     """
     n_choices = sum(choices)
     try:
@@ -63,13 +56,10 @@ def checked_masks(action_masks: Any, choices: Sequence[int]) -> np.ndarray | tup
 
 def forced_logits(action_masks: Any, action_space: spaces.Space, n: int) -> th.Tensor:
     """
-    :param action_masks: ``n`` masks, an array or a tensor of any shape
-    :param action_space: Action space
-    :param n: Number of observations
+    :param action_masks: ``n`` masks, an array or a tensor of any shape; a ``ValueError`` says if there are not as many entries
     :return: The logit that a mask puts in the place of the policy's, and zero where the policy is free, shape ``(n, k)`` for
         ``k`` logits: ``-FORCED`` for a choice that is not allowed. MultiBinary actions have one logit for each component, that
         of a one, which is ``FORCED`` if a zero is not allowed
-    :raises ValueError: If there are not as many entries as ``n`` masks have
     """
     n_choices = sum(choices_of(action_space))
     masks = th.as_tensor(action_masks).bool()

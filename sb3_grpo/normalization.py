@@ -59,23 +59,16 @@ class ObservationNormalizer(nn.Module):
         for name, space in sorted(parts.items(), key=lambda part: part[0] in self.images):
             self.slices[name] = slice(n_inputs, n_inputs + int(np.prod(space.shape)))
             n_inputs = self.slices[name].stop
-        # The statistics so far
         self.register_buffer("count", th.zeros(()))
-        self.register_buffer("mean", th.zeros(n_inputs))
-        self.register_buffer("var", th.ones(n_inputs))
-        # Those in use
-        self.register_buffer("shift", th.zeros(n_inputs))
-        self.register_buffer("scale", th.ones(n_inputs))
+        # The statistics so far, and those in use
+        for name, start in (("mean", th.zeros), ("var", th.ones), ("shift", th.zeros), ("scale", th.ones)):
+            self.register_buffer(name, start(n_inputs))
         for name in self.images:
             if parts[name].dtype == np.uint8:
                 self.scale[self.slices[name]] /= 255.0  # as SB3 does, until there are statistics
 
     def forward(self, observations: Any, latest: bool = False) -> Any:
-        """
-        :param observations: Observations, tensors of shape ``(n, *obs_shape)`` or a dict of such; parts may be missing
-        :param latest: Whether to use the statistics of all observations so far, before :meth:`renew` does so for good
-        :return: The observations, standardised
-        """
+        """Standardise tensors, of which a dict may lack some; ``latest`` uses all statistics, also before :meth:`renew`."""
         shift, scale = self._latest() if latest else (self.shift, self.scale)
 
         def standardised(name: str | None, part: th.Tensor) -> th.Tensor:
@@ -140,9 +133,7 @@ def image_moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def normalized_parts(observation_space: spaces.Space, normalize_images: bool = True) -> dict[str | None, spaces.Box]:
     """
-    :param observation_space: Observation space
-    :param normalize_images: The policy's argument. Without it, images stay as they come
-    :return: What is standardised in it, by its name in a ``Dict``, or ``None`` for the whole: vectors of floating point
+    :return: What is standardised in a space, by its name in a ``Dict``, or ``None`` for the whole: vectors of floating point
         numbers, and large images (see :func:`~sb3_grpo.observations.is_large_image`), but no boards and small images
     """
     return {

@@ -7,9 +7,7 @@ import os
 import pathlib
 import random
 import zipfile
-from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +17,7 @@ from stable_baselines3.common.save_util import open_path
 from stable_baselines3.common.type_aliases import GymEnv
 
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
-from sb3_grpo.buffers import GroupRolloutBuffer
+from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.settings import CLIPPED_ONLY, refuse_arguments, warn_of_idle_arguments
 from sb3_grpo.starts import Ledger
@@ -31,16 +29,6 @@ VERSION = pathlib.Path(__file__).with_name("version.txt").read_text(encoding="ut
 FORMAT = 1
 #: Name of the archive member that holds the format.
 FORMAT_ENTRY = "_sb3_grpo_format"
-
-
-@dataclass
-class RunState:
-    """Everything that continuing a run needs beyond what SB3 saves."""
-
-    buffer_class: str  # its name, because the class may be gone when the file is loaded
-    buffer: dict[str, Any]
-    kl_penalty: dict[str, Any]
-    random: dict[str, Any]
 
 
 def full_name(of: type) -> str:
@@ -86,12 +74,7 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
 
 
 def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
-    """
-    Refuse files that this version cannot load, before anything in them is unpickled.
-
-    :param path: Path of a saved model, or a file-like object, whose position does not change
-    :raises ValueError: If the file is of another algorithm, or of another format
-    """
+    """Raise a ``ValueError`` for a file of another algorithm or format, before anything in it is unpickled."""
     file: Any = open_path(path, "r", suffix="zip")
     position, is_given = file.tell(), file is path
     name, argument = ("The file", "file") if is_given else (repr(str(file.name)),) * 2
@@ -124,21 +107,21 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
 
     rollout_buffer: GroupRolloutBuffer  # type: ignore[assignment]
     policy: ActorPolicy  # type: ignore[assignment]
+    _last_obs: Any
     kl_penalty: KLPenalty
     group_size: int | None
     repeat_starts: float
     #: Which start each environment runs, and the starts to come.
-    ledger: Ledger | None = None
+    ledger: Ledger = None  # type: ignore[assignment]  # until the model is set up
     # The arguments as they were last taken up, by name
     _settings: dict[str, Any]
-    # State that a saved model carries from its file to the parts that are built later.
-    _run_state: RunState | None = None
+    # What continuing a run needs beyond what SB3 saves, on the way from a file to the parts that are built later.
+    _run_state: dict[str, Any] | None = None
     # Random state with which a loaded model continues its run.
     _random_state: dict[str, Any] | None = None
 
-    @abstractmethod
     def _new_ledger(self, seed: int | None = None) -> Ledger:
-        """:return: The ledger of a new run"""
+        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed, self.repeat_starts)
 
     def _continue_run(self, saved_ledger: Ledger | None, last_obs: Any) -> None:
         """Go on with the run of a saved model, if this is one. SB3 has seeded it meanwhile, which made a new ledger."""
@@ -149,10 +132,10 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         elif self.ledger is None:
             self.ledger = self._new_ledger()
         if self._run_state is not None:
-            self._random_state = self._run_state.random
-            self.kl_penalty.set_state(self._run_state.kl_penalty, self.policy)
-            if self._run_state.buffer_class == full_name(type(self.rollout_buffer)):  # load() may have been given another
-                self.rollout_buffer.set_state(self._run_state.buffer)
+            self._random_state = self._run_state["random"]
+            self.kl_penalty.set_state(self._run_state["kl_penalty"], self.policy)
+            if self._run_state["buffer_class"] == full_name(type(self.rollout_buffer)):  # load() may have been given another
+                self.rollout_buffer.set_state(self._run_state["buffer"])
             self._run_state = None
 
     def save(
@@ -176,8 +159,12 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         """
         content = io.BytesIO()
         if run_state:
-            states = self.rollout_buffer.get_state(), self.kl_penalty.get_state(), self._random_state or random_state()
-            self._run_state = RunState(full_name(type(self.rollout_buffer)), *states)
+            self._run_state = {
+                "buffer_class": full_name(type(self.rollout_buffer)),  # which may be gone when the file is loaded
+                "buffer": self.rollout_buffer.get_state(),
+                "kl_penalty": self.kl_penalty.get_state(),
+                "random": self._random_state or random_state(),
+            }
         else:
             exclude = {*(exclude or ()), "ledger", "_last_obs", "_last_original_obs", "_last_episode_starts"}
         try:
@@ -219,9 +206,8 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         :param print_system_info: Whether to print information about the current and the saving system
         :param force_reset: Unused: learning always begins with a reset of the environments
         :param kwargs: Arguments to change
-        :return: The model
-        :raises ValueError: If the file is of another algorithm or of another file format, or if an argument does not fit
-            the saved weights
+        :raises ValueError: If the file is of another algorithm or file format, or if an argument does not fit the saved
+            weights
         :raises TypeError: If there is an unknown argument
         """
         classes = [each for each in cls.__mro__ if issubclass(each, PersistentAlgorithm) and each is not PersistentAlgorithm]

@@ -31,7 +31,7 @@ from torch import nn
 from sb3_grpo.extractors import SmallCNN, has_channels_first
 from sb3_grpo.masks import masked_logits
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
-from sb3_grpo.observations import is_large_image, space_parts, take_observations, with_axes
+from sb3_grpo.observations import Observations, is_large_image, space_parts, take_observations, with_axes
 from sb3_grpo.validation import require_between, require_bool, require_positive
 
 #: Largest number of observations that are encoded at a time, and about how many numbers they may have.
@@ -82,8 +82,8 @@ class ActorPolicy(BasePolicy):
     :param optimizer_kwargs: Keyword arguments of the optimizer without the learning rate. ``None`` for ``eps=1e-5`` and
         ``fused=True`` with ``Adam``, and for no arguments with other optimizers
     :param log_std_lr_factor: Learning rate of the log standard deviation relative to the other parameters, or with
-        ``update_rule="natural"`` its largest change relative to the default. The step size of Adam hardly depends on the
-        size of the gradient, so a rate that suits a large network may change the exploration too slowly or too fast. For Box
+        ``update_rule="natural"`` its largest change relative to the default. The step size of Adam hardly depends on the size
+        of the gradient, so a rate that suits a large network may change the exploration too slowly or too fast. For Box
         actions only
     :param lr_follows_std: Whether the learning rate falls with the standard deviation of continuous actions, see
         :meth:`learning_rate_factor`
@@ -134,18 +134,14 @@ class ActorPolicy(BasePolicy):
         for name, flag in dict(flags, normalize_images=normalize_images, lr_follows_std=lr_follows_std).items():
             require_bool(name, flag)
         if log_std_lr_factor != 1.0 and not isinstance(action_space, spaces.Box):
-            raise ValueError(
-                f"log_std_lr_factor={log_std_lr_factor} is for Box actions, and {action_space} has no standard deviation: "
-                "leave it out."
-            )
+            raise ValueError(f"log_std_lr_factor={log_std_lr_factor} is for Box actions, not {action_space}: leave it out.")
         if squash_output and not use_sde:
             raise ValueError(f"squash_output={squash_output} needs gSDE: pass use_sde=True, or squash_output=False.")
         if features_extractor_class is None:
             features_extractor_class = self.default_features_extractor(observation_space)
         if features_extractor_class is CombinedExtractor and not isinstance(observation_space, spaces.Dict):
             raise ValueError(
-                f"`MultiInputPolicy` needs a Dict observation space, not {observation_space}: pass `MlpPolicy`, or "
-                "`CnnPolicy` for images."
+                f"`MultiInputPolicy` needs a Dict observation space, not {observation_space}: pass `MlpPolicy` or `CnnPolicy`."
             )
         if optimizer_kwargs is None:
             # eps as in SB3's PPO: with Adam's own 1e-8, a step can explode where gradients vanish.
@@ -230,9 +226,8 @@ class ActorPolicy(BasePolicy):
 
     def largest_changes(self, parameters: Sequence[nn.Parameter], limit: float) -> th.Tensor:
         """
-        :param parameters: Some parameters, with ``m`` numbers in all
-        :param limit: Limit of the divergence of a natural-gradient step per component of an action
-        :return: Largest change of each number in a step, finite for log standard deviations only, shape ``(m,)``
+        :return: Largest change of each of ``m`` numbers in some parameters in a natural-gradient step with a limit of the
+            divergence per component of an action, finite for log standard deviations only, shape ``(m,)``
         """
         own = self.log_std_lr_factor * math.sqrt(LOG_STD_SHARE * limit)
         log_std = getattr(self, "log_std", None)
@@ -242,13 +237,11 @@ class ActorPolicy(BasePolicy):
     def learning_rate_factor(self) -> float:
         """
         How far the learning rate has fallen: the geometric mean over actions of the standard deviation divided by the initial
-        one, and at most 1.
+        one, and at most 1. It is 1 without ``lr_follows_std``, and for actions without a standard deviation.
 
         A step of Adam moves the means of the actions by an amount that hardly depends on the gradient. The divergence from the
         policy before is the square of this amount over twice the variance. So with a constant rate, the divergence of each
         update grows while the policy becomes more certain, and in the end a single update can destroy it.
-
-        :return: Factor of the learning rate; 1 without ``lr_follows_std``, and for actions without a standard deviation
         """
         if not self.lr_follows_std or self._first_log_std is None:
             return 1.0
@@ -261,12 +254,7 @@ class ActorPolicy(BasePolicy):
         return {"lr_schedule": self._dummy_schedule, **{name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """
-        Load weights as :class:`torch.nn.Module` does. It does not matter which modules were compiled, here and where they come
-        from.
-
-        :raises ValueError: If only one of the weights and this policy standardises observations
-        """
+        """Load weights as :class:`torch.nn.Module` does, whichever modules were compiled, here and where they come from."""
         own_names = {plain_name(name): name for name in self.state_dict()}
         renamed = {own_names.get(plain_name(name), name): value for name, value in state_dict.items()}
         if renamed.keys() != state_dict.keys():  # otherwise the original, which knows the versions of its modules
@@ -302,11 +290,8 @@ class ActorPolicy(BasePolicy):
 
     def forward(self, obs: PyTorchObs, deterministic: bool = False, **masking: Any) -> tuple[th.Tensor, th.Tensor]:
         """
-        Choose actions.
+        Choose actions. The arguments are those of :meth:`get_distribution`, and whether to take its mode instead of a sample.
 
-        :param obs: Observations, shape ``(n, *obs_shape)``
-        :param deterministic: Whether to take the mode of the distribution instead of a sample
-        :param masking: ``action_masks``, as for :meth:`predict`
         :return: Actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
         """
         return self._sample(self.get_distribution(obs, **masking), deterministic)
@@ -345,15 +330,10 @@ class ActorPolicy(BasePolicy):
         n_numbers = sum(get_flattened_obs_dim(part) for part in space_parts(self.observation_space).values())
         return min(max(ENCODING_NUMBERS // n_numbers, 1), ENCODING_BATCH)
 
-    def encode(
-        self, observations: np.ndarray | dict[str, np.ndarray], features_extractor: BaseFeaturesExtractor | None = None
-    ) -> np.ndarray:
+    def encode(self, observations: Observations, features_extractor: BaseFeaturesExtractor | None = None) -> np.ndarray:
         """
-        Encode a batch of observations.
-
-        :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
-        :param features_extractor: Features extractor; ``None`` for that of the policy
-        :return: Features in double precision, shape ``(n, dim)``
+        :return: Features of observations, shape ``(n, *obs_shape)`` or a dict of such, in double precision, shape
+            ``(n, dim)``. They come from the features extractor of the policy if there is no other one
         """
         n_observations = len(next(iter(observations.values())) if isinstance(observations, dict) else observations)
         parts, size = [], self.encoding_batch()
@@ -409,13 +389,10 @@ class ActorPolicy(BasePolicy):
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
         """
         Choose actions for one observation or a batch of them, as :meth:`stable_baselines3.common.policies.BasePolicy.predict`.
+        The state is returned as it was passed, because the policy has none.
 
-        :param observation: The observation or observations
-        :param state: Unused: the policy has no state
-        :param episode_start: Unused
         :param deterministic: Whether to take the mode of the distribution instead of a sample
         :param action_masks: The choices that are allowed, see :mod:`sb3_grpo.masks`; ``None`` for all
-        :return: Actions, and the state as it was passed
         """
         self._masking = {} if action_masks is None else {"action_masks": action_masks}
         try:
@@ -474,16 +451,11 @@ def plain_name(name: str) -> str:
 def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtractor]) -> list[int]:
     if net_arch is None:
         return [] if features_extractor_class in (NatureCNN, SmallCNN) else [64, 64]
-    if isinstance(net_arch, dict) and "vf" in net_arch:
-        raise ValueError(
-            f"net_arch={net_arch!r} asks for a value network, which GRPO does not have: pass net_arch=[...] or "
-            "net_arch=dict(pi=[...])."
-        )
     sizes = net_arch["pi"] if isinstance(net_arch, dict) and set(net_arch) == {"pi"} else net_arch
     if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
-        raise ValueError(
-            f"net_arch={net_arch!r} is no list of positive integers: pass net_arch=[...] or net_arch=dict(pi=[...])."
-        )
+        has_critic = isinstance(net_arch, dict) and "vf" in net_arch
+        fault = "asks for a value network, which GRPO does not have" if has_critic else "is no list of positive integers"
+        raise ValueError(f"net_arch={net_arch!r} {fault}: pass net_arch=[...] or net_arch=dict(pi=[...]).")
     return [int(size) for size in sizes]
 
 

@@ -24,13 +24,9 @@ MAX_AGE = 16
 
 def correlation_sums(advantages: np.ndarray, others: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """
-    Sufficient statistics of :func:`shrunk_correlation`: ``k``, ``n``, ``d``, ``n^2``, ``n d`` and ``d^2`` of each group. ``k``
-    is its number of transitions with peers, ``n = sum_t A_t x_t``, and ``d = sum_t A_t^2``.
-
-    :param advantages: ``A``, shape ``(n,)``
-    :param others: Mean advantages ``x`` of the other members at the same step, NaN where there are none, shape ``(n,)``
-    :param groups: Label of the group of each transition, shape ``(n,)``
-    :return: Statistics, shape ``(n_groups, 6)``
+    Sufficient statistics of :func:`shrunk_correlation`: ``k``, ``n``, ``d``, ``n^2``, ``n d`` and ``d^2`` of each group, shape
+    ``(n_groups, 6)``. ``k`` is its number of transitions with peers, ``n = sum_t A_t x_t``, and ``d = sum_t A_t^2``, where
+    ``x`` are the mean advantages of the other members at the same step, NaN where there are none.
     """
     has_peers = ~np.isnan(others)
     k, n, d = (
@@ -106,13 +102,7 @@ class RelativeTerm:
     def apply(
         self, advantages: np.ndarray, groups: np.ndarray, steps: np.ndarray, open_groups: Mapping[int, int]
     ) -> np.ndarray:
-        """
-        :param advantages: Advantages of a rollout, shape ``(n,)``
-        :param groups: Group of each transition's trajectory, shape ``(n,)``
-        :param steps: Step within the trajectory, shape ``(n,)``
-        :param open_groups: See :meth:`~sb3_grpo.starts.Ledger.open_groups`
-        :return: Advantages with the relative term, shape ``(n,)``
-        """
+        """:return: The advantages of a rollout with the relative term, shape ``(n,)``, for the open groups of the ledger"""
         self._rollout += 1
         now = _Kept(groups, steps, np.full(len(groups), self._rollout), advantages)
         known = _Kept(*(np.append(mine, earlier) for mine, earlier in zip(now, self._kept, strict=True)))

@@ -1,5 +1,6 @@
 """GRPO's arguments: checks, and the choice of those that were left open."""
 
+import difflib
 import inspect
 import math
 import re
@@ -12,21 +13,10 @@ import gymnasium as gym
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_grpo import losses
+from sb3_grpo import losses, validation
 from sb3_grpo.arithmetic.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference
 from sb3_grpo.buffers import BUFFERS, GroupRolloutBuffer, buffer_options
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.validation import (
-    constructor_arguments,
-    refuse_unknown_arguments,
-    require_at_least,
-    require_between,
-    require_bool,
-    require_mapping,
-    require_one_of,
-    require_positive,
-    require_schedule,
-)
 
 #: Arguments of GRPO by their names in other libraries
 OTHER_NAMES = {
@@ -55,20 +45,20 @@ CRITIC_NAMES = re.compile(r"(^|_)(vf|vloss|value|critic)(_|$)|share_features_ext
 
 #: Checks of values, their limits, and the arguments that they are for. ``None`` is accepted where it is the default.
 CHECKS: tuple[tuple[Callable[..., None], tuple[Any, ...], str], ...] = (
-    (require_schedule, (), "learning_rate clip_range clip_range_high"),
-    (require_at_least, (1,), "n_steps batch_size n_epochs"),
-    (require_at_least, (2,), "group_size"),
-    (require_at_least, (0,), "seed"),
-    (require_at_least, (-1,), "sde_sample_freq"),
-    (require_between, (0.0, 1.0), "gamma gae_lambda repeat_starts"),
-    (require_between, (0.0,), "kl_coef"),
-    (require_between, (-math.inf,), "ent_coef"),
-    (require_positive, (), "max_grad_norm target_kl adaptive_kl_target"),
-    (require_bool, (), "normalize_advantage share_starts use_sde normalize_observations"),
-    (require_mapping, (), "policy_kwargs rollout_buffer_kwargs"),
-    (require_one_of, (get_args(losses.ImportanceSamplingLevel),), "importance_sampling_level"),
-    (require_one_of, (get_args(losses.LossAggregation),), "loss_aggregation"),
-    (require_one_of, (get_args(losses.UpdateRule),), "update_rule"),
+    (validation.require_schedule, (), "learning_rate clip_range clip_range_high"),
+    (validation.require_at_least, (1,), "n_steps batch_size n_epochs"),
+    (validation.require_at_least, (2,), "group_size"),
+    (validation.require_at_least, (0,), "seed"),
+    (validation.require_at_least, (-1,), "sde_sample_freq"),
+    (validation.require_between, (0.0, 1.0), "gamma gae_lambda repeat_starts"),
+    (validation.require_between, (0.0,), "kl_coef"),
+    (validation.require_between, (-math.inf,), "ent_coef"),
+    (validation.require_positive, (), "max_grad_norm target_kl adaptive_kl_target"),
+    (validation.require_bool, (), "normalize_advantage share_starts use_sde normalize_observations"),
+    (validation.require_mapping, (), "policy_kwargs rollout_buffer_kwargs"),
+    (validation.require_one_of, (get_args(losses.ImportanceSamplingLevel),), "importance_sampling_level"),
+    (validation.require_one_of, (get_args(losses.LossAggregation),), "loss_aggregation"),
+    (validation.require_one_of, (get_args(losses.UpdateRule),), "update_rule"),
 )
 #: Arguments of a policy that GRPO gives it
 GIVEN_TO_POLICY = {"observation_space", "action_space", "lr_schedule", "use_sde", "normalize_observations"}
@@ -121,32 +111,37 @@ class ObjectiveOptions:
         if isinstance(objective, ObjectiveOptions):
             return objective
         options = {} if objective is None else objective
-        require_mapping("objective", options)
+        validation.require_mapping("objective", options)
         accepted = inspect.signature(cls).parameters
         places = dict.fromkeys(accepted, "objective") | dict.fromkeys(parameters, "")
-        refuse_unknown_arguments("The objective", options, accepted, _hints(options, places))
+        _refuse_unknown("The objective", options, accepted, places)
         return cls(**options)
 
 
 def refuse_arguments(arguments: Mapping[str, Any], accepted: Iterable[str]) -> None:
     """Raise a ``TypeError`` for an argument that GRPO does not take, which says what to write instead."""
     places = {name: "rollout_buffer_kwargs" for buffer_class in BUFFERS.values() for name in buffer_options(buffer_class)}
-    places |= dict.fromkeys(constructor_arguments(ActorPolicy), "policy_kwargs")
+    places |= dict.fromkeys(validation.constructor_arguments(ActorPolicy), "policy_kwargs")
     places |= dict.fromkeys(inspect.signature(ObjectiveOptions).parameters, "objective") | dict.fromkeys(accepted, "")
-    refuse_unknown_arguments("GRPO", arguments, accepted, _hints(arguments, places))
+    _refuse_unknown("GRPO", arguments, accepted, places)
 
 
-def _hints(arguments: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, str]:
-    """:return: What to write instead of arguments, with the names that GRPO or one of its dictionaries, a place, takes"""
-    hints = dict(ELSEWHERE)
-    for given, value in arguments.items():
-        name = OTHER_NAMES.get(given, given)
+def _refuse_unknown(taker: str, arguments: Mapping[str, Any], accepted: Iterable[str], places: Mapping[str, str]) -> None:
+    """Raise a ``TypeError`` for an argument that is not accepted. It says what to write instead, and in which place."""
+    accepted = sorted(accepted)
+    for given in (each for each in arguments if each not in accepted):
+        name, written = OTHER_NAMES.get(given, given), f"{OTHER_NAMES.get(given, given)}={arguments[given]!r}"
         if name in places:
-            written = f"{name}={value!r}"
-            hints[given] = f"write `GRPO(..., {f'{places[name]}=dict({written})' if places[name] else written})`."
+            hint = f"write `GRPO(..., {f'{places[name]}=dict({written})' if places[name] else written})`."
         elif CRITIC_NAMES.search(str(name)):
-            hints[given] = "GRPO has no value network, so leave it out."
-    return hints
+            hint = "GRPO has no value network, so leave it out."
+        elif given in ELSEWHERE:
+            hint = ELSEWHERE[given]
+        elif similar := difflib.get_close_matches(str(given), accepted, 1, 0.8):
+            hint = f"did you mean `{similar[0]}`?"
+        else:
+            hint = f"it takes {', '.join(each for each in accepted if each[0] != '_')}."
+        raise TypeError(f"{taker} does not take `{given}={arguments[given]!r}`: {hint}")
 
 
 def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
@@ -169,17 +164,12 @@ def check_values(values: Mapping[str, Any], parameters: Mapping[str, inspect.Par
 
 
 def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], standardises: bool) -> None:
-    """
-    Raise a ``TypeError`` if the policy or the buffer does not take one of its keyword arguments, and a ``ValueError`` if the
-    policy is to standardise observations and cannot.
-    """
+    """Raise an error if the policy or the buffer does not take an argument, among them ``normalize_observations``."""
     policy_class, buffer_class = settings["policy_class"], settings["rollout_buffer_class"]
-    of_policy = constructor_arguments(policy_class)
-    for taker, kwargs, accepted in (
-        (policy_class, settings["policy_kwargs"], of_policy - GIVEN_TO_POLICY),
-        (buffer_class, settings["rollout_buffer_kwargs"], buffer_options(buffer_class)),
-    ):
-        refuse_unknown_arguments(taker.__name__, kwargs, accepted, _hints(kwargs, dict.fromkeys(parameters, "")))
+    of_policy = validation.constructor_arguments(policy_class)
+    places = dict.fromkeys(parameters, "")
+    _refuse_unknown(policy_class.__name__, settings["policy_kwargs"], of_policy - GIVEN_TO_POLICY, places)
+    _refuse_unknown(buffer_class.__name__, settings["rollout_buffer_kwargs"], buffer_options(buffer_class), places)
     if standardises and "normalize_observations" not in of_policy:
         raise ValueError(
             f"`{policy_class.__name__}` takes no `normalize_observations`, so it cannot standardise observations: let its "
@@ -212,38 +202,27 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[s
 
 
 def describe_settings(
-    buffer: GroupRolloutBuffer,
-    group_size: int,
-    shares_starts: bool,
-    rollout_size: int,
-    update_rule: losses.UpdateRule,
-    normalizers: Mapping[str, bool],
+    buffer: GroupRolloutBuffer, group_size: int, shares_starts: bool, update_rule: str, normalizers: Mapping[str, bool]
 ) -> str:
     """:return: The settings that depend on each other or on the environment, for the printed log"""
     names = {buffer_class: name for name, buffer_class in BUFFERS.items()}
     used = " and by ".join(name for name, is_used in normalizers.items() if is_used)
     return (
         f"Using the {names.get(type(buffer), type(buffer).__name__)} buffer, groups of {group_size} "
-        f"({'shared' if shares_starts else 'independent'} starts), rollouts of {rollout_size} transitions, "
-        f"{update_rule} updates, observations {f'normalised by {used}' if used else 'not normalised'}"
+        f"({'shared' if shares_starts else 'independent'} starts), rollouts of {buffer.buffer_size * buffer.n_envs} "
+        f"transitions, {update_rule} updates, observations {f'normalised by {used}' if used else 'not normalised'}"
     )
 
 
-#: Arguments that only clipped updates use
+#: Arguments of GRPO, and of the policy, that only clipped updates use
 CLIPPED_ONLY = ("learning_rate", "batch_size", "n_epochs", "clip_range", "max_grad_norm")
-#: Policy arguments that only clipped updates use
 OPTIMIZER_OPTIONS = {"optimizer_class", "optimizer_kwargs", "lr_follows_std"}
 
 
 def chosen_update_rule(
     settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], is_continuous: bool, has_boards: bool
 ) -> losses.UpdateRule:
-    """
-    :param settings: Arguments of GRPO by name, with the class of the buffer and the options of the objective
-    :param parameters: Parameters of its constructor by name, with their defaults
-    :return: The update rule that suits the buffer and the spaces, but ``"clipped"`` if an argument has been set that would
-        have no effect otherwise, or with gSDE
-    """
+    """:return: The update rule for a buffer and spaces; ``"clipped"`` with gSDE or an argument that only that one uses"""
     objective: ObjectiveOptions = settings["objective"]
     is_default = all(settings[name] == parameters[name].default for name in CLIPPED_ONLY)
     is_default &= objective.clip_range_high is None and objective.importance_sampling_level == "step"

@@ -52,10 +52,8 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
     A group shares what its seed fixes only if the inputs do not depend on the actions. They do if ``step`` draws random
     numbers for some actions and not for others: after the same number of steps, the states of the random generators of the
     environment and its wrappers then differ. An environment may expose its inputs as an attribute ``inputs`` (an array, or
-    arrays in a dictionary), either all of them or those so far; then these are compared as well.
-
-    An environment that uses a global random generator (``numpy.random``, Python's ``random`` or torch's) is found as well: all
-    environments of a process draw from it in turn, so that members differ although they have the same seed.
+    arrays in a dictionary), either all of them or those so far; then these are compared as well. A global random generator
+    (``numpy.random``, Python's ``random`` or torch's) is found as well: all environments of a process draw from it in turn.
 
     It cannot see random numbers that are drawn only for actions that were not played, or by another generator that is no
     attribute of the environment or a wrapper.
@@ -65,8 +63,8 @@ def check_shared_inputs(env: gym.Env, n_steps: int = 200, n_members: int = 4, se
     :param n_members: Number of members, each with random actions of its own
     :param seed: Seed of the resets
     :return: The verdict, and a message that explains it
-    :raises ValueError: If it is no Gymnasium environment, cannot be reset with a seed, or fails in a step, or if a number
-        is out of range
+    :raises ValueError: If it is no Gymnasium environment, cannot be reset with a seed, or fails in a step, or if a number is
+        out of range
     """
     if not isinstance(env, gym.Env):
         raise ValueError(f"`env` is {env!r}: pass a single environment, such as `gymnasium.make('CartPole-v1')`.")

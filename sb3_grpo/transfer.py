@@ -4,9 +4,9 @@ import io
 import pathlib
 import warnings
 import zipfile
-from typing import Protocol
 
 import torch as th
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.save_util import load_from_zip_file, open_path
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor
@@ -18,15 +18,10 @@ _CRITIC_PREFIXES = ("value_net.", "mlp_extractor.value_net.", "vf_features_extra
 _ACTOR_PREFIXES = {"mlp_extractor.policy_net.": "policy_net.", "pi_features_extractor.": "features_extractor."}
 _NORMALIZER = "normalizer."
 
-
-class HasPolicy(Protocol):
-    """Any object that keeps its networks in ``policy``, as SB3's models do."""
-
-    @property
-    def policy(self) -> nn.Module: ...
+Source = BaseAlgorithm | BasePolicy | str | pathlib.Path | io.BufferedIOBase
 
 
-def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib.Path | io.BufferedIOBase) -> None:
+def load_actor(target: BaseAlgorithm, source: Source) -> None:
     """
     Copy an actor (features extractor, hidden layers, action layer, ``log_std``) into a model, in place.
 
@@ -35,9 +30,8 @@ def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib
     matrices of the target are sampled again from the copied ``log_std``.
 
     The copy maps the same observations to the same actions. If the source standardises observations and the target does not,
-    the statistics become part of the first layer, which does not clip. If only the target does, it no longer does so.
-
-    The learning rate of a GRPO target then falls with the copied ``log_std``, relative to the initial one of the target
+    the statistics become part of the first layer, which does not clip. If only the target does, it no longer does so. The
+    learning rate of a GRPO target then falls with the copied ``log_std``, relative to the initial one of the target
     (``lr_follows_std``).
 
     Not copied are the state of the optimizer and the statistics of a ``VecNormalize``. Only names and shapes of weights are
@@ -80,9 +74,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib
 
     if "MaskableActorCriticPolicy" in kinds:  # of sb3-contrib
         warnings.warn(
-            "The source is a MaskablePPO, and the copied actor runs without its masks: it may choose actions that were masked "
-            "in training.",
-            UserWarning,
+            "The source is a MaskablePPO, and the copied actor runs without its masks: it may choose what was masked before.",
             stacklevel=2,
         )
     actor = {key: theirs[name] for key in target_state if (name := _name_in_actor(key)) is not None}
@@ -97,7 +89,7 @@ def load_actor(target: HasPolicy, source: HasPolicy | BasePolicy | str | pathlib
         policy.reset_noise()  # type: ignore[operator]
 
 
-def _source_state(source: HasPolicy | BasePolicy | str | pathlib.Path | io.BufferedIOBase) -> tuple[dict[str, th.Tensor], str]:
+def _source_state(source: Source) -> tuple[dict[str, th.Tensor], str]:
     """:return: The state dict of the policy of a model or file, and a text with the name of the policy's class"""
     if not isinstance(source, (str, pathlib.Path, io.BufferedIOBase)):
         policy = _policy_of(source, "source")
@@ -118,7 +110,7 @@ def _source_state(source: HasPolicy | BasePolicy | str | pathlib.Path | io.Buffe
     return {plain_name(key): value for key, value in params["policy"].items()}, description  # type: ignore[attr-defined]
 
 
-def _policy_of(model: HasPolicy | BasePolicy, argument: str) -> nn.Module:
+def _policy_of(model: BaseAlgorithm | BasePolicy, argument: str) -> nn.Module:
     """:return: The policy of a model, which is the argument of this name in the ``ValueError`` if it has none"""
     policy = model if isinstance(model, BasePolicy) else getattr(model, "policy", None)
     if not isinstance(policy, nn.Module):
@@ -128,10 +120,8 @@ def _policy_of(model: HasPolicy | BasePolicy, argument: str) -> nn.Module:
 
 def _fold_statistics(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
     """
-    Make the standardisation of observations a part of the first layer: ``W (s (x - m)) + b = (W s) x + (b - W s m)``.
-
-    :return: State dict of the same actor without standardisation; the argument if the first layer does not see the
-        observations themselves, or if more than the first layer does
+    Make the standardisation of observations a part of the first layer: ``W (s (x - m)) + b = (W s) x + (b - W s m)``. If that
+    layer does not see the observations themselves, or another sees them too, the state stays as it is.
     """
     shift, scale = state[f"{_NORMALIZER}shift"], state[f"{_NORMALIZER}scale"]
     first = "policy_net.0" if "policy_net.0.weight" in state else "action_net"

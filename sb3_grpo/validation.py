@@ -1,16 +1,16 @@
 """Checks of arguments, and of the numbers that environments return. Messages quote the value and say what to do."""
 
-import difflib
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from sb3_grpo.observations import observation_parts, space_parts
 
@@ -19,18 +19,6 @@ from sb3_grpo.observations import observation_parts, space_parts
 MAX_ACTION_RANGE = 1e9
 #: Spaces that SB3's networks can read
 READABLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-
-
-def refuse_unknown_arguments(
-    taker: str, arguments: Mapping[str, Any], accepted: Iterable[str], hints: Mapping[str, str]
-) -> None:
-    """Raise a ``TypeError`` for an argument that is not accepted. It says what to write instead."""
-    accepted = sorted(accepted)
-    for name in (each for each in arguments if each not in accepted):
-        similar = difflib.get_close_matches(str(name), accepted, 1, 0.8)
-        public = ", ".join(each for each in accepted if each[0] != "_")
-        hint = hints.get(name, f"did you mean `{similar[0]}`?" if similar else f"it takes {public}.")
-        raise TypeError(f"{taker} does not take `{name}={arguments[name]!r}`: {hint}")
 
 
 def constructor_arguments(cls: type) -> set[str]:
@@ -100,13 +88,7 @@ def require_one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def check_environment(env: Any, uses_masks: bool = False) -> None:
-    """
-    Warn of action masks that are ignored.
-
-    :param env: Environment, as it is passed to a model
-    :param uses_masks: Whether the model uses action masks
-    :raises ValueError: If it is no object of an environment, or if no policy can act in its spaces
-    """
+    """Raise a ``ValueError`` if it is no environment, or no policy can act in its spaces; warn of masks that are ignored."""
     if isinstance(env, type) or not hasattr(env, "action_space"):
         raise ValueError(
             f"`env` is {env!r}: pass an environment, such as `gymnasium.make('CartPole-v1')`, or several, such as "
@@ -125,7 +107,6 @@ def check_environment(env: Any, uses_masks: bool = False) -> None:
         warnings.warn(
             "The environment has `action_masks`, which GRPO ignores: the policy may choose actions that are masked. Use "
             "`MaskableGRPO` if the environment cannot deal with them.",
-            UserWarning,
             stacklevel=2,
         )
 
@@ -164,21 +145,9 @@ def _has_action_masks(env: Any) -> bool:
         return False
 
 
-def check_step(
-    observations: Any,
-    rewards: np.ndarray,
-    dones: np.ndarray,
-    infos: Sequence[dict[str, Any]],
-    num_timesteps: int,
-    steps: np.ndarray,
-) -> None:
-    """
-    Raise a ``ValueError`` if a step returned a number that is NaN or infinite. The final observations of truncated episodes,
-    which a baseline evaluates, are in ``infos``.
-
-    :param num_timesteps: Number of timesteps before the step
-    :param steps: Number of steps that each environment had taken in its episode before, shape ``(n_envs,)``
-    """
+def check_step(stepped: VecEnvStepReturn, num_timesteps: int, steps: np.ndarray) -> None:
+    """Raise a ``ValueError`` if a step, or a final observation in its infos, has a number that is NaN or infinite."""
+    observations, rewards, dones, infos = stepped
     check_finite("observation", observations, num_timesteps, steps)
     check_finite("reward", rewards, num_timesteps, steps)
     for env in np.flatnonzero(dones).tolist() if np.count_nonzero(dones) else ():
@@ -190,12 +159,10 @@ def check_step(
 
 def check_finite(what: str, values: Any, num_timesteps: int, steps: np.ndarray | None = None, first_env: int = 0) -> None:
     """
-    :param what: Name of the values in the message
-    :param values: One entry per environment: an array, or a dict of arrays
-    :param num_timesteps: Number of timesteps so far
+    Raise a ``ValueError`` if a number is NaN or infinite; the message names what it is, and the environment.
+
+    :param values: One entry per environment, of which the first has the index ``first_env``: an array, or a dict of arrays
     :param steps: Number of steps that each environment had taken in its episode, shape ``(n_envs,)``; ``None`` at a reset
-    :param first_env: Index of the environment of the first entry
-    :raises ValueError: If a number is NaN or infinite; the message names the environment
     """
     for key, array in observation_parts(values).items():
         if array.dtype.kind == "f" and np.count_nonzero(np.isfinite(array)) < array.size:
@@ -204,6 +171,5 @@ def check_finite(what: str, values: Any, num_timesteps: int, steps: np.ndarray |
             when = "the reset" if steps is None else f"step {steps[row] + 1} of its episode"
             raise ValueError(
                 f"Environment {first_env + row} returned a non-finite {what}{where} in {when}, after {num_timesteps} "
-                f"timesteps: {array[row]}. It was not used for learning, so the model can be saved. Fix the environment and "
-                "continue with `set_env`."
+                f"timesteps: {array[row]}. It was not used for learning: fix the environment, and continue with `set_env`."
             )

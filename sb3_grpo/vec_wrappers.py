@@ -1,22 +1,12 @@
 """Which of SB3's wrappers around the environments change rewards, or what workers return."""
 
-from stable_baselines3.common.vec_env import (
-    VecCheckNan,
-    VecEnv,
-    VecEnvWrapper,
-    VecExtractDictObs,
-    VecFrameStack,
-    VecMonitor,
-    VecNormalize,
-    VecTransposeImage,
-    VecVideoRecorder,
-)
+from stable_baselines3.common import vec_env as sb3
+from stable_baselines3.common.vec_env import VecCheckNan, VecEnv, VecEnvWrapper, VecNormalize
 
-#: Wrappers that leave rewards as they are.
-KEEP_REWARDS = (VecCheckNan, VecExtractDictObs, VecFrameStack, VecMonitor, VecTransposeImage, VecVideoRecorder)
-
-#: Wrappers that leave it to the environments whether observations are finite.
-KEEP_FINITENESS = (VecCheckNan, VecFrameStack, VecMonitor, VecNormalize, VecTransposeImage)
+#: Wrappers that leave rewards as they are, and leave it to the environments whether observations are finite.
+KEEP_BOTH = (VecCheckNan, sb3.VecFrameStack, sb3.VecMonitor, sb3.VecTransposeImage)
+KEEP_REWARDS = (*KEEP_BOTH, sb3.VecExtractDictObs, sb3.VecVideoRecorder)
+KEEP_FINITENESS = (*KEEP_BOTH, VecNormalize)
 
 #: Wrappers that keep workers from collecting whole rollouts, and what to use inside the environments instead.
 INSIDE_WORKERS = {
@@ -27,36 +17,33 @@ INSIDE_WORKERS = {
 }
 
 
+def wrappers_of(env: VecEnv) -> list[VecEnvWrapper]:
+    """
+    :return: The wrappers around a base ``VecEnv``, the outermost first. A wrapper around something that is no ``VecEnv``, as
+        EnvPool's examples have it, is a base
+    """
+    wrappers = []
+    while isinstance(env, VecEnvWrapper) and isinstance(env.venv, VecEnv):
+        wrappers.append(env)
+        env = env.venv
+    return wrappers
+
+
 def base_of(env: VecEnv) -> tuple[VecEnvWrapper | None, VecEnv]:
-    """
-    :param env: An environment, with or without wrappers
-    :return: The innermost wrapper, ``None`` without one, and the base ``VecEnv`` in it. A wrapper around something that is no
-        ``VecEnv``, as EnvPool's examples have it, is a base
-    """
-    wrapper, base = None, env
-    while isinstance(base, VecEnvWrapper) and isinstance(base.venv, VecEnv):
-        wrapper, base = base, base.venv
-    return wrapper, base
+    """:return: The innermost wrapper, ``None`` without one, and the base ``VecEnv`` in it"""
+    wrappers = wrappers_of(env)
+    return (wrappers[-1], wrappers[-1].venv) if wrappers else (None, env)
 
 
 def reward_normalizer(env: VecEnv) -> VecNormalize | None:
     """:return: The ``VecNormalize`` that scales the rewards, unless a wrapper outside it may change them again"""
-    wrapper = env
-    while isinstance(wrapper, VecEnvWrapper):
-        if isinstance(wrapper, VecNormalize):
-            return wrapper if wrapper.norm_reward else None
-        if type(wrapper) not in KEEP_REWARDS:
-            return None
-        wrapper = wrapper.venv
-    return None
+    first = next((each for each in wrappers_of(env) if type(each) not in KEEP_REWARDS), None)
+    return first if isinstance(first, VecNormalize) and first.norm_reward else None
 
 
 def data_changing_wrapper(env: VecEnv) -> str | None:
     """:return: Name of the outermost wrapper that may change what the environments return; ``None`` if there is none"""
-    wrapper = env
-    while isinstance(wrapper, VecCheckNan):
-        wrapper = wrapper.venv
-    return type(wrapper).__name__ if isinstance(wrapper, VecEnvWrapper) else None
+    return next((type(each).__name__ for each in wrappers_of(env) if not isinstance(each, VecCheckNan)), None)
 
 
 def normalizes_directly(env: VecEnv) -> bool:
@@ -64,10 +51,6 @@ def normalizes_directly(env: VecEnv) -> bool:
     :return: Whether a ``VecNormalize`` computes its statistics from what the environments return. Other wrappers under it may
         replace NaN, or drop a part of the observations
     """
-    wrapper, is_under = env, False
-    while isinstance(wrapper, VecEnvWrapper):
-        is_under = is_under or isinstance(wrapper, VecNormalize)
-        if is_under and type(wrapper) not in KEEP_FINITENESS:
-            return False
-        wrapper = wrapper.venv
-    return is_under
+    wrappers = wrappers_of(env)
+    under = next((wrappers[i:] for i, each in enumerate(wrappers) if isinstance(each, VecNormalize)), [])
+    return len(under) > 0 and all(type(each) in KEEP_FINITENESS for each in under)

@@ -17,7 +17,7 @@ from sb3_grpo.buffers.groups import (
     StepwiseRolloutBuffer,
 )
 from sb3_grpo.buffers.kernel import KernelRolloutBuffer
-from sb3_grpo.buffers.rollout import Columns, GroupRolloutBufferSamples, Observations, Transitions
+from sb3_grpo.buffers.rollout import Columns, GroupRolloutBufferSamples, Transitions
 from sb3_grpo.validation import constructor_arguments
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "GroupRolloutBuffer",
     "GroupRolloutBufferSamples",
     "KernelRolloutBuffer",
-    "Observations",
     "OutcomeRolloutBuffer",
     "ProcessRolloutBuffer",
     "ReturnToGoRolloutBuffer",
@@ -49,10 +48,7 @@ BUFFERS: dict[str, type[GroupRolloutBuffer]] = {
 
 
 def resolve_buffer_class(buffer: str | type[GroupRolloutBuffer] | None) -> type[GroupRolloutBuffer]:
-    """
-    :return: The class of a buffer; ``kernel`` for ``None``
-    :raises ValueError: If there is no buffer of that name, or the class is not a :class:`GroupRolloutBuffer`
-    """
+    """:return: The class of a buffer; ``kernel`` for ``None``. A ``ValueError`` says what else to pass"""
     if buffer is None:
         return KernelRolloutBuffer
     if isinstance(buffer, str) and buffer in BUFFERS:

@@ -36,12 +36,10 @@ DEFAULT_GROUP_SIZE = 2
 
 
 class Defaults(NamedTuple):
-    """Settings that suit a buffer and an update rule."""
+    """Settings that suit a buffer and an update rule: transitions per rollout, lambda, and arguments of the buffer."""
 
-    #: Number of transitions per rollout that ``GRPO(n_steps=None)`` aims at
     rollout_size: int = 2048
     gae_lambda: float = 0.98
-    #: Arguments of the buffer
     arguments: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -81,8 +79,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         self.gae_lambda = gae_lambda
         self.gamma = gamma
         self.group_size = group_size
-        #: Time limit of the current environments.
-        self.horizon = horizon
+        self.horizon = horizon  # of the current environments
         self.reward_weights = checked_reward_weights(reward_weights)
         #: Metrics of the last rollout. GRPO logs those under ``rollout/`` at once and those under ``train/`` with the update.
         self.metrics: dict[str, float] = {}
@@ -175,10 +172,9 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
 
     def _scaled(self, advantages: np.ndarray, normalize_advantage: bool) -> np.ndarray:
         """
-        :param advantages: Advantages of the update, at least one, shape ``(n,)``
-        :param normalize_advantage: Argument of GRPO
-        :return: The advantages that the loss gets. A buffer that compares within groups leaves them as they are, because a
-            shift of the whole rollout would give tied groups an advantage
+        :return: The advantages that the loss gets, from those of the update, at least one, shape ``(n,)``. A buffer that
+            compares within groups leaves them as they are, whatever ``normalize_advantage`` of GRPO says, because a shift of
+            the whole rollout would give tied groups an advantage
         """
         return advantages
 
@@ -202,13 +198,9 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         **optional: np.ndarray,
     ) -> None:
         """
-        Store one step of all environments.
+        Store one step of all environments, which are the first axis of each array.
 
-        :param obs: Observations in which the actions were chosen, shape ``(n_envs, *obs_shape)`` or a dict of such
         :param action: Actions as sampled, before clipping, shape ``(n_envs, *action_shape)``
-        :param reward: Rewards, shape ``(n_envs,)``
-        :param done: Whether the episode ended with this step, shape ``(n_envs,)``
-        :param log_prob: Log-probabilities of the actions, shape ``(n_envs,)``
         :param position: Group, member and step of each environment before the step
         :param infos: Infos of the step, with ``terminal_observation`` and ``TimeLimit.truncated``
         :param optional: Columns that :meth:`keep` has announced, such as ``action_masks``, shape ``(n_envs, *shape)``
@@ -244,8 +236,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         sums = components @ weights
         if not (np.abs(sums) <= MAX_REWARD).all():
             raise ValueError(
-                f"The weighted sums of the reward components are {sums}: choose smaller `reward_weights` than "
-                f"{self.reward_weights}, or scale the components down."
+                f"The weighted sums of the reward components are {sums}: choose smaller weights than {self.reward_weights}."
             )
         return components, sums
 
@@ -258,13 +249,11 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         loss_aggregation: losses.LossAggregation = "step",
     ) -> None:
         """
-        Form the update from a full rollout.
+        Form the update from a full rollout, for the policy that is about to be updated.
 
         :param last_obs: Observations after the last step, shape ``(n_envs, *obs_shape)`` or a dict of such
-        :param policy: The policy that is about to be updated
         :param open_groups: See :meth:`~sb3_grpo.starts.Ledger.open_groups`
         :param normalize_advantage: Whether to standardise the advantages, for buffers that do so
-        :param loss_aggregation: Mean by which transitions enter the loss, see :data:`~sb3_grpo.losses.LossAggregation`
         """
         self._rollout += 1
         self.open_groups = open_groups
@@ -282,16 +271,13 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
 
     def _check_advantages(self, hook: str, advantages: np.ndarray, n_transitions: int) -> None:
         """Raise a ``ValueError`` if ``hook`` has not returned one finite advantage for each transition."""
-        returned = f"`{type(self).__name__}.{hook}` returned advantages"
+        fault = ""
         if np.shape(advantages) != (n_transitions,):
-            raise ValueError(
-                f"{returned} of shape {np.shape(advantages)} for {n_transitions} transitions: return one number for each, "
-                f"in an array of shape ({n_transitions},)."
-            )
-        if not np.isfinite(advantages).all():
-            raise ValueError(
-                f"{returned} of which {(~np.isfinite(advantages)).sum()} are NaN or infinite: return finite numbers."
-            )
+            fault = f"of shape {np.shape(advantages)} for {n_transitions} transitions: return shape ({n_transitions},)"
+        elif not np.isfinite(advantages).all():
+            fault = f"of which {(~np.isfinite(advantages)).sum()} are NaN or infinite: return finite numbers"
+        if fault:
+            raise ValueError(f"`{type(self).__name__}.{hook}` returned advantages {fault}.")
 
     @th.no_grad()
     def policy_changed(self, policy: ActorPolicy) -> None:
@@ -344,8 +330,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         _, labels, lengths = th.unique(trajectories.cpu(), return_inverse=True, return_counts=True)
         if aggregation == "trajectory":
             weights = losses.trajectory_loss_weights(lengths.double())
-        else:
-            # The time limit, or if it is unknown the length of a rollout
+        else:  # over the time limit, or if it is unknown the length of a rollout
             weights = losses.constant_loss_weights(lengths.double(), self.horizon or self.buffer_size)
         return weights[labels].float().to(self.device)
 
@@ -366,7 +351,6 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         :param batch_size: Number of transitions per minibatch; the last may have fewer. ``None`` for a single minibatch
         :param whole_trajectories: Whether each minibatch has as many whole trajectories as it needs for ``batch_size``
             transitions. Weights then make the mean of the losses of minibatches equal to the loss of the update
-        :return: Minibatches
         """
         size = batch_size or max(self.n_samples, 1)
         if whole_trajectories:

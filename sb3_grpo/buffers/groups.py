@@ -69,12 +69,10 @@ class CompleteGroupRolloutBuffer(GroupRolloutBuffer):
         self.scale: A.Scale = scale or self.default_scale
         self.tied_groups = tied_groups
         self.component_aggregation = component_aggregation
-        #: Number of transitions that were dropped because their group could not be completed.
-        self.dropped = 0
+        self.dropped = 0  # number of transitions whose group could not be completed
         self._max_waiting = max_waiting
         self._waiting: Transitions | None = None
-        # Groups that were dropped, as long as further members of them may come
-        self._dropped_groups: set[int] = set()
+        self._dropped_groups: set[int] = set()  # those of which further members may come
         self._has_warned = False
 
     @property

@@ -17,14 +17,14 @@ MAX_REWARD = float(np.finfo(np.float32).max)
 
 class GroupRolloutBufferSamples(NamedTuple):
     """
-    Transitions to train on: a minibatch, or a whole update. ``n`` is their number.
+    Transitions to train on: a minibatch, or a whole update. ``n`` is their number, and tensors have shape ``(n,)`` if nothing
+    else is said.
 
     :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
     :param actions: Actions as ``evaluate_actions`` takes them, shape ``(n, action_dim)``, or ``(n,)`` for Discrete
-    :param old_log_prob: Log-probabilities under the policy that sampled the actions, shape ``(n,)``
-    :param advantages: Advantages, shape ``(n,)``
-    :param trajectories: Label of each transition's trajectory, shape ``(n,)``
-    :param weights: Weights in the loss, shape ``(n,)``; ``None`` for ones
+    :param old_log_prob: Log-probabilities under the policy that sampled the actions
+    :param trajectories: Label of each transition's trajectory
+    :param weights: Weights in the loss; ``None`` for ones
     :param action_masks: The choices that were allowed, shape ``(n, n_choices)``; ``None`` without masks
     """
 
@@ -64,12 +64,13 @@ class GroupRolloutBufferSamples(NamedTuple):
 
 
 class Column(NamedTuple):
-    """How a buffer stores a column."""
+    """
+    How a buffer stores a column: type and shape of an entry, and the number that stands where nothing is given. A column of
+    shape ``(0,)`` is optional: it is empty until :meth:`GroupRolloutBuffer.keep` is called.
+    """
 
     dtype: Any
-    #: Shape of one entry. A column of shape ``(0,)`` is optional: it is empty until :meth:`GroupRolloutBuffer.keep` is called
     shape: tuple[int, ...] = ()
-    #: Number that stands where nothing is given
     fill: Any = 0
 
 
@@ -109,13 +110,11 @@ class Columns:
     action_masks: Annotated[np.ndarray, Column(bool, (0,), fill=True)]
 
 
-#: Names of all columns.
+#: Names of all columns; how those are stored that do not follow from the spaces; and names of those that may be missing.
 NAMES = [each.name for each in fields(Columns)]
-#: Those that do not follow from the spaces, and how they are stored.
 STORED: dict[str, Column] = {
     each.name: column for each in fields(Columns) for column in getattr(each.type, "__metadata__", ())
 }
-#: Names of those that a transition may lack.
 OPTIONAL = [name for name, column in STORED.items() if column.shape == (0,)]
 
 
@@ -166,10 +165,7 @@ class GroupReturns:
 
 
 def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> list[float]:
-    """
-    :return: The components of these names in the ``info`` of an environment
-    :raises ValueError: If a component is missing, or is not a finite number
-    """
+    """:return: The components of these names in an ``info``; a ``ValueError`` says if one of them is no finite number"""
     components = info.get("reward_components")
     if not isinstance(components, Mapping):
         raise ValueError(
@@ -192,10 +188,7 @@ def reward_components(info: Mapping[str, Any], names: list[str], env: int) -> li
 
 
 def checked_reward_weights(reward_weights: Mapping[str, float] | None) -> dict[str, float]:
-    """
-    :return: A copy of the weights, empty for ``None``
-    :raises ValueError: If they are not a mapping from names to finite numbers, or are empty
-    """
+    """:return: A copy of the weights, ``{}`` for ``None``; a ``ValueError`` if they are no mapping to finite numbers"""
     if reward_weights is None:
         return {}
     if not isinstance(reward_weights, Mapping) or not reward_weights:

@@ -15,7 +15,6 @@ try:
 except ImportError as error:
     raise ImportError("RayVecEnv needs Ray, which is not installed: run `pip install 'sb3-grpo[ray]'`.") from error
 
-from sb3_grpo.distributed.cluster import connect
-from sb3_grpo.distributed.vec_env import RayVecEnv
+from sb3_grpo.distributed.vec_env import RayVecEnv, connect
 
 __all__ = ["RayVecEnv", "connect"]

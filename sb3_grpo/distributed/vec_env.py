@@ -1,6 +1,8 @@
-"""The vectorised environment, which replaces workers that are lost."""
+"""The vectorised environment, which replaces workers that are lost, and the connection to a cluster."""
 
+import logging
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +20,6 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
 from sb3_grpo.collection import ActedStep, EnvStep
-from sb3_grpo.distributed.cluster import connect
 from sb3_grpo.distributed.worker import Description, RolloutWorker, merged
 from sb3_grpo.observations import map_observations, same_values, take_observations
 from sb3_grpo.persistence import VERSION
@@ -26,10 +27,8 @@ from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import EnvironmentFault, Position, RolloutLost, SeededVecEnv
 from sb3_grpo.validation import require_at_least, require_positive
 
-#: How long to wait for a new worker.
-START_TIMEOUT_S = 120.0
-#: How long to wait until environments are closed.
-CLOSE_TIMEOUT_S = 5.0
+#: How long to wait until the address of a cluster answers, for a new worker, and until environments are closed.
+CONNECT_TIMEOUT_S, START_TIMEOUT_S, CLOSE_TIMEOUT_S = 5.0, 120.0, 5.0
 
 
 class RayVecEnv(VecEnv):
@@ -83,22 +82,19 @@ class RayVecEnv(VecEnv):
         firsts = [self.worker_of_env.index(w) for w in range(self.n_workers)]
         self._slices = [slice(first, last) for first, last in zip(firsts, [*firsts[1:], n_envs], strict=True)]
         self._env_fns = [pickled[own] for own in self._slices]
-        # For each worker, how many were lost since the last transitions
-        self._n_lost = [0] * self.n_workers
-        started = [self._start_worker(w) for w in range(self.n_workers)]
-        self._workers = [worker for worker, _ in started]
-        self._described = [self._await_description(w, building) for w, (_, building) in enumerate(started)]
-        # Seed of each environment's last reset, None if that cannot be repeated, its number of steps since, and the latest
-        # actions of all environments
+        self._n_lost = [0] * self.n_workers  # since the last transitions
+        self._workers: dict[int, Any] = {}
+        self._described: dict[int, Description] = {}
+        self._start(*range(self.n_workers))
+        # What a new worker needs: the seed of each environment's last reset, None if that cannot be repeated, its number of
+        # steps since, the latest actions of all environments, and values that `set_attr` has set, by name and environment
         self._start_seeds: list[int | None] = [None] * n_envs
         self._n_steps = [0] * n_envs
         self._taken: list[np.ndarray] = []
-        # Values that `set_attr` has set, by name and environment: a new worker needs them
         self._attributes: dict[tuple[str, int], Any] = {}
         #: Whether environments that are done are reset at once, see :class:`~sb3_grpo.starts.adapters.VecEnvAdapter`.
         self.autoreset = True
-        # Latest observations; None before the first reset
-        self._obs: Any = None
+        self._obs: Any = None  # latest observations; None before the first reset
         # Set if a new worker could not bring its episodes back; raised when they are to go on
         self._rollout_lost: RolloutLost | None = None
         self._has_warned = self._closed = False
@@ -107,33 +103,33 @@ class RayVecEnv(VecEnv):
     @property
     def worker_pids(self) -> list[int]:
         """Process id of each worker, on its own machine."""
-        return [described.pid for described in self._described]
+        return [described.pid for described in self._described.values()]
 
     @property
     def worker_nodes(self) -> list[str]:
         """IP address of the machine of each worker."""
-        return [described.node for described in self._described]
+        return [described.node for described in self._described.values()]
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def _start_worker(self, w: int) -> tuple[Any, Any]:
-        """:return: The worker, and the reference of its description"""
+    def _start(self, *workers: int) -> None:
+        """Start workers, all at the same time, and wait until they have built their environments."""
         # Workers on a single machine share its cores, as processes do. On many, they have one CPU each, and SPREAD keeps them
         # from crowding on one machine.
         n_cpus = 1 if len(ray.nodes()) > 1 else 0
         options = dict(num_cpus=n_cpus, max_restarts=0, scheduling_strategy="SPREAD")
-        worker: Any = ray.remote(RolloutWorker).options(**options).remote(self._slices[w].start)
         path = [folder or os.getcwd() for folder in sys.path]  # as `multiprocessing` hands it on
-        return worker, worker.build.remote(self._env_fns[w], VERSION, path)
-
-    def _await_description(self, w: int, building: Any) -> Description:
-        try:
-            return self._wait(building, START_TIMEOUT_S)
-        except GetTimeoutError as error:
-            raise RuntimeError(
-                f"Worker {w} has not started within {START_TIMEOUT_S:g} s. Either its environments take longer to build, or "
-                "there are too few CPUs, because on several machines each worker needs one: pass a smaller `n_workers`."
-            ) from error
+        for w in workers:
+            self._workers[w] = ray.remote(RolloutWorker).options(**options).remote(self._slices[w].start)
+        building = [self._workers[w].build.remote(self._env_fns[w], VERSION, path) for w in workers]
+        for w, reference in zip(workers, building, strict=True):
+            try:
+                self._described[w] = self._wait(reference, START_TIMEOUT_S)
+            except GetTimeoutError as error:
+                raise RuntimeError(
+                    f"Worker {w} has not started within {START_TIMEOUT_S:g} s. Either its environments take longer to build, "
+                    "or there are too few CPUs, because on several machines each worker needs one: pass a smaller `n_workers`."
+                ) from error
 
     def _wait(self, reference: Any, timeout: float) -> Any:
         """Wait for an answer. Errors of environments are raised as they are; a ``RayError`` says that the worker is lost."""
@@ -144,11 +140,9 @@ class RayVecEnv(VecEnv):
 
     def _ask(self, requests: Sequence[tuple[Any, ...]]) -> list[Any]:
         """
-        Ask workers, all at the same time. Those that are lost are replaced and asked again.
+        Ask workers, all at the same time. Those that are lost are replaced and asked again, at most ``max_retries`` times.
 
         :param requests: Index of a worker, name of one of its methods, and arguments; at most one for each worker
-        :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
-        :raises RolloutLost: If they are asked to act in episodes that cannot go on
         """
         if self._closed:
             raise EnvironmentFault(0, "has no worker, because its RayVecEnv was closed")
@@ -185,9 +179,8 @@ class RayVecEnv(VecEnv):
         if self._n_lost[w] > self.max_retries:
             raise EnvironmentFault(own.start, what) from error
         ray.kill(self._workers[w])
-        self._workers[w], building = self._start_worker(w)
         try:
-            self._described[w] = self._await_description(w, building)
+            self._start(w)
             for (name, env_idx), value in self._attributes.items():
                 if self.worker_of_env[env_idx] == w:
                     arguments = (name, value, [env_idx - own.start])
@@ -200,10 +193,8 @@ class RayVecEnv(VecEnv):
 
     def _bring_back(self, w: int) -> str:
         """
-        Bring the environments of a new worker to where those of the lost one were. If that is impossible, they are reset, so
-        that they can be asked, and nobody can act in them before the next :meth:`reset`.
-
-        :return: Why it is impossible, if it is
+        Bring the environments of a new worker to where those of the lost one were, and return why that is impossible, if it
+        is. They are reset then, so that they can be asked, and nobody can act in them before the next :meth:`reset`.
         """
         own, obstacle = self._slices[w], ""
         seeds, lengths = self._start_seeds[own], self._n_steps[own]
@@ -233,7 +224,7 @@ class RayVecEnv(VecEnv):
         self._seeds = [None] * self.num_envs  # both are for one reset
         self.set_options()
         self.reset_infos = list(chain(*(infos for _, infos in answers)))
-        self._obs = map_observations(_concatenate, *(observations for observations, _ in answers))
+        self._obs = _joined([observations for observations, _ in answers])
         return self._obs
 
     def step_async(self, actions: np.ndarray) -> None:
@@ -242,7 +233,6 @@ class RayVecEnv(VecEnv):
             warnings.warn(
                 "Each step of this RayVecEnv is a call to all its workers, which takes milliseconds. GRPO avoids this while "
                 "it collects; for evaluation and for other algorithms use DummyVecEnv or SubprocVecEnv.",
-                UserWarning,
                 stacklevel=2,
             )
         self._actions = actions
@@ -251,7 +241,7 @@ class RayVecEnv(VecEnv):
         self._start_seeds = [None] * self.num_envs  # the actions are not kept
         answers = self._ask([(w, "step", self._actions[own], self.autoreset) for w, own in enumerate(self._slices)])
         observations, rewards, dones, infos, reset_infos = zip(*answers, strict=True)
-        self._obs, self.reset_infos = map_observations(_concatenate, *observations), list(chain(*reset_infos))
+        self._obs, self.reset_infos = _joined(observations), list(chain(*reset_infos))
         self._n_lost = [0] * self.n_workers
         return self._obs, np.concatenate(rewards), np.concatenate(dones), list(chain(*infos))
 
@@ -264,9 +254,9 @@ class RayVecEnv(VecEnv):
         if self._closed:
             return
         self._closed = True
-        closing = [worker.run.remote("close", (), {}) for worker in self._workers]
+        closing = [worker.run.remote("close", (), {}) for worker in self._workers.values()]
         ray.wait(closing, num_returns=self.n_workers, timeout=CLOSE_TIMEOUT_S)
-        for worker in self._workers:
+        for worker in self._workers.values():
             ray.kill(worker)
 
     def _call_envs(self, indices: VecEnvIndices, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -293,10 +283,8 @@ class RayVecEnv(VecEnv):
         self._attributes.update({(attr_name, env_idx): value for env_idx in self._numbers(indices)})
         self._call_envs(indices, "set_attr", attr_name, value)
 
-    def env_method(
-        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
-    ) -> list[Any]:
-        return self._call_envs(indices, "env_method", method_name, *method_args, **method_kwargs)
+    def env_method(self, method_name: str, *args: Any, indices: VecEnvIndices = None, **kwargs: Any) -> list[Any]:
+        return self._call_envs(indices, "env_method", method_name, *args, **kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
         return self._call_envs(indices, "env_is_wrapped", wrapper_class)
@@ -310,13 +298,10 @@ class RayVecEnv(VecEnv):
         self, make_policy: Callable[[], ActorPolicy], policy: ActorPolicy, starts: SeededVecEnv, obs: VecEnvObs, *settings: Any
     ) -> Iterator[ActedStep]:
         """
-        Let the workers act by themselves. A worker that is lost is replaced, and does its part again.
-
-        :param make_policy: Function that makes a policy with the architecture of ``policy``
-        :param settings: The other arguments are those of :func:`~sb3_grpo.collection.run_policy`
-        :return: The steps of all environments, which have been taken
-        :raises EnvironmentFault: If a worker is lost more than ``max_retries`` times
-        :raises RolloutLost: If a worker was lost, now or since the last rollout, and its environments cannot be brought back
+        Let the workers act by themselves, with policies from ``make_policy`` that have the weights of ``policy``, and yield
+        the steps of all environments. The other arguments are those of :func:`~sb3_grpo.collection.run_policy`.
+        ``RolloutLost`` says that a worker was lost, now or since the last rollout, and its environments cannot be brought
+        back.
         """
         ledger, seed = starts.ledger, int(th.randint(2**31 - 1, ()))
         # Once in the object store of each machine, however many workers are there
@@ -330,7 +315,9 @@ class RayVecEnv(VecEnv):
         parts, ledgers, mismatches, messages = zip(*self._ask(requests), strict=True)
         self._n_lost = [0] * self.n_workers
         ledger.join(ledgers)
-        starts.add_mismatches(sum(mismatches), list(chain(*messages)))
+        starts.mismatches += sum(mismatches)
+        for message in chain(*messages):
+            starts.warn(message)
         steps = merged(lambda *arrays: np.concatenate(arrays, axis=1), parts)
         taken = policy.within_bounds(steps.actions)
         self._obs = take_observations(steps.new_obs, -1)
@@ -352,8 +339,8 @@ def _replay(steps: EnvStep, taken: np.ndarray, obs: Any, policy: ActorPolicy) ->
         obs_tensor = take_observations(new_obs, t)
 
 
-def _concatenate(*arrays: np.ndarray) -> np.ndarray:
-    return np.concatenate(arrays)
+def _joined(observations: Sequence[Any]) -> Any:
+    return map_observations(lambda *arrays: np.concatenate(arrays), *observations)
 
 
 def _pickled(env_fn: Callable[[], gym.Env], env_idx: int) -> bytes:
@@ -363,4 +350,27 @@ def _pickled(env_fn: Callable[[], gym.Env], env_idx: int) -> bytes:
         raise ValueError(
             f"Environment {env_idx} cannot be sent to a worker, because {env_fn!r} cannot be pickled "
             f"({type(error).__name__}: {error}). Construct what it needs inside the function."
+        ) from error
+
+
+def connect(address: str | None = None) -> None:
+    """Connect to a cluster, or to a new one on this machine without an address, unless the script has done so."""
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.WARNING)
+    if address is None:
+        # All connections stay within this machine. Workers share its cores, as the processes of a SubprocVecEnv do.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # "local", because Ray would look for other clusters without an address, and fail where it finds one
+        ray.init("local", _node_ip_address="127.0.0.1", include_dashboard=False, **quiet)
+        return
+    try:
+        host, _, port = address.rpartition(":")
+        if host and "//" not in address:
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+        ray.init(address, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConnectionError(
+            f"No Ray cluster answers at {address!r} ({error.__cause__ or error}). Start one with `ray start --head`, or leave "
+            "`address` out for a cluster on this machine alone."
         ) from error

@@ -40,7 +40,7 @@ def merged(function: Callable[..., np.ndarray], steps: Sequence[EnvStep]) -> Env
 
 
 class RolloutWorker:
-    """Some of the environments, in a process of their own. The first has the index ``first_env`` among all."""
+    """The environments of a worker. The first has the index ``first_env`` among all."""
 
     venv: DummyVecEnv
     adapter: DummyVecEnvAdapter
@@ -51,13 +51,7 @@ class RolloutWorker:
         self.make_policy = b""
 
     def build(self, env_fns: list[bytes], version: str, path: Sequence[str] = ()) -> Description:
-        """
-        Build the environments from pickled functions.
-
-        :param version: Version of this package where the model learns
-        :param path: Folders in which modules are found there. They are searched after those of this process
-        :raises ValueError: If this package has another version here
-        """
+        """Build the environments from pickled functions; ``path`` are further folders with modules. Check the version."""
         node = ray.util.get_node_ip_address()
         if version != VERSION:
             raise ValueError(f"Node {node} has sb3-grpo {VERSION}, and the model learns with {version}: install the same.")
@@ -88,10 +82,8 @@ class RolloutWorker:
 
     def restore(self, seeds: list[int | None], actions: list[list[Any]]) -> VecEnvObs | None:
         """
-        Bring the environments to where those of another worker were.
+        Bring the environments to where those of a lost worker were: reset with these seeds, and after these actions.
 
-        :param seeds: Seed of the last reset of each environment
-        :param actions: Actions that each has taken since
         :return: Their observations; ``None`` if an episode has ended, unlike that of the lost worker
         """
         has_ended = False
@@ -115,11 +107,10 @@ class RolloutWorker:
         *settings: Any,
     ) -> tuple[EnvStep, Ledger, int, list[str]]:
         """
-        Let a policy act.
+        Let a policy act, with a seed for its random numbers, and the other arguments of
+        :func:`~sb3_grpo.collection.run_policy`. It comes as a pickled function that makes it, used if it is another one than
+        last time, and its weights.
 
-        :param policy: Pickled function that makes a policy, used if it is another one than last time, and weights
-        :param seed: Seed of the random numbers
-        :param settings: The other arguments of :func:`~sb3_grpo.collection.run_policy`
         :return: All steps in one, with the steps as the first axis of each array; the ledger, the number of starts that did
             not begin like their group's first member, and warnings
         """

@@ -5,17 +5,9 @@ seed of its next start.
 SB3 has no means for this: the automatic reset at the end of an episode passes no seed. So the adapters below do what
 ``step_wait`` of their kind does, with the seed in the reset. They change neither the ``VecEnv`` nor its environments.
 
-They rely on the following private or undocumented parts of SB3. ``tests/test_adapters.py`` has a test for each of them, which
-fails when SB3 changes it:
-
-- ``VecEnv._seeds`` holds the seeds of the next ``reset()``, which forgets them.
-- ``DummyVecEnv`` keeps its environments in ``envs``, the actions of a step in ``actions``, and what a step returned in
-  ``buf_rews``, ``buf_dones`` and ``buf_infos``; ``_save_obs`` and ``_obs_from_buf`` write and read observations.
-- ``SubprocVecEnv.remotes`` and ``.processes`` hold the pipes to the workers and the workers, in the order of environments.
-- A worker answers ``("env_method", ("step", (action,), {}))`` with the result of ``step``, and ``("reset", (seed, options))``
-  with an observation and an info.
-- ``SubprocVecEnv.waiting`` says whether answers are due; ``close()`` does nothing if ``.closed`` is true.
-- ``_stack_obs`` stacks the observations of the workers.
+They rely on private or undocumented parts of SB3: the lists of seeds and options of a ``VecEnv``, the buffers of
+``DummyVecEnv``, and the pipes, flags and messages of ``SubprocVecEnv``. The last part of ``tests/test_adapters.py`` tests each
+of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,8 +48,7 @@ class VecEnvAdapter:
 
     def __init__(self, venv: VecEnv):
         self.venv = venv
-        # For `exchange`
-        self._generators: dict[str, Any] = {}
+        self._generators: dict[str, Any] = {}  # for `exchange`
 
     @property
     def takes_seeds(self) -> bool:
@@ -79,16 +70,8 @@ class VecEnvAdapter:
         return seed
 
     def step(self, actions: np.ndarray, restart: Restart) -> VecEnvStepReturn:
-        """
-        Take a step as ``VecEnv.step`` does, which a class may define, and reset the environments that are done.
-
-        :param actions: Actions, shape ``(n_envs, *action_shape)``
-        :param restart: Gives the seed of the reset of an environment that is done
-        :return: As of ``VecEnv.step``
-        """
-        with self._without_autoreset() as defers:
-            stepped = self.venv.step(actions)
-        return self._with_resets(stepped, restart, defers)
+        """Take a step as ``VecEnv.step`` does, which a class may define, and reset the environments that are done."""
+        return self._with_resets(lambda: self.venv.step(actions), restart)
 
     def step_async(self, actions: np.ndarray) -> None:
         """Send actions of shape ``(n_envs, *action_shape)``."""
@@ -97,18 +80,18 @@ class VecEnvAdapter:
 
     def step_wait(self, restart: Restart) -> VecEnvStepReturn:
         """:return: The step whose actions were sent, after the resets of :meth:`step`"""
-        with self._without_autoreset() as defers:
-            stepped = self.venv.step_wait()
-        return self._with_resets(stepped, restart, defers)
+        return self._with_resets(self.venv.step_wait, restart)
 
-    def _with_resets(self, stepped: VecEnvStepReturn, restart: Restart, defers: bool) -> VecEnvStepReturn:
-        observations, rewards, dones, infos = stepped
+    def _with_resets(self, step: Callable[[], VecEnvStepReturn], restart: Restart) -> VecEnvStepReturn:
+        with self._without_autoreset() as defers:
+            observations, rewards, dones, infos = step()
         # Copies, because a simulator may write the next step into the same arrays.
         observations = map_observations(np.array, observations)
         done = np.flatnonzero(dones).tolist()
         seeds = [restart(env_idx) for env_idx in done]
-        if done and (defers or any(seed is not None for seed in seeds)):
-            exchange(self._generators, next((seed for seed in seeds if seed is not None), None))
+        given = [seed for seed in seeds if seed is not None]
+        if done and (defers or given):
+            exchange(self._generators, given[0] if given else None)
             try:
                 first, reset_infos = self.venv.reset_envs(done, seeds)  # type: ignore[attr-defined]
             finally:
@@ -162,10 +145,7 @@ class DummyVecEnvAdapter(KnownVecEnvAdapter):
         self.venv.step_async(actions)
 
     def step_wait(self, restart: Restart | None) -> VecEnvStepReturn:
-        """
-        :param restart: See :meth:`VecEnvAdapter.step_wait`; ``None`` to leave environments that are done as they are
-        :return: As of ``VecEnv.step_wait``
-        """
+        """See :meth:`VecEnvAdapter.step_wait`. With ``None``, environments that are done are left as they are."""
         venv, size = self.venv, self._size
         actions, rewards, dones, infos, save = venv.actions, venv.buf_rews, venv.buf_dones, venv.buf_infos, venv._save_obs
         for env_idx, env in enumerate(venv.envs):
@@ -233,16 +213,13 @@ class SubprocVecEnvAdapter(KnownVecEnvAdapter):
     """
     The adapter of a ``SubprocVecEnv``. Workers reset an environment right after the last step of its episode, before a seed
     could reach them, if they are asked for a step. They do not if they are asked for a method of the environment, ``step``.
-
-    :param venv: The ``SubprocVecEnv``
     """
 
     venv: SubprocVecEnv
 
     def __init__(self, venv: SubprocVecEnv):
         super().__init__(venv)
-        # Environments that were reset since their last step
-        self._after_reset: set[int] = set()
+        self._after_reset: set[int] = set()  # environments that were reset since their last step
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
@@ -281,13 +258,11 @@ class SubprocVecEnvAdapter(KnownVecEnvAdapter):
         with self._all_or_no_answers():
             answers = [self._receive(env_idx) for env_idx in range(self.venv.num_envs)]
             self.venv.waiting = False
-            steps, rewards, terminated, truncated, infos = zip(*answers, strict=True)
-            observations, dones = list(steps), [
-                bool(ends or is_cut) for ends, is_cut in zip(terminated, truncated, strict=True)
-            ]
-            done = np.flatnonzero(dones).tolist()
+            observations, rewards, terminated, truncated, infos = map(list, zip(*answers, strict=True))
             for info, has_terminated, is_truncated in zip(infos, terminated, truncated, strict=True):
                 info["TimeLimit.truncated"] = is_truncated and not has_terminated
+            dones = np.array([bool(ends or is_cut) for ends, is_cut in zip(terminated, truncated, strict=True)])
+            done = np.flatnonzero(dones).tolist()
             for env_idx in done:
                 infos[env_idx]["terminal_observation"] = observations[env_idx]
                 seed = restart(env_idx)
@@ -296,15 +271,11 @@ class SubprocVecEnvAdapter(KnownVecEnvAdapter):
             for env_idx in done:
                 observations[env_idx], reset_infos[env_idx] = self._receive(env_idx)
             self.venv.reset_infos = reset_infos
-        return _stack_obs(observations, self.venv.observation_space), np.stack(rewards), np.array(dones), list(infos)
+        return _stack_obs(observations, self.venv.observation_space), np.stack(rewards), dones, infos
 
     @contextmanager
     def _all_or_no_answers(self) -> Iterator[None]:
-        """
-        Stop the workers if an error or an interrupt leaves some answers unread, which would be mistaken for later ones.
-
-        :raises EnvironmentFault: If the workers were stopped before
-        """
+        """Stop the workers if an error or an interrupt leaves answers unread, which would be mistaken for later ones."""
         if self.venv.closed:
             raise EnvironmentFault(0, "has no process: all workers were closed, or were stopped after an earlier error")
         try:
@@ -351,9 +322,7 @@ class SubprocVecEnvAdapter(KnownVecEnvAdapter):
 
 
 def adapter_of(venv: VecEnv) -> VecEnvAdapter:
-    """
-    :return: The adapter of a base ``VecEnv``. One that steps in a way of its own has the general one, whatever it derives from
-    """
+    """:return: The adapter of a base ``VecEnv``: the general one for a class that steps in its own way, whatever its bases"""
 
     def is_like(kind: type[VecEnv], *others: str) -> bool:
         methods = ("step", "step_async", "step_wait", "reset", *others)

@@ -27,14 +27,7 @@ MAX_POOL = 512
 
 
 class EndedGroup(NamedTuple):
-    """
-    A group all of whose members have ended.
-
-    :param number: Number of the group
-    :param seed: Seed of its start
-    :param is_fresh: Whether the start was not chosen from the pool
-    :param returns: Returns of its members
-    """
+    """A group all of whose members have ended; it is fresh if its start was not chosen from the pool."""
 
     number: int
     seed: int
@@ -44,11 +37,10 @@ class EndedGroup(NamedTuple):
 
 class PooledStart(NamedTuple):
     """
-    A start that may be repeated.
+    A start that may be repeated, and the number of the rollout in which its first group ended.
 
-    :param score: Variance of the returns of a group, smoothed over the groups that had this start. For returns of 0 and 1 it
-        is ``p (1 - p)``, where ``p`` is the rate of success (learnability, https://arxiv.org/abs/2408.15099)
-    :param since: Number of the rollout in which its first group ended
+    The score is the variance of the returns of a group, smoothed over the groups that had this start. For returns of 0 and 1
+    it is ``p (1 - p)``, where ``p`` is the rate of success (learnability, https://arxiv.org/abs/2408.15099).
     """
 
     score: float
@@ -96,21 +88,14 @@ class StartChoice:
         return self.share * self.tied_share if self._seeds and are_rare else 0.0
 
     def draw(self, uniform: Sequence[float] | np.ndarray) -> int | None:
-        """
-        :param uniform: Two random numbers from 0 to below 1, integers over ``2**32``
-        :return: Seed of a start to repeat; ``None`` for a fresh start
-        """
+        """:return: Seed of a start to repeat, from two random numbers from 0 to below 1; ``None`` for a fresh start"""
         if uniform[0] >= self.probability:
             return None
         index = np.searchsorted(self._cumulative, uniform[1] * self._cumulative[-1], side="right")
         return self._seeds[int(index)]
 
     def record(self, groups: Iterable[EndedGroup]) -> None:
-        """
-        Learn from the groups that have ended in a rollout.
-
-        :param groups: The groups, in the order in which they ended
-        """
+        """Learn from the groups that have ended in a rollout, in the order in which they ended."""
         groups = list(groups)
         self._rollout += 1
         repeated = [self.pool[group.seed] for group in groups if not group.is_fresh and group.seed in self.pool]
@@ -138,25 +123,14 @@ class StartChoice:
         self._seeds, self._cumulative = list(self.pool), np.cumsum(self._weights())
 
     def _judge(self, group: EndedGroup, is_tied: bool, succeeds: bool) -> None:
-        """
-        Take the start of a group into the pool, change its score, or remove it.
-
-        :param group: A group that has ended
-        :param is_tied: Whether its members cannot be told apart
-        :param succeeds: Whether they are tied, and above the mean of recent returns
-        """
-        known = self.pool.get(group.seed)
+        """Take the start of a group into the pool, change its score, or remove it if its members are tied and succeed."""
+        known, score = self.pool.get(group.seed), float(np.var(group.returns))
         if succeeds:
             self.pool.pop(group.seed, None)
         elif known is not None:
-            score = known.score + SMOOTHING * (self._score(group) - known.score)
-            self.pool[group.seed] = known._replace(score=score)
+            self.pool[group.seed] = known._replace(score=known.score + SMOOTHING * (score - known.score))
         elif group.is_fresh and not is_tied:
-            self.pool[group.seed] = PooledStart(self._score(group), self._rollout)
-
-    def _score(self, group: EndedGroup) -> float:
-        """:return: How much can be learned from a group"""
-        return float(np.var(group.returns))
+            self.pool[group.seed] = PooledStart(score, self._rollout)
 
     def _weights(self) -> np.ndarray:
         """:return: For each start of the pool, a number in proportion to which it is chosen"""

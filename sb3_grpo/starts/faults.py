@@ -13,18 +13,17 @@ class EnvironmentFault(RuntimeError):
 
     :param env_idx: Index of the environment
     :param what: Description of the fault, which follows the words "Environment 3"
-    :param hint: A sentence about a remedy
     """
 
-    def __init__(self, env_idx: int, what: str, hint: str = ""):
-        super().__init__(env_idx, what, hint)
+    def __init__(self, env_idx: int, what: str):
+        super().__init__(env_idx, what)
         self.env_idx = env_idx
 
     def __str__(self) -> str:
-        env_idx, what, hint = self.args
+        env_idx, what = self.args
         return (
             f"Environment {env_idx} {what}. The rollout was discarded, so the model can be saved, and can continue after "
-            f"`set_env` with an environment that works. {hint}".rstrip()
+            "`set_env` with an environment that works."
         )
 
 

@@ -14,11 +14,8 @@ def _nested() -> tuple[Callable[..., None], Callable[..., Any]]:
     # Nested functions are pickled by value, so that the workers of a SubprocVecEnv need not import this package.
     def exchange(store: dict[str, Any], seed: int | None) -> None:
         """
-        Before a reset with a seed, give the generators states that only such resets use; afterwards, give them their own. A
+        Before a reset with a seed, give the generators states that only such resets use; after it, with ``None``, their own. A
         process whose first resets leave the generators alone is left alone from then on, because the states take time.
-
-        :param store: Where the states are kept; the same for all resets
-        :param seed: Seed of the reset; ``None`` after it
         """
         n_left = store.setdefault("n_left", 8)
         if n_left == 0 or (seed is None and "own" not in store):
@@ -30,9 +27,9 @@ def _nested() -> tuple[Callable[..., None], Callable[..., Any]]:
 
         def bits(state: Any) -> Any:
             is_of_numpy = isinstance(state, tuple) and isinstance(state[1], np.ndarray)
-            return (
-                state.numpy().tobytes() if isinstance(state, th.Tensor) else repr(state[1].tolist() if is_of_numpy else state)
-            )
+            if isinstance(state, th.Tensor):
+                return state.numpy().tobytes()
+            return repr(state[1].tolist() if is_of_numpy else state)
 
         of_torch = [th.default_generator, *(th.cuda.default_generators if th.cuda.is_initialized() else ())]
         present = [random.getstate(), np.random.get_state(), *(each.get_state() for each in of_torch)]
@@ -86,11 +83,7 @@ class SeedForWorker(int):
 
 
 class ActionForWorker:
-    """
-    The first action after such a reset, with which the generators of the worker get back their own states.
-
-    :param action: Action
-    """
+    """The first action after such a reset, with which the generators of the worker get back their own states."""
 
     def __init__(self, action: Any):
         self._action = action

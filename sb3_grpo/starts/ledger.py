@@ -6,7 +6,7 @@ A *start* is the beginning of a trajectory. The starts of a group have the same 
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +16,7 @@ from sb3_grpo.validation import require_at_least
 
 
 class Start(NamedTuple):
-    """
-    The start of one trajectory.
-
-    :param group: Number of its group, counted from 0 over the run
-    :param member: Number of the trajectory within the group, from 0
-    :param seed: Seed of the reset, the same for all members of a group
-    """
+    """The start of one trajectory: number of its group, from 0 over the run, number in the group, and seed of the reset."""
 
     group: int
     member: int
@@ -31,11 +25,8 @@ class Start(NamedTuple):
 
 class Position(NamedTuple):
     """
-    Where the environments are in their trajectories. The arrays are replaced and never modified, so callers may keep them.
-
-    :param groups: Group of each environment's trajectory, shape ``(n_envs,)``
-    :param members: Member of that group, shape ``(n_envs,)``
-    :param steps: Number of steps taken since the start, shape ``(n_envs,)``
+    Where the environments are in their trajectories: group, member of that group, and number of steps since the start of each,
+    arrays of shape ``(n_envs,)``. They are replaced and never modified, so callers may keep them.
     """
 
     groups: np.ndarray
@@ -47,15 +38,8 @@ class Position(NamedTuple):
         return Position(*(array[list(index)] for array in self))
 
 
-@dataclass
-class Progress:
-    """
-    A group some of whose members have not ended.
-
-    :param size: Number of its members
-    :param begun: Number of those that have begun
-    :param ended: Number of those that have ended
-    """
+class Progress(NamedTuple):
+    """A group some of whose members have not ended: number of all members, of those that have begun, and that have ended."""
 
     size: int
     begun: int = 0
@@ -100,10 +84,9 @@ class Ledger:
 
     def begin_all(self, lanes: Sequence[int]) -> list[Start]:
         """
-        Begin a new trajectory in every environment, and new groups. Those in progress stay incomplete.
+        Begin new trajectories in all environments, of new groups, and return their starts. Those in progress stay incomplete.
 
         :param lanes: Lane of each environment, zeros if there is only one
-        :return: Start of each environment
         """
         self._lanes = list(lanes)
         self._open, self._filling, self._restarted, self._repeated = {}, {}, {}, {}
@@ -113,37 +96,20 @@ class Ledger:
         return starts
 
     def restart(self, env_idx: int) -> Start:
-        """
-        End the trajectory of an environment with the present step, which :meth:`advance` completes.
-
-        :param env_idx: Index of the environment
-        :return: Its next start
-        """
+        """End the trajectory of an environment with the present step, and return its next start. Then call :meth:`advance`."""
         group = int(self.position.groups[env_idx])
-        self._open[group].ended += 1
-        if self._open[group].ended == self._open[group].size:
+        progress = self._open[group] = self._open[group]._replace(ended=self._open[group].ended + 1)
+        if progress.ended == progress.size:
             del self._open[group]
         self._restarted[env_idx] = start = self._take(self._lanes[env_idx])
         return start
 
     def foresee(self, env_indices: Sequence[int]) -> tuple[int, int]:
-        """
-        :param env_indices: Environments that :meth:`restart` will get in this order
-        :return: Group and seed of the next start of the last of them
-        """
-        lanes = [self._lanes[env_idx] for env_idx in env_indices]
-        filling, next_group = dict(self._filling), self._next_group
-        left: dict[int, int] = {}
-        for lane in lanes:
-            progress = self._open.get(filling[lane])
-            left.setdefault(lane, progress.size - progress.begun if progress else 0)
-            if left[lane] == 0:
-                filling[lane], left[lane] = next_group, self.group_size
-                next_group += self._stride
-            left[lane] -= 1
-        group = filling[lanes[-1]]
-        repeated = None if group in self._open else self._seed_to_repeat(group)
-        return group, self.seed_of(group) if repeated is None else repeated
+        """:return: Group and seed of the next start of the last environment, if :meth:`restart` gets all in this order"""
+        trial = copy(self)
+        trial._open, trial._filling, trial._repeated = dict(self._open), dict(self._filling), dict(self._repeated)
+        group, _, seed = [trial._take(self._lanes[env_idx]) for env_idx in env_indices][-1]
+        return group, seed
 
     def advance(self) -> None:
         """Note that all environments have taken a step. Those that were restarted during it are at the start again."""
@@ -160,25 +126,19 @@ class Ledger:
         group = self._filling.get(lane, -1)
         progress = self._open.get(group)
         if progress is None or progress.begun == progress.size:
-            group = self._new_group()
-            self._filling[lane] = group
-            progress = self._open[group] = Progress(self.group_size)
-        progress.begun += 1
-        return Start(group, progress.begun - 1, self.seed_of(group))
+            group = self._filling[lane] = self._new_group()
+            progress = Progress(self.group_size)
+        self._open[group] = progress._replace(begun=progress.begun + 1)
+        return Start(group, progress.begun, self.seed_of(group))
 
     def _new_group(self) -> int:
         group = self._next_group
         self._next_group += self._stride
-        repeated = self._seed_to_repeat(group)
-        if repeated is not None:
-            self._repeated[group] = repeated
+        if self.choice.probability > 0.0:
+            repeated = self.choice.draw(random_numbers(self.seed, group, 1, size=2) / 2**32)
+            if repeated is not None:
+                self._repeated[group] = repeated
         return group
-
-    def _seed_to_repeat(self, group: int) -> int | None:
-        """:return: Seed of the start that a new group repeats; ``None`` for a fresh start"""
-        if self.choice.probability == 0.0:
-            return None
-        return self.choice.draw(random_numbers(self.seed, group, 1, size=2) / 2**32)
 
     def seed_of(self, group: int) -> int:
         """:return: Seed with which the members of a group are reset"""
@@ -189,15 +149,9 @@ class Ledger:
         return group in self._repeated
 
     def record(self, returns: Mapping[int, Sequence[float]]) -> None:
-        """
-        Learn at the end of a rollout which starts are worth repeating.
-
-        :param returns: Returns of the members of each group that has ended in the rollout
-        """
-        ended = returns.items()
-        self.choice.record(
-            EndedGroup(group, self.seed_of(group), not self.repeats(group), members) for group, members in ended
-        )
+        """Learn at the end of a rollout, from the returns of the groups that ended, which starts are worth repeating."""
+        ended = (EndedGroup(group, self.seed_of(group), not self.repeats(group), own) for group, own in returns.items())
+        self.choice.record(ended)
         self._forget_repeated_groups()
 
     def forget_repeats(self) -> None:
@@ -209,11 +163,7 @@ class Ledger:
         self._repeated = {group: seed for group, seed in self._repeated.items() if group in self._open}
 
     def seed_apart(self, number: int = 0) -> int:
-        """
-        :param number: Number of the seed, from 0
-        :return: A seed for resets that are not starts of this run. It differs from the seeds of all groups, and changes as
-            starts are taken
-        """
+        """:return: A seed for resets that are not starts of this run, unlike those of groups. It changes with each start"""
         return self._derive_seed(self._next_group, 2 * number)
 
     def _derive_seed(self, *spawn_key: int) -> int:
@@ -243,7 +193,7 @@ class Ledger:
             part.position = self.position.take([env_idx for env_idx, each in enumerate(self._lanes) if each == lane])
             part._lanes = [0] * len(part.position.groups)
             own = {*part.position.groups.tolist(), self._filling[lane]} & self._open.keys()
-            part._open = {group: replace(self._open[group]) for group in own}
+            part._open = {group: self._open[group] for group in own}
             part._filling = {0: self._filling[lane]}
             part._next_group, part._stride = self._next_group + lane, n_lanes
             part.choice = self.choice
@@ -267,10 +217,5 @@ class Ledger:
 
 @functools.lru_cache(maxsize=256)  # the members of a group have the same
 def random_numbers(seed: int, *spawn_key: int, size: int) -> np.ndarray:
-    """
-    :param seed: Seed of the run
-    :param spawn_key: Integers of which the numbers are a function as well
-    :param size: Number of numbers
-    :return: Integers of 32 bits, which nobody may change, shape ``(size,)``
-    """
+    """:return: Integers of 32 bits, a function of the seed of a run and further integers. Nobody may change the array"""
     return np.random.SeedSequence(seed, spawn_key=spawn_key).generate_state(size)

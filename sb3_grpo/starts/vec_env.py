@@ -7,7 +7,7 @@ between rollouts, find them as they were passed.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -33,7 +33,6 @@ class SeededVecEnv:
     Resets and steps the environments of a run, and gives each reset the seed of the next start in the ledger.
 
     :param env: The training environment, with or without wrappers
-    :param ledger: Ledger of the run
     :param share_starts: Whether resets get the seed of their start. If not, starts are only recorded
     :param adapter: Adapter of the base; ``None`` for the one that belongs to its kind
     """
@@ -69,11 +68,11 @@ class SeededVecEnv:
         if env.num_envs != self.venv.num_envs:
             self._share_no_longer(f"The wrappers make {env.num_envs} environments of the {self.venv.num_envs} of `{name}`")
         elif not self.adapter.takes_seeds:
+            reason = getattr(self.venv, "unseeded_because", None)
             remedy = "To share starts, define `reset_envs(env_indices, seeds)` in the class, which resets these environments "
             remedy += "and no others, and returns their observations and their infos."
-            reason = getattr(self.venv, "unseeded_because", None)
-            remedy = remedy if reason is None else f"The reason: {reason}."
-            self._share_no_longer(f"`{name}` cannot reset single environments with a seed", remedy)
+            because = f"`{name}` cannot reset single environments with a seed"
+            self._share_no_longer(because, remedy if reason is None else f"The reason: {reason}.")
         elif _goes_on_after_a_lost_life(self.venv):
             self.share_starts = False
 
@@ -101,13 +100,7 @@ class SeededVecEnv:
         return seeds is not None and seeds is not seeds_now and options is not options_now
 
     def begin(self, reset: Callable[[], VecEnvObs]) -> VecEnvObs:
-        """
-        Reset all environments, each with the seed of a new start.
-
-        :param reset: Resets them once, and returns their observations
-        :return: A copy of them
-        :raises ValueError: If a first observation is not finite
-        """
+        """Reset all environments, each with a new start, by a function that does so once, and return their observations."""
         n_envs = self.env.num_envs
         starts = self.ledger.begin_all(self.adapter.lanes if n_envs == self.venv.num_envs else [0] * n_envs)
         self._first, self._restarted, self._parting = {}, [], {}
@@ -146,11 +139,7 @@ class SeededVecEnv:
         return in_form(observations, self.env.observation_space), rewards, dones, infos
 
     def _note_ends(self, ended: list[int]) -> None:
-        """
-        Take the next starts of the environments whose episodes have ended with the present step.
-
-        :param ended: Their indices, as the outermost wrapper has them
-        """
+        """Take the next starts of the environments whose episodes end with the step, as the outermost wrapper has it."""
         restarted, self._restarted = [env_idx for env_idx, _ in self._restarted], []
         if self.share_starts and sorted(restarted) != ended:
             self._share_no_longer("A wrapper ends episodes where no environment below it is reset, or hides such ends")
@@ -166,10 +155,7 @@ class SeededVecEnv:
             )
 
     def action_masks(self) -> np.ndarray:
-        """
-        :return: The choices that each environment allows now, see :mod:`sb3_grpo.masks`, shape ``(n_envs, n_choices)``
-        :raises ValueError: If a mask has another number of entries, or allows nothing
-        """
+        """:return: Choices that each environment allows now, see :mod:`sb3_grpo.masks`, shape ``(n_envs, n_choices)``"""
         masks = checked_masks(self.env.env_method("action_masks"), choices_of(self.env.action_space))
         if isinstance(masks, tuple):
             env_idx, what = masks
@@ -193,12 +179,7 @@ class SeededVecEnv:
                 self._lists = self._present_lists()
 
     def note_copies(self, rollout: Any, is_continuous: bool) -> None:
-        """
-        Warn if members of a group took the same actions after the first as long as both ran, which hardly happens by chance.
-
-        :param rollout: ``actions``, ``log_probs``, ``groups`` and ``steps`` in arrays of shape ``(n_envs, n_steps, ...)``
-        :param is_continuous: Whether log-probabilities are those of a density
-        """
+        """Warn if members of a group took the same actions after the first, as hardly happens by chance, while both ran."""
         first: dict[int, tuple[int, int, int]] = {}
         for env_idx, steps in enumerate(rollout.steps):
             for begin, end in pairwise([*np.flatnonzero(steps == 0).tolist(), len(steps)]):
@@ -215,12 +196,6 @@ class SeededVecEnv:
                         "comparing them. Probably the environment sets the global random generator of torch: use "
                         "`self.np_random` in it, or pass share_starts=False to GRPO."
                     )
-
-    def add_mismatches(self, number: int, messages: Sequence[str]) -> None:
-        """Add the mismatches that workers have found, and print each of their warnings once."""
-        self.mismatches += number
-        for message in messages:
-            self.warn(message)
 
     # --- in the place of the base -------------------------------------------------------------------------------------
 
@@ -254,19 +229,16 @@ class SeededVecEnv:
         self.adapter.step_async(actions)
 
     def step_wait(self) -> VecEnvStepReturn:
-        """
-        :return: Observations, rewards, dones and infos. The observations of environments that are done are those of the reset
-        :raises EnvironmentFault: If the process of an environment has ended, or its observation has another shape
-        """
+        """:return: A step of the base, with the observations of the reset for environments that are done"""
         return self._checked(self.adapter.step_wait(self._restart))
 
     def _checked(self, stepped: VecEnvStepReturn) -> VecEnvStepReturn:
-        observations, rewards, dones, infos = stepped
+        observations, _, dones, _ = stepped
         for env_idx, group in self._restarted:
             if dones[env_idx]:
                 self._verify(env_idx, group, observations)
         if self._checks:
-            check_step(observations, rewards, dones, infos, self.num_timesteps, self.ledger.position.steps)
+            check_step(stepped, self.num_timesteps, self.ledger.position.steps)
         self.num_timesteps += self.venv.num_envs
         return stepped
 
@@ -315,7 +287,7 @@ class SeededVecEnv:
         """Print a warning once for these environments."""
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warnings.warn(message, stacklevel=2)
 
 
 def _goes_on_after_a_lost_life(venv: VecEnv) -> bool:

@@ -18,6 +18,6 @@ except ImportError as error:
         "pip install -e '.[zoo]'. The extra installs rl_zoo3 and the packages that rl_zoo3 needs without declaring them."
     ) from error
 
-from sb3_grpo.zoo.registration import register
+from sb3_grpo.zoo.experiment import register
 
 __all__ = ["register"]

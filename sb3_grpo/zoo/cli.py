@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot as plt
 
-from sb3_grpo.zoo.registration import register
+from sb3_grpo.zoo.experiment import register
 
 #: Scripts of rl-zoo3: the module, and its function; ``None`` if the module is run as a script. ``record_training`` and
 #: ``benchmark`` are not among them, because they start other scripts in new processes, which would not know ``grpo``.

@@ -1,4 +1,4 @@
-"""rl-zoo3's experiment manager, adapted to an algorithm of a plugin."""
+"""rl-zoo3's experiment manager, adapted to the algorithms of a plugin, and their registration."""
 
 import os
 import re
@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import rl_zoo3.exp_manager
+import rl_zoo3.train
+import rl_zoo3.utils
 from rl_zoo3.exp_manager import ExperimentManager
+from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
+from sb3_grpo import GRPO, MaskableGRPO
 from sb3_grpo.validation import require_at_least
+from sb3_grpo.zoo.search import convert_grpo_params, sample_grpo_params
 
 #: Names of the algorithms of this package in rl-zoo3
 ALGO, MASKED_ALGO = "grpo", "grpo_mask"
@@ -67,8 +72,6 @@ class GRPOExperimentManager(ExperimentManager):
         return hyperparams, saved
 
     def setup_experiment(self) -> tuple[BaseAlgorithm, dict[str, Any]] | None:
-        if not self.is_ours:
-            return super().setup_experiment()
         with self._errors_name_the_file():
             return super().setup_experiment()
 
@@ -88,17 +91,14 @@ class GRPOExperimentManager(ExperimentManager):
             yield
         except (TypeError, ValueError) as error:
             where = f"Hyperparameters of {self.env_name.gym_id} from {self.config}"
-            if str(error).startswith(where):
+            if not self.is_ours or str(error).startswith(where):
                 raise
             overwritten = f", with {self.custom_hyperparams} from the command line" if self.custom_hyperparams else ""
             raise ValueError(f"{where}{overwritten}: {error}") from error
 
 
 def processed(hyperparams: dict[str, Any]) -> dict[str, Any]:
-    """
-    :return: An entry of a hyperparameter file as rl-zoo3 and GRPO take it
-    :raises ValueError: If rl-zoo3 could not use one of the values; the message names its key
-    """
+    """:return: An entry of a hyperparameter file as rl-zoo3 and GRPO take it. A ``ValueError`` names a wrong value's key"""
     hyperparams = {name: plain_value(value) for name, value in hyperparams.items()}
     for name in EVALUATED:
         value = hyperparams.get(name)
@@ -136,3 +136,27 @@ def plain_value(value: Any, words: dict[str, Any] = WORDS) -> Any:
         except ValueError:
             return value
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def register(ray: dict[str, Any] | None = None) -> None:
+    """
+    Add ``grpo``, and ``grpo_mask`` for :class:`~sb3_grpo.MaskableGRPO`, to the algorithms of rl-zoo3 and to its hyperparameter
+    search, before a function of rl-zoo3 parses its arguments::
+
+        from rl_zoo3.train import train
+        from sb3_grpo.zoo import register
+
+        register()
+        train()
+
+    :param ray: Keyword arguments of the :class:`~sb3_grpo.distributed.RayVecEnv` to train in, such as
+        ``dict(n_workers=2)``; ``None`` to train as ``--vec-env`` says
+    """
+    # All modules of rl-zoo3 share these dicts.
+    for name, algorithm in ((ALGO, GRPO), (MASKED_ALGO, MaskableGRPO)):
+        rl_zoo3.utils.ALGOS[name] = algorithm
+        HYPERPARAMS_SAMPLER[name] = sample_grpo_params
+        HYPERPARAMS_CONVERTER[name] = convert_grpo_params
+    GRPOExperimentManager.ray = ray
+    if rl_zoo3.train.ExperimentManager is ExperimentManager:  # and not a manager of the user's own
+        rl_zoo3.train.ExperimentManager = GRPOExperimentManager  # type: ignore[misc]
