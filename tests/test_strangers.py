@@ -1,7 +1,9 @@
 """Environments, wrappers and callbacks that do unusual things which PPO copes with."""
 
+import multiprocessing
 import random
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,11 +18,20 @@ from stable_baselines3.common.callbacks import BaseCallback, EveryNTimesteps, St
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnvWrapper
 
+from sb3_grpo import GRPO
 from sb3_grpo.arithmetic.update import UncheckedDistributions
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.observations import map_observations, take_observations
 
 forked = partial(SubprocVecEnv, start_method="fork")
+
+
+@pytest.fixture(autouse=True)
+def workers_end_with_their_test() -> Iterator[None]:
+    yield
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+        worker.join()
 
 
 class Counts(gym.Env):
@@ -328,6 +339,17 @@ def test_a_seeded_reset_leaves_the_global_generators_as_they_were(venv_class: An
     first, later = (np.unique(buffer.observations[buffer.steps == step], axis=0) for step in (0, 1))
     assert len(first) == (buffer.steps == 0).sum() / 2  # the start is that of the group
     assert len(later) == (buffer.steps == 1).sum()  # and what follows is not
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "last_seed"), [(PPO, lambda _: 6), (GRPO, lambda model: model.ledger.seed_of(0))], ids=["PPO", "GRPO"]
+)
+def test_only_the_first_reset_may_set_the_global_generators(algorithm: Any, last_seed: Any):
+    """PPO passes its seed to no other reset, and they stay as the last environment has set them."""
+    model = algorithm("MlpPolicy", DummyVecEnv([SeedsAll] * 2), n_steps=32, seed=5, device="cpu")
+    seeds: list[int] = []
+    said(model, 64, callback=lambda *_: seeds.append(th.initial_seed()) or True)  # type: ignore[func-returns-value]
+    assert set(seeds) == {last_seed(model)}
 
 
 def test_starts_that_are_drawn_from_the_global_generators_differ():
