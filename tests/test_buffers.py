@@ -615,30 +615,34 @@ class RecordingCnn(Recording, ActorCnnPolicy):
     pass
 
 
+#: How a step ends, and what is worth it to be in state 1 afterwards
+FOLLOWING = {"terminated": 0.0, "truncated": GAMMA, "unfinished": GAMMA}
 MANY_NUMBERS = spaces.Box(-1.0, 1.0, (MAX_INPUTS + 1,), np.float32)
 CNN: dict[str, Any] = dict(features_extractor_kwargs=dict(features_dim=8))
 COMBINED: dict[str, Any] = dict(features_extractor_kwargs=dict(cnn_output_dim=8), net_arch=[8])
 
 
 @pytest.mark.parametrize(
-    ("space", "policy", "policy_kwargs"),
+    ("ending", "space", "policy", "policy_kwargs"),
     [
-        pytest.param(VECTOR, "MlpPolicy", {}, id="Box"),
-        pytest.param(DISCRETE, "MlpPolicy", {}, id="Discrete"),
-        pytest.param(spaces.Dict(b=VECTOR, a=DISCRETE), "MultiInputPolicy", {}, id="Dict"),
-        pytest.param(IMAGE, "CnnPolicy", CNN, id="image"),
-        pytest.param(BOARD, "CnnPolicy", {}, id="board"),  # of a few features, all can be zero
-        pytest.param(spaces.Dict(camera=IMAGE, speed=VECTOR), "MultiInputPolicy", COMBINED, id="Dict with an image"),
-        pytest.param(MANY_NUMBERS, "MlpPolicy", {}, id="more numbers than a fit has inputs"),
+        *(pytest.param(ending, VECTOR, "MlpPolicy", {}, id=f"{ending}, Box") for ending in FOLLOWING),
+        pytest.param("truncated", DISCRETE, "MlpPolicy", {}, id="truncated, Discrete"),
+        pytest.param("truncated", spaces.Dict(b=VECTOR, a=DISCRETE), "MultiInputPolicy", {}, id="truncated, Dict"),
+        pytest.param("truncated", IMAGE, "CnnPolicy", CNN, id="truncated, image"),
+        # Of a few features, all can be zero
+        *(pytest.param(ending, BOARD, "CnnPolicy", {}, id=f"{ending}, board") for ending in FOLLOWING),
+        pytest.param(
+            "unfinished",
+            spaces.Dict(camera=IMAGE, speed=VECTOR),
+            "MultiInputPolicy",
+            COMBINED,
+            id="unfinished, Dict with image",
+        ),
+        pytest.param("truncated", MANY_NUMBERS, "MlpPolicy", {}, id="truncated, more numbers than a fit has inputs"),
     ],
 )
-@pytest.mark.parametrize(("ending", "expected"), [("terminated", 0.0), ("truncated", GAMMA), ("unfinished", GAMMA)])
 def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termination(
-    space: spaces.Space,
-    policy: str,
-    policy_kwargs: dict[str, Any],
-    ending: Literal["terminated", "truncated", "unfinished"],
-    expected: float,
+    ending: Literal["terminated", "truncated", "unfinished"], space: spaces.Space, policy: str, policy_kwargs: dict[str, Any]
 ):
     # Rollouts of one step, so that each transition is the last. The action that leads to state 1 is worth gamma more than the
     # other, unless the episode has terminated: then there is nothing to encode beyond the rollout
@@ -651,7 +655,9 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
     update = whole_update(model)
     assert len(update.advantages) == n_envs
     good = update.actions == 1
-    assert (update.advantages[good].mean() - update.advantages[~good].mean()).item() == pytest.approx(expected, abs=0.15)
+    assert (update.advantages[good].mean() - update.advantages[~good].mean()).item() == pytest.approx(
+        FOLLOWING[ending], abs=0.15
+    )
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_on_ray_training_environments_are_in_workers_and_others_are_not(folder: 
 @pytest.mark.xdist_group("ray")
 def test_the_address_of_a_cluster_is_used_and_a_wrong_one_is_named():
     pytest.importorskip("ray").shutdown()  # what another test has started
-    with pytest.raises(ConnectionError, match=r"No Ray cluster answers at '127\.0\.0\.1:9'"):
+    with pytest.raises(ConnectionError, match=r"No Ray cluster answers at '127\.0\.0\.1:9' .* `ray start --head`"):
         train("-n", "64", "--vec-env", "ray", "--ray-address", "127.0.0.1:9")
 
 
