@@ -45,14 +45,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, th.Tensor]:
-    """Weights after a training with two workers of Ray of which none is lost."""
-    from ray_helpers import ray_env, trained
-
-    return trained(ray_env())
-
-
-@pytest.fixture(scope="module")
 def ray_ends_with_the_module() -> Iterator[None]:
     yield
     import ray

@@ -91,11 +91,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (dict(update_rule="trpo"), "`update_rule` must be 'clipped' or 'natural', not 'trpo'"),
     (dict(objective=dict(kl_reference=0)), "`kl_reference` must be an integer of at least 1 or 'old' or 'initial', not 0"),
+    (dict(objective=dict(kl_reference="first")), "`kl_reference` must be 'old' or 'initial', not 'first'"),
     (dict(objective=dict(kl_estimator="k4")), "`kl_estimator` must be 'exact', 'k1', 'k2' or 'k3', not 'k4'"),
     (one_env(n_steps=1), "n_steps=1 with 1 environment gives rollouts of one transition"),
     (dict(use_sde=True), "can only be used with continuous actions"),
     # Buffers
-    (dict(rollout_buffer_class=RolloutBuffer), "SB3's own rollout buffers need a critic"),
+    (dict(rollout_buffer_class=RolloutBuffer), "buffers.RolloutBuffer'>: SB3's own rollout buffers need a critic"),
+    (dict(rollout_buffer_class=3), "subclass of `sb3_grpo.GroupRolloutBuffer`, not 3"),
+    (kernel(reward_weights="progress"), "`reward_weights` must map the names of reward components to their weights"),
     (kernel(reward_weights={}), "`reward_weights` must map the names of reward components to their weights"),
     (kernel(reward_weights={"a": np.inf}), "`reward_weights['a']` must be a finite number, not inf"),
     (kernel(horizon=0), "`horizon` must be an integer of at least 1 or None, not 0"),
@@ -338,14 +341,16 @@ def test_observations_of_more_than_five_thousand_numbers_train_with_every_buffer
 
 
 BOARD = spaces.Box(0.0, 1.0, (5, 4, 3), np.float32)
-CLIPPED, NATURAL = ("clipped", 0.98, 1024, 128, 0.8), ("natural", 0.95, 2048, 512, 0.9)
+#: Update rule, lambda, number of steps and of epochs; number of features and forgetting of the kernel baseline
+CLIPPED, NATURAL = ("clipped", 0.98, 1024, 10, 128, 0.8), ("natural", 0.95, 2048, 10, 512, 0.9)
+ON_PICTURES, NATURAL_ON_BOARDS = ("clipped", 0.98, 1024, 4, 128, 0.8), ("natural", 0.95, 2048, 4, 512, 0.9)
 CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "discrete actions": (dict(env="CartPole-v1"), CLIPPED),
     "continuous actions": (dict(), NATURAL),
     "the limit is for both": (dict(target_kl=0.05, gamma=0.9), NATURAL),
     "a learning rate": (dict(learning_rate=1e-3), CLIPPED),
     "a schedule": (dict(learning_rate=lambda progress: 3e-4), CLIPPED),
-    "epochs": (dict(n_epochs=5), CLIPPED),
+    "epochs": (dict(n_epochs=5), ("clipped", 0.98, 1024, 5, 128, 0.8)),
     "minibatches": (dict(batch_size=128), CLIPPED),
     "a clip range": (dict(clip_range=0.1), CLIPPED),
     "clipping above": (dict(objective=dict(clip_range_high=0.3)), CLIPPED),
@@ -354,15 +359,19 @@ CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "an optimizer": (dict(policy_kwargs=dict(optimizer_class=th.optim.SGD)), CLIPPED),
     "a rate of its own for the deviation": (dict(policy_kwargs=dict(log_std_lr_factor=0.3)), NATURAL),
     "gSDE": (dict(use_sde=True), CLIPPED),
-    "asked for": (dict(update_rule="natural"), NATURAL),
-    "asked for otherwise": (dict(env="CartPole-v1", update_rule="natural"), NATURAL),
-    "boards": (dict(policy="CnnPolicy", env=AnyEnv(BOARD)), NATURAL),
-    "boards among vectors": (dict(policy="MultiInputPolicy", env=AnyEnv(spaces.Dict(board=BOARD, speed=VECTOR))), NATURAL),
-    "boards beside an image": (dict(policy="MultiInputPolicy", env=AnyEnv(spaces.Dict(board=BOARD, eye=HWC))), CLIPPED),
-    "images": (dict(policy="CnnPolicy", env=AnyEnv(HWC)), CLIPPED),
-    "boards with a learning rate": (dict(policy="CnnPolicy", env=AnyEnv(BOARD), learning_rate=1e-3), CLIPPED),
-    "own lambda and steps": (dict(gae_lambda=0.9, n_steps=64), ("natural", 0.9, 64, 512, 0.9)),
-    "own features": (dict(rollout_buffer_kwargs=dict(n_features=64)), ("natural", 0.95, 2048, 64, 0.9)),
+    "asked for otherwise": (dict(update_rule="clipped"), CLIPPED),
+    "asked for with discrete actions": (dict(env="CartPole-v1", update_rule="natural"), NATURAL),
+    "boards": (dict(policy="CnnPolicy", env=AnyEnv(BOARD)), NATURAL_ON_BOARDS),
+    "boards among vectors": (
+        dict(policy="MultiInputPolicy", env=AnyEnv(spaces.Dict(board=BOARD, speed=VECTOR))),
+        NATURAL_ON_BOARDS,
+    ),
+    "boards beside an image": (dict(policy="MultiInputPolicy", env=AnyEnv(spaces.Dict(board=BOARD, eye=HWC))), ON_PICTURES),
+    "images": (dict(policy="CnnPolicy", env=AnyEnv(HWC)), ON_PICTURES),
+    "boards with a learning rate": (dict(policy="CnnPolicy", env=AnyEnv(BOARD), learning_rate=1e-3), ON_PICTURES),
+    "complete groups": (dict(rollout_buffer_class="outcome"), ("clipped", 0.98, 2048, 10, None, None)),
+    "own lambda and steps": (dict(gae_lambda=0.9, n_steps=64), ("natural", 0.9, 64, 10, 512, 0.9)),
+    "own features": (dict(rollout_buffer_kwargs=dict(n_features=64)), ("natural", 0.95, 2048, 10, 64, 0.9)),
 }
 
 
@@ -371,9 +380,9 @@ def test_the_update_rule_suits_the_actions_and_everything_that_was_asked_for(
     options: dict[str, Any], expected: tuple[Any, ...]
 ):
     model = GRPO(**{"policy": "MlpPolicy", "env": "Pendulum-v1", **options})
-    baseline = model.rollout_buffer.baseline  # type: ignore[attr-defined]
-    found = model.update_rule, model.gae_lambda, model.n_steps, baseline.n_features, baseline.forgetting
-    assert found == expected
+    found = model.update_rule, model.rollout_buffer.gae_lambda, model.n_steps, model.n_epochs
+    baseline = getattr(model.rollout_buffer, "baseline", None)
+    assert (*found, getattr(baseline, "n_features", None), getattr(baseline, "forgetting", None)) == expected
 
 
 def test_a_change_that_natural_gradient_steps_do_not_use_is_named(tmp_path: Path):
@@ -385,10 +394,6 @@ def test_a_change_that_natural_gradient_steps_do_not_use_is_named(tmp_path: Path
         model.learn(32)
     with pytest.warns(UserWarning, match="learning_rate changed, and natural-gradient steps do not use it"):
         GRPO.load(tmp_path / "model", learning_rate=1e-4)
-
-
-def test_complete_groups_have_clipped_updates():
-    assert GRPO("MlpPolicy", "Pendulum-v1", rollout_buffer_class="outcome").update_rule == "clipped"
 
 
 @pytest.mark.parametrize(

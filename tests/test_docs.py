@@ -4,7 +4,9 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 from sphinx.util.inventory import InventoryFile
 
@@ -16,14 +18,17 @@ pytestmark = pytest.mark.xdist_group("site")
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 
-@pytest.fixture(scope="session")  # a worker may run other modules in between
-def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The built site."""
-    out = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(out / "trees"), str(DOCS)]
-    done = subprocess.run([*build, str(out / "html")], capture_output=True, text=True)
+def built(out: pathlib.Path, *options: str) -> pathlib.Path:
+    """:return: The built site"""
+    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(out / "trees"), *options]
+    done = subprocess.run([*build, str(DOCS), str(out / "html")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out / "html"
+
+
+@pytest.fixture(scope="session")  # a worker may run other modules in between
+def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return built(tmp_path_factory.mktemp("site"), "-D", "plot_gallery=0")  # which does not run the tour
 
 
 def test_every_exported_name_is_in_the_reference(site: pathlib.Path) -> None:
@@ -62,7 +67,20 @@ def test_names_break_after_underscores_and_ids_and_options_nowhere(site: pathlib
     assert '<td><p><span class="whole">GustyHalfCheetah-v0</span></p></td>' in (site / "when_groups_win.html").read_text()
 
 
-def test_the_tour_has_run_and_shows_its_pictures(site: pathlib.Path) -> None:
+def test_the_tour_runs_in_a_tenth_of_its_steps() -> None:
+    tour = (DOCS / "tour" / "plot_tour.py").read_text(encoding="utf-8")
+    shorter = re.sub(r"\b(20_480|16_384|10_240)\b", "2_048", tour).replace("n_steps=2048", "n_steps=256")
+    names: dict[str, Any] = {}
+    try:
+        exec(compile(shorter, "tour", "exec"), names)
+        assert len(plt.get_fignums()) == 3 and names["model"].num_timesteps == 4_096
+    finally:
+        plt.close("all")
+
+
+@pytest.mark.slow
+def test_the_tour_shows_its_pictures_and_ends_with_a_solved_task(tmp_path: pathlib.Path) -> None:
+    site = built(tmp_path)
     tour = (site / "auto_tour" / "plot_tour.html").read_text(encoding="utf-8")
     pictures = set(re.findall(r'src="\.\./_images/(sphx_glr_plot_tour_\d+\.png)"', tour))
     assert len(pictures) == 3

@@ -41,14 +41,13 @@ EVERYTHING = spaces.Dict(
     vector=VECTOR, image=CHW, number=spaces.Discrete(4), numbers=spaces.MultiDiscrete([2, 3]), flags=spaces.MultiBinary(3)
 )
 MATRIX = spaces.Box(-1.0, 1.0, (2, 3), np.float32)
+#: The files of models with masks, below, have further actions.
 CASES = [
-    *(pytest.param("MlpPolicy", VECTOR, *space.values, {}, id=space.id) for space in ACTION_SPACES),
+    pytest.param("MlpPolicy", VECTOR, spaces.Discrete(3), {}, id="Discrete"),
+    pytest.param("MlpPolicy", VECTOR, spaces.MultiBinary(4), dict(normalize_observations=False), id="MultiBinary, raw"),
     pytest.param("MlpPolicy", VECTOR, BOX, dict(use_sde=True), id="gSDE"),
     pytest.param("MlpPolicy", VECTOR, BOX, dict(use_sde=True, policy_kwargs=dict(squash_output=True, **SMALL)), id="squashed"),
-    pytest.param("MlpPolicy", VECTOR, BOX, dict(normalize_observations=False), id="not normalised"),
     pytest.param("MlpPolicy", MATRIX, MATRIX, {}, id="matrices"),
-    pytest.param("MlpPolicy", spaces.Discrete(4), spaces.Discrete(3), {}, id="Discrete-obs"),
-    pytest.param("CnnPolicy", CHW, spaces.Discrete(3), dict(learning_rate=1e-5, policy_kwargs=SMALL_CNN), id="image"),
     pytest.param("CnnPolicy", HWC, spaces.Discrete(3), dict(learning_rate=1e-5, policy_kwargs=SMALL_CNN), id="channels last"),
     pytest.param("MultiInputPolicy", EVERYTHING, BOX, dict(learning_rate=1e-5, policy_kwargs=SMALL_COMBINED), id="Dict"),
 ]
@@ -119,7 +118,7 @@ np.save(sys.argv[3], actions)
 """
 
 
-@pytest.mark.parametrize("action_space", [space for space in ACTION_SPACES if space.id != "Box"])
+@pytest.mark.parametrize("action_space", [space for space in ACTION_SPACES if space.id in ("MultiDiscrete", "MultiBinary")])
 def test_a_file_of_a_model_with_masks_takes_masks(action_space: spaces.Space, tmp_path: pathlib.Path):
     envs = make_envs(observation_space=VECTOR, action_space=action_space)
     model = MaskableGRPO("MlpPolicy", envs, seed=0, device="cpu")

@@ -109,11 +109,11 @@ def test_an_update_by_a_graph_is_that_of_torch(
 def test_a_graph_is_captured_once_and_again_when_something_in_it_has_changed(device: str):
     if device != "cpu":
         pytest.skip("the stand-in counts captures")
-    model = make_model(device, learning_rate=lambda left: 1e-3 * left, clip_range=lambda left: 0.2 * left).learn(400)
+    model = make_model(device, learning_rate=lambda left: 1e-3 * left, clip_range=lambda left: 0.2 * left).learn(160)
     acting, steps = StandIn.captures
-    assert acting.n_calls == 400 // 2
+    assert acting.n_calls == 160 // 2
     # The first minibatch of all prepares the optimizer, and the last of each epoch is not full
-    assert steps.n_calls == 400 // 40 * model.n_epochs * 2 - 1
+    assert steps.n_calls == 160 // 40 * model.n_epochs * 2 - 1
     model.ent_coef = 0.1
     update(model)
     assert len(StandIn.captures) == 3 and StandIn.captures[2].n_calls == model.n_epochs * 2

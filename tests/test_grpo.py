@@ -306,30 +306,6 @@ def test_only_a_positive_integer_is_taken_for_a_time_limit():
         assert make_model(env).rollout_buffer.horizon == horizon
 
 
-class ConstantEnv(AnyEnv):
-    """A reward of 1 at each of ten steps."""
-
-    def __init__(self) -> None:
-        super().__init__(lengths=(10, 11))
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, _, *rest = super().step(action)
-        return observation, 1.0, *rest
-
-
-@pytest.mark.parametrize("buffer", BUFFERS)
-def test_only_the_kernel_buffer_takes_rewards_that_vec_normalize_has_scaled(buffer: str):
-    # With one environment the members of a group run one after another, while the scale changes.
-    env = VecNormalize(DummyVecEnv([ConstantEnv]))
-    model = make_model(env, rollout_buffer_class=buffer, n_steps=64).learn(192)
-    if buffer == "kernel":
-        assert model.rollout_buffer.rewards[0, -1] == pytest.approx(env.normalize_reward(np.array(1.0)), rel=1e-5)
-        assert model.rollout_buffer.rewards[0, -1] != 1.0
-    else:
-        np.testing.assert_array_equal(model.rollout_buffer.rewards, 1.0)
-        assert model.rollout_buffer.metrics["rollout/group_return_spread"] == 0.0
-
-
 class Broken(AnyEnv):
     """The vector of an observation is NaN from a step on, or from the first reset on."""
 

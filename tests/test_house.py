@@ -17,13 +17,18 @@ from sb3_grpo.doctor import SYMPTOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sb3_grpo"
-EXAMPLES = [
-    # Ray runs in one process of the tests only
-    pytest.param(code, id=f"{page.name} example {i}", marks=[pytest.mark.xdist_group("ray")] * ("RayVecEnv" in code))
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+#: Each example, by the first page that has it
+PAGE_OF = {
+    code: f"{page.name} example {i}"
+    for page in (*sorted((ROOT / "docs").glob("*.md"), reverse=True), ROOT / "README.md")
     for i, code in enumerate(
         re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE), 1
     )
+}
+EXAMPLES = [
+    # Ray runs in one process of the tests only
+    pytest.param(code, id=name, marks=[pytest.mark.xdist_group("ray")] * ("RayVecEnv" in code))
+    for code, name in PAGE_OF.items()
 ]
 
 # What each module may import from the package; ``__init__`` is the package itself, ``sb3_grpo``.

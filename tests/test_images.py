@@ -48,9 +48,7 @@ class Quadrants(gym.Env):
 
 
 @pytest.mark.parametrize(
-    "space",
-    [BOARD, spaces.Box(0.0, 1.0, (3, 5, 5), np.float32), spaces.Box(0, 1, (5, 5, 3), np.int64)],
-    ids=["channels last", "channels first", "integers"],
+    "space", [BOARD, spaces.Box(0, 1, (3, 5, 5), np.int64)], ids=["yes or no, channels last", "integers, channels first"]
 )
 def test_boards_are_learned_with_the_default_settings(space: spaces.Space):
     model = GRPO("CnnPolicy", make_vec_env(lambda: Quadrants(space), 8), seed=0, device="cpu")

@@ -1,6 +1,7 @@
 """Machine code gives the numbers of torch, in the same memory, and only for ordinary policies."""
 
 import copy
+import importlib.util
 import itertools
 import math
 import os
@@ -29,7 +30,7 @@ from sb3_grpo.arithmetic.choice import choose_actor, machine_policy
 from sb3_grpo.arithmetic.conditions import FAMILIES
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
 from sb3_grpo.arithmetic.machine import MachinePolicy
-from sb3_grpo.arithmetic.machine_code import distributions, layers, linear_algebra, optimizer
+from sb3_grpo.arithmetic.machine_code import distributions, jit, layers, linear_algebra, optimizer
 from sb3_grpo.arithmetic.machine_code.jit import EntryPoint, compile_functions
 from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, NO_PATCHES, NO_ROWS, Network
@@ -986,10 +987,10 @@ print("sum", sum(parameter.abs().sum().item() for parameter in model.policy.para
 """
 
 
-def output_of(code: str, **environment: str) -> tuple[str, float]:
+def output_of(**environment: str) -> tuple[str, float]:
     """What a training in a new process prints, and the sum of its weights."""
     result = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", TRAINING], env={**os.environ, **environment}, capture_output=True, text=True, check=True
     )
     return result.stdout, float(result.stdout.split()[-1])
 
@@ -1000,24 +1001,29 @@ def expected_sum() -> float:
     return sum(parameter.abs().sum().item() for parameter in model.policy.parameters())
 
 
-@pytest.mark.parametrize(
-    ("code", "environment", "reason"),
-    [
-        pytest.param(TRAINING, dict(NUMBA_DISABLE_JIT="1"), "NUMBA_DISABLE_JIT is set", id="disabled"),
-        pytest.param("import sys; sys.modules['numba'] = None\n" + TRAINING, {}, "numba is not installed", id="missing"),
-    ],
-)
-def test_without_numba_torch_gives_the_same(code: str, environment: dict[str, str], reason: str, expected_sum: float):
-    output, total = output_of(code, **environment)
-    assert f"Acting and updating with torch, because {reason}\n" in output
-    assert total == pytest.approx(expected_sum, rel=1e-6)
+def test_where_numba_is_missing_or_disabled_functions_stay_as_they_are_and_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch):
+    def imported_again() -> Any:
+        spec = importlib.util.spec_from_file_location("imported_again", jit.__file__)
+        assert spec is not None and spec.loader is not None
+        module: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    numba = pytest.importorskip("numba")
+    with monkeypatch.context() as disabled:
+        disabled.setattr(numba.config, "DISABLE_JIT", True)
+        found = [imported_again()]
+    monkeypatch.setitem(sys.modules, "numba", None)
+    found.append(imported_again())
+    assert [module.UNAVAILABLE for module in found] == ["NUMBA_DISABLE_JIT is set", "numba is not installed"]
+    assert all(module.inner(len) is len for module in found)
 
 
-def test_a_broken_numba_leaves_everything_to_torch(tmp_path: Path, expected_sum: float):
+def test_a_broken_numba_leaves_everything_to_torch_which_gives_the_same(tmp_path: Path, expected_sum: float):
     (tmp_path / "numba.py").write_text("raise RuntimeError('needs another numpy')", encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    output, total = output_of(TRAINING, PYTHONPATH=path)
-    assert "with torch, because numba cannot be imported (needs another numpy)\n" in output
+    output, total = output_of(PYTHONPATH=path)
+    assert "Acting and updating with torch, because numba cannot be imported (needs another numpy)\n" in output
     assert total == pytest.approx(expected_sum, rel=1e-6)
 
 
@@ -1027,7 +1033,7 @@ NOWHERE = dict(NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator")
 @needs_numba
 @pytest.mark.slow
 def test_code_that_was_just_compiled_gives_the_numbers_of_code_from_the_cache(tmp_path: Path):
-    totals = [output_of(TRAINING, NUMBA_CACHE_DIR=str(tmp_path))[1] for _ in range(2)]
+    totals = [output_of(NUMBA_CACHE_DIR=str(tmp_path))[1] for _ in range(2)]
     assert totals[0] == totals[1]
 
 
@@ -1037,7 +1043,7 @@ def test_code_that_was_just_compiled_gives_the_numbers_of_code_from_the_cache(tm
 def test_whatever_happens_to_the_cache_machine_code_works(case: str, tmp_path: Path, expected_sum: float):
     environment = dict(NUMBA_CACHE_DIR=str(tmp_path))
     if case == "damaged":
-        output_of(TRAINING, **environment)
+        output_of(**environment)
         kept = [file for file in tmp_path.rglob("*") if file.suffix in (".nbi", ".nbc")]
         assert kept
         for file in kept:
@@ -1046,9 +1052,9 @@ def test_whatever_happens_to_the_cache_machine_code_works(case: str, tmp_path: P
         (tmp_path / "file").touch()
         environment = dict(NUMBA_CACHE_DIR=str(tmp_path / "file" / "folder"), **NOWHERE)
     elif case == "another CPU":
-        output_of(TRAINING, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="", **environment)
+        output_of(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="", **environment)
     with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(output_of, TRAINING, **environment) for _ in range(1 + (case == "two at once"))]
+        runs = [pool.submit(output_of, **environment) for _ in range(1 + (case == "two at once"))]
     for run in runs:
         output, total = run.result()
         assert "Acting and updating in machine code" in output

@@ -28,16 +28,32 @@ from sb3_grpo.masks import FORCED, checked_masks, choices_of, forced_logits, mas
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(helpers)
 
-SPACES = [
-    pytest.param(spaces.Discrete(5), id="Discrete"),
-    pytest.param(spaces.MultiDiscrete([2, 3, 4]), id="MultiDiscrete"),
-    pytest.param(spaces.MultiBinary(3), id="MultiBinary"),
-]
+KINDS = {
+    "Discrete": spaces.Discrete(5),
+    "MultiDiscrete": spaces.MultiDiscrete([2, 3, 4]),
+    "MultiBinary": spaces.MultiBinary(3),
+}
+SPACES = [pytest.param(space, id=name) for name, space in KINDS.items()]
 #: Both kinds of updates, in machine code and, for a policy that it does not take, in torch.
-PATHS = [
-    pytest.param(dict(update_rule=rule, policy_kwargs=policy), id=f"{rule} in {path}")
+PATHS = {
+    f"{rule} in {path}": dict(update_rule=rule, policy_kwargs=policy)
     for rule in ("clipped", "natural")
     for path, policy in (("machine code", {}), ("torch", dict(activation_fn=nn.ELU)))
+}
+#: Each space with both updates in machine code, which has functions for each space, and with one of them in torch
+SPACES_PATHS_BUFFERS = [
+    pytest.param(KINDS[kind], PATHS[path], buffer, id=f"{kind}, {path}, {buffer}")
+    for kind, path, buffer in [
+        ("Discrete", "clipped in machine code", "kernel"),
+        ("Discrete", "natural in machine code", "outcome"),
+        ("Discrete", "clipped in torch", "outcome"),
+        ("MultiDiscrete", "clipped in machine code", "outcome"),
+        ("MultiDiscrete", "natural in machine code", "kernel"),
+        ("MultiDiscrete", "natural in torch", "outcome"),
+        ("MultiBinary", "clipped in machine code", "kernel"),
+        ("MultiBinary", "natural in machine code", "outcome"),
+        ("MultiBinary", "clipped in torch", "kernel"),
+    ]
 ]
 
 
@@ -158,10 +174,8 @@ def test_masked_distributions_have_the_entropy_and_divergence_of_what_is_left(ac
 # --- learning ---
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("buffer", ["kernel", "outcome"])
-@pytest.mark.parametrize("action_space", SPACES)
-def test_actions_that_are_not_allowed_are_never_taken(action_space: spaces.Space, buffer: str, path: dict[str, Any]):
+@pytest.mark.parametrize(("action_space", "path", "buffer"), SPACES_PATHS_BUFFERS)
+def test_actions_that_are_not_allowed_are_never_taken(action_space: spaces.Space, path: dict[str, Any], buffer: str):
     env = make_rules(action_space)
     options: dict[str, Any] = dict(rollout_buffer_class=buffer, ent_coef=0.1, objective=dict(kl_coef=0.1))
     model = make_model(env, **options, **path).learn(1000)
@@ -178,8 +192,10 @@ def test_actions_that_are_not_allowed_are_never_taken_in_a_million_steps():
         assert n_forbidden(env) == 0
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("estimator", ["exact", "k3"])
+@pytest.mark.parametrize(
+    ("path", "estimator"),
+    [*((name, "exact") for name in PATHS), ("clipped in torch", "k3"), ("natural in torch", "k3")],
+)
 @pytest.mark.parametrize(
     ("action_space", "mask", "unused"),
     [
@@ -189,10 +205,10 @@ def test_actions_that_are_not_allowed_are_never_taken_in_a_million_steps():
     ],
 )
 def test_outputs_without_a_choice_get_no_gradient(
-    action_space: spaces.Space, mask: list[int], unused: list[int], estimator: str, path: dict[str, Any]
+    action_space: spaces.Space, mask: list[int], unused: list[int], estimator: str, path: str
 ):
     env = make_rules(action_space, allow=1.0, mask=mask)
-    model = make_model(env, ent_coef=0.1, objective=dict(kl_coef=0.1, kl_estimator=estimator), **path)
+    model = make_model(env, ent_coef=0.1, objective=dict(kl_coef=0.1, kl_estimator=estimator), **PATHS[path])
     layer = model.policy.action_net
     before = layer.weight.detach().clone(), layer.bias.detach().clone()
     model.learn(256)
@@ -202,10 +218,8 @@ def test_outputs_without_a_choice_get_no_gradient(
 
 
 @pytest.mark.filterwarnings("ignore:The environment has `action_masks`, which GRPO ignores")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("buffer", ["kernel", "outcome"])
-@pytest.mark.parametrize("action_space", SPACES)
-def test_masks_that_allow_everything_change_nothing(action_space: spaces.Space, buffer: str, path: dict[str, Any]):
+@pytest.mark.parametrize(("action_space", "path", "buffer"), SPACES_PATHS_BUFFERS)
+def test_masks_that_allow_everything_change_nothing(action_space: spaces.Space, path: dict[str, Any], buffer: str):
     options: dict[str, Any] = dict(
         rollout_buffer_class=buffer, ent_coef=0.01, objective=dict(kl_coef=0.1, adaptive_kl_target=0.01), **path
     )
@@ -216,7 +230,7 @@ def test_masks_that_allow_everything_change_nothing(action_space: spaces.Space, 
     assert same(weights(masked), weights(unmasked))
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 def test_masks_make_a_difference(path: dict[str, Any]):
     masked = make_model(make_rules(spaces.Discrete(5)), **path).learn(256)
     unmasked = make_model(make_rules(spaces.Discrete(5)), **path).learn(256, use_masking=False)

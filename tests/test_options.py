@@ -214,6 +214,7 @@ def test_the_penalty_draws_no_random_number():
     np.testing.assert_array_equal(*(watcher.actions for watcher in watchers))
     th.testing.assert_close(weights(models[0]), weights(models[1]))
     assert reference_weights(models[0]) is None and reference_weights(models[1]) is not None
+    assert models[1].update_metrics["train/kl_loss"] > 0
 
 
 @pytest.mark.parametrize("estimator", ["exact", "k3"])

@@ -12,6 +12,7 @@ from gymnasium import spaces
 from helpers import BOX, AnyEnv, mean_return, weights
 from stable_baselines3.common.preprocessing import get_action_dim
 from stable_baselines3.common.vec_env import DummyVecEnv
+from test_machine_code import InTorch
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn.utils import parameters_to_vector
 
@@ -35,39 +36,8 @@ from sb3_grpo.buffers import base, kernel
 REQUIRED = inspect.Parameter.empty
 OF_EVERY_BUFFER = dict(gae_lambda=0.98, gamma=0.99, n_envs=1, group_size=2, horizon=None, reward_weights=None)
 OF_COMPLETE_GROUPS = dict(scale=None, max_waiting=None, tied_groups="keep", component_aggregation="sum_then_normalize")
+#: ``test_pages.py`` has those of GRPO.
 DEFAULTS: dict[Any, dict[str, Any]] = {
-    GRPO: dict(
-        policy=REQUIRED,
-        env=REQUIRED,
-        learning_rate=3e-4,
-        n_steps=None,
-        batch_size=64,
-        n_epochs=None,
-        gamma=0.99,
-        gae_lambda=None,
-        clip_range=0.2,
-        objective=None,
-        normalize_advantage=True,
-        ent_coef=0.0,
-        max_grad_norm=0.5,
-        group_size=None,
-        share_starts=True,
-        repeat_starts=0.0,
-        use_sde=False,
-        sde_sample_freq=-1,
-        rollout_buffer_class="kernel",
-        rollout_buffer_kwargs=None,
-        update_rule=None,
-        target_kl=None,
-        normalize_observations=True,
-        stats_window_size=100,
-        tensorboard_log=None,
-        policy_kwargs=None,
-        verbose=0,
-        seed=None,
-        device="auto",
-        _init_setup_model=True,
-    ),
     ObjectiveOptions: dict(
         clip_range_high=None,
         importance_sampling_level="step",
@@ -144,52 +114,7 @@ def test_the_constants_of_a_module_are_those_of_the_table(module: Any):
     assert {name: getattr(module, name) for name in CONSTANTS[module]} == CONSTANTS[module]
 
 
-class Tiny(gym.Env):
-    """One step in a space of any kind."""
-
-    def __init__(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
-        self.observation_space, self.action_space = observation_space, action_space
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self.observation_space.sample(), 0.0, True, False, {}
-
-
-IMAGE = spaces.Box(0, 255, (36, 36, 3), np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("space", "arguments", "expected"),
-    [
-        (spaces.Box(-1.0, 1.0, (2,)), {}, ("natural", 2048, 10, 0.95, 512, 0.9)),
-        (spaces.Discrete(2), {}, ("clipped", 1024, 10, 0.98, 128, 0.8)),
-        (spaces.Box(-1.0, 1.0, (2,)), dict(update_rule="clipped"), ("clipped", 1024, 10, 0.98, 128, 0.8)),
-        (spaces.Discrete(2), dict(update_rule="natural"), ("natural", 2048, 10, 0.95, 512, 0.9)),
-        (spaces.Discrete(2), dict(policy="CnnPolicy"), ("clipped", 1024, 4, 0.98, 128, 0.8)),
-        (spaces.Discrete(2), dict(rollout_buffer_class="outcome"), ("clipped", 2048, 10, 0.98, None, None)),
-    ],
-    ids=["continuous", "discrete", "continuous, clipped", "discrete, natural", "images", "complete groups"],
-)
-def test_what_is_left_open_is_chosen_as_in_the_table(space: spaces.Space, arguments: dict[str, Any], expected: tuple):
-    policy = arguments.get("policy", "MlpPolicy")
-    observations = IMAGE if policy == "CnnPolicy" else spaces.Box(-1.0, 1.0, (3,))
-    model = GRPO(env=Tiny(observations, space), device="cpu", **{"policy": policy, **arguments})
-    fit = getattr(model.rollout_buffer, "baseline", None)
-    chosen = model.update_rule, model.n_steps, model.n_epochs, model.rollout_buffer.gae_lambda
-    assert (*chosen, getattr(fit, "n_features", None), getattr(fit, "forgetting", None)) == expected
-
-
 # --- natural-gradient steps -----------------------------------------------------------------------------------------------
-
-
-class InTorch(ActorPolicy):
-    """The same policy, without machine code."""
-
-    def evaluate_actions(self, *args: Any) -> Any:  # type: ignore[override]
-        return super().evaluate_actions(*args)
 
 
 BY_BOTH_PATHS = pytest.mark.parametrize("policy", ["MlpPolicy", InTorch], ids=["machine code", "torch"])

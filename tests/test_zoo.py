@@ -1,5 +1,6 @@
 """rl-zoo3 with ``grpo``: every script, the shipped settings, the search, and the errors."""
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,19 +84,36 @@ def test_a_manager_of_the_users_own_is_left_in_place(monkeypatch: pytest.MonkeyP
     assert rl_zoo3.train.ExperimentManager is Own
 
 
-def test_a_script_of_ones_own_trains_grpo_after_registering(folder: Path):
+def test_a_script_of_ones_own_trains_grpo_after_registering(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(rl_zoo3.ALGOS, "grpo", raising=False)  # which another test has registered
+    monkeypatch.setattr(rl_zoo3.train, "ExperimentManager", rl_zoo3.exp_manager.ExperimentManager)
     script = "from rl_zoo3.train import train\nfrom sb3_grpo.zoo import register\nregister()\ntrain()\n"
     (folder / "own.py").write_text(script)
     arguments = ["--algo", "grpo", "--env", "CartPole-v1", "-n", "64", "--eval-freq", "-1", "--num-threads", "1"]
-    subprocess.run([sys.executable, "own.py", *arguments], check=True, capture_output=True)
+    monkeypatch.setattr(sys, "argv", ["own.py", *arguments])
+    runpy.run_path("own.py", run_name="__main__")
     assert Path(LAST).is_file()
 
 
-def test_without_the_extra_the_message_says_what_to_install():
-    code = "import sys; sys.modules['requests'] = None; import sb3_grpo.zoo"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "sb3_grpo.zoo needs 'requests'" in done.stderr and "pip install 'sb3-grpo[zoo]'" in done.stderr
+WITHOUT_EXTRAS = """
+import sys
+sys.modules["ray"] = sys.modules["requests"] = None
+try:
+    import sb3_grpo.zoo
+except ImportError as error:
+    print(error)
+del sys.modules["requests"]
+from sb3_grpo.zoo.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_without_an_extra_the_message_says_what_to_install_and_only_where_it_is_needed():
+    arguments = ["train", "--algo", "grpo", "--env", "CartPole-v1", "--vec-env", "ray"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, *arguments], capture_output=True, text=True)
+    assert "sb3_grpo.zoo needs 'requests'" in done.stdout and "pip install 'sb3-grpo[zoo]'" in done.stdout
+    assert done.returncode != 0 and "== CartPole-v1 ==" in done.stdout
+    assert "which is not installed: run `pip install 'sb3-grpo[ray]'`" in done.stderr
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------
@@ -199,7 +217,7 @@ def test_on_ray_training_environments_are_in_workers_and_others_are_not(folder: 
 @pytest.mark.xdist_group("ray")
 def test_the_address_of_a_cluster_is_used_and_a_wrong_one_is_named():
     pytest.importorskip("ray").shutdown()  # what another test has started
-    with pytest.raises(ConnectionError, match=r"No Ray cluster answers at '127\.0\.0\.1:9'"):
+    with pytest.raises(ConnectionError, match=r"No Ray cluster answers at '127\.0\.0\.1:9' .* `ray start --head`"):
         train("-n", "64", "--vec-env", "ray", "--ray-address", "127.0.0.1:9")
 
 
@@ -208,14 +226,6 @@ def test_an_option_of_ray_without_ray_is_refused(option: str, value: str, capsys
     with pytest.raises(SystemExit):
         train("-n", "64", option, value)
     assert f"`{option} {value}` is for `--vec-env ray`: pass `--vec-env ray` as well" in capsys.readouterr().err
-
-
-def test_without_ray_the_message_says_what_to_install_and_only_where_it_is_needed():
-    code = "import sys; sys.modules['ray'] = None; from sb3_grpo.zoo.cli import main; main(sys.argv[1:])"
-    arguments = ["train", "--algo", "grpo", "--env", "CartPole-v1", "--vec-env", "ray"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert done.returncode != 0 and "== CartPole-v1 ==" in done.stdout
-    assert "which is not installed: run `pip install 'sb3-grpo[ray]'`" in done.stderr
 
 
 @pytest.mark.slow
@@ -283,13 +293,9 @@ def write_entry(folder: Path, *lines: str) -> None:
     ("text", "message"),
     [
         ("gama: 0.9", "GRPO does not take `gama=0.9`: did you mean `gamma`?"),
-        ("vf_coef: 0.5", "GRPO has no value network"),
         ("gamma: 2", "`gamma` must be a finite number from 0 to 1, not 2"),
-        ("rollout_buffer_class: kernl", "`rollout_buffer_class` must be 'kernel'"),
         ("rollout_buffer_kwargs: dict(rigde=0.1)", "does not take `rigde=0.1`: did you mean `ridge`"),
         ("clip_range: cos_0.3", "`clip_range` must be a number, or 'lin_' .* not 'cos_0.3'"),
-        ("clip_range: lin_much", "`clip_range` must be a number, or 'lin_' .* not 'lin_much'"),
-        ("kl_coef: 0.1", r"write `GRPO\(..., objective=dict\(kl_coef=0.1\)\)`"),
         ("objective: {kl_coef: -1}", "`kl_coef` must be a finite number of at least 0, not -1"),
         ("learning_rate: lin_1_0", "`learning_rate` must be a number, or 'lin_' .* not 'lin_1_0'"),
         ("gamma: much", "`gamma` must be a finite number from 0 to 1, not 'much'"),
