@@ -2,7 +2,7 @@
 Environments of EnvPool, which are written in C++, as a `VecEnv` of Stable-Baselines3.
 
     pip install envpool
-    python -m benchmarks.pool               # steps per second of GRPO with Gymnasium's environments and with EnvPool's, in turns
+    python -m benchmarks.pool               # steps per second of GRPO with Gymnasium's environments and EnvPool's, in turns
 """
 
 import argparse

@@ -10,7 +10,7 @@ from helpers import OBSERVED, VECTOR, make_model
 from stable_baselines3.common.torch_layers import FlattenExtractor
 
 from sb3_grpo import ActorPolicy
-from sb3_grpo.arithmetic.kl_penalty import KLPenalty
+from sb3_grpo.arithmetic.kl_penalty import KLEstimator, KLPenalty
 from sb3_grpo.buffers import GroupRolloutBufferSamples
 from sb3_grpo.losses import exact_kl
 
@@ -95,7 +95,8 @@ def test_estimates_average_to_the_divergence_from_the_policy_to_the_reference(ac
         distributions = [each.get_distribution(OBSERVED) for each in (policy, reference)]
     forward, backward = (exact_kl(*pair).mean().item() for pair in (distributions, distributions[::-1]))
     batch = sample(policy, OBSERVED.repeat(200, 1))
-    for estimator, tolerance in (("exact", 1e-4), ("k1", 0.06), ("k3", 0.06)):
+    tolerances: dict[KLEstimator, float] = {"exact": 1e-4, "k1": 0.06, "k3": 0.06}
+    for estimator, tolerance in tolerances.items():
         penalty = KLPenalty("initial", estimator)
         penalty.renew(reference)
         assert penalty.mean(policy, [batch]) == pytest.approx(forward, rel=tolerance)

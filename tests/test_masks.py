@@ -35,7 +35,7 @@ KINDS = {
 }
 SPACES = [pytest.param(space, id=name) for name, space in KINDS.items()]
 #: Both kinds of updates, in machine code and, for a policy that it does not take, in torch.
-PATHS = {
+PATHS: dict[str, dict[str, Any]] = {
     f"{rule} in {path}": dict(update_rule=rule, policy_kwargs=policy)
     for rule in ("clipped", "natural")
     for path, policy in (("machine code", {}), ("torch", dict(activation_fn=nn.ELU)))

@@ -77,7 +77,8 @@ def test_a_seed_begins_a_new_run(when: str):
     file, runs = saved(make_model(seed=None).learn(64)), []
     for seed in (1, 1, 2):
         file.seek(0)
-        loaded = GRPO.load(file, env=make_envs(), device="cpu", **(dict(seed=seed) if when == "while loading" else {}))
+        arguments: dict[str, Any] = dict(seed=seed) if when == "while loading" else {}
+        loaded = GRPO.load(file, env=make_envs(), device="cpu", **arguments)
         if when == "after loading":
             loaded.set_random_seed(seed)
         runs.append(run(loaded, reset_num_timesteps=False))

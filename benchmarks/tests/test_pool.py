@@ -16,9 +16,10 @@ def test_an_episode_ends_and_the_next_begins_in_the_same_step() -> None:
     for _ in range(200):
         actions = rng.uniform(-1, 1, (3, 3)).astype(np.float32)
         obs, rewards, dones, infos = env.step(actions)
+        assert isinstance(obs, np.ndarray)
         n_steps += 1
         assert (rewards != 0).all()  # a step that only resets would have none
-        for i in np.flatnonzero(dones):
+        for i in np.flatnonzero(dones).tolist():
             assert not infos[i]["TimeLimit.truncated"]  # it fell
             assert np.abs(infos[i]["terminal_observation"] - obs[i]).max() > 0.01
             assert obs[i][0] == pytest.approx(1.25, abs=0.01)  # the height at which Hopper begins

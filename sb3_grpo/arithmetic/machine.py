@@ -232,7 +232,7 @@ class Workspace(NamedTuple):
         """:return: Memory for ``n`` transitions"""
         values, terms = network.new_values(n), np.empty((2, 3, n), np.float32)
         inputs, outputs = values[: n * network.n_inputs].reshape(n, -1), network.outputs(values, n)
-        return cls(values, inputs, outputs, *terms, np.empty_like(outputs))
+        return cls(values, inputs, outputs, terms[0], terms[1], np.empty_like(outputs))
 
 
 class MachineLearner:
