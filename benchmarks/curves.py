@@ -89,16 +89,12 @@ class TrainingCurve(LearningCurve, BaseCallback):
         self._began = time.perf_counter()
 
     def _on_step(self) -> bool:
-        for env, info in enumerate(self.locals["infos"]):
-            if "episode" in info and not self._repeats(env):
+        for info in self.locals["infos"]:
+            if "episode" in info:
                 self.steps.append(self.num_timesteps)
                 self.returns.append(float(info["episode"]["r"]))
                 self.seconds.append(time.perf_counter() - self._began)
         return True
-
-    def _repeats(self, env: int) -> bool:
-        ledger = getattr(self.model, "ledger", None)
-        return ledger is not None and ledger.repeats(int(self.locals["position"].groups[env]))
 
 
 class CurveStore:

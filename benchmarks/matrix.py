@@ -44,7 +44,6 @@ NEUTRAL: dict[str, Any] = dict(
     normalize_observations=False,
     lr_follows_std=False,
     update_rule="clipped",
-    repeat_starts=0.0,
 )
 
 

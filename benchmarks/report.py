@@ -108,10 +108,6 @@ ENTRY_CONSTANT = {"the same, constant limit": ["grpo, constant limit"]}
 BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
 #: Columns of the tables of Atari games
 ATARI = {"GRPO": ["grpo"], "PPO, same rate": ["ppo, our rate"], "PPO, 7.5e-4": ["ppo, 7.5e-4"], "PPO, rl-zoo3": ["ppo"]}
-#: Which starts are repeated
-REPEATED, FRESH = "starts, repeated", "starts, fresh"
-STARTS_RIVALS = {"fresh starts only": [FRESH], "PPO": ["starts, ppo"]}
-RULES = {"repeats at random": ["starts, repeated at random"], "repeats by advantage": ["starts, repeated by advantage"]}
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
 UNITS = {"GRPO": [FIRST], "PPO": ["ppo, defaults"]}
@@ -127,8 +123,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     groups = {name: Suite("proof", results, envs=envs) for name, envs in GROUPS.items()}
     groups["others"] = Suite("proof", results, envs=set(proof.timesteps) - set(GROUPS["inputs"]))
     ours = {"GRPO": [OURS]}
-    starts, rules, boards, bodies = (Suite(name, results) for name in ("starts", "starts_rules", "minatar", "large_bodies"))
-    atari = Suite("atari", results)
+    boards, bodies, atari = (Suite(name, results) for name in ("minatar", "large_bodies", "atari"))
     return {
         "claim": lambda: claims(proof, CLAIMS),
         "short_claim": lambda: claims(proof, IN_README),
@@ -177,22 +172,6 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
         "variance_removed": lambda: variance_table(groups["inputs"], FIRST),
-        "starts_claim": lambda: listed(
-            [
-                *(claim(starts, REPEATED, arms, f"Against {name}, repeats are") for name, arms in STARTS_RIVALS.items()),
-                claim(starts, FRESH, STARTS_RIVALS["PPO"], "Against PPO, GRPO with fresh starts only is"),
-            ]
-        ),
-        "starts_outcomes": lambda: outcomes_by_environment(starts, REPEATED, STARTS_RIVALS),
-        "starts_area": lambda: environments_table(starts, {"repeats": [REPEATED], **STARTS_RIVALS}, "auc"),
-        "starts_evaluation": lambda: environments_table(starts, {"repeats": [REPEATED], **STARTS_RIVALS}, "eval_mean"),
-        "rules_claim": lambda: listed(
-            [claim(rules, REPEATED, arms, f"Against {name}, they are") for name, arms in RULES.items()]
-        ),
-        "rules_area": lambda: environments_table(rules, {"repeats": [REPEATED], "fresh starts only": [FRESH], **RULES}, "auc"),
-        "starts_harm": lambda: environments_table(
-            Suite("starts_harm", results), {"repeats": ["default, repeats"], "fresh starts only": [FIRST]}, "auc"
-        ),
         "tokens": lambda: variants_table(Suite("tokens", results)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
         "comparison": lambda: comparison_table(read_rows(results / "comparison.csv")),

@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from sb3_grpo.arithmetic.choice import choose_actor
 from sb3_grpo.buffers import GroupRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
-from sb3_grpo.starts import Ledger, Position, RolloutLost, SeededVecEnv
+from sb3_grpo.starts import Position, RolloutLost, SeededVecEnv
 from sb3_grpo.validation import check_step
 from sb3_grpo.vec_wrappers import INSIDE_WORKERS, data_changing_wrapper
 
@@ -85,7 +85,7 @@ def collect(
                 "`evaluate_policy`) a separate environment, for example `make_vec_env('CartPole-v1')`."
             )
 
-        self._update_info_buffer(*_of_fresh_starts(infos, dones, position.groups, self.ledger))
+        self._update_info_buffer(infos, dones)
         n_steps += 1
         stored = rewards if normalizer is None else normalizer.get_original_reward()
         rollout_buffer.add(self._last_obs, actions, stored, dones, log_probs, position, infos, **optional)
@@ -108,27 +108,14 @@ def _names(callback: BaseCallback) -> list[str]:
     return own + [name for each in inner if isinstance(each, BaseCallback) for name in _names(each)]
 
 
-def _of_fresh_starts(infos: list[Any], dones: np.ndarray, groups: np.ndarray, ledger: Ledger) -> tuple[list[Any], np.ndarray]:
-    """:return: The infos and dones from which SB3 logs returns, without those of episodes that repeated a start"""
-    repeats = [env for env in np.flatnonzero(dones).tolist() if ledger.repeats(int(groups[env]))]
-    if not repeats:
-        return infos, dones
-    return [info for env, info in enumerate(infos) if env not in repeats], np.delete(dones, repeats)
-
-
-def prepare_starts(starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool) -> dict[str, float]:
-    """Choose which starts are repeated after a rollout, and how many a group has; return what the log says about starts."""
-    ledger = starts.ledger
-    if ledger.choice.share > 0.0 and starts.share_starts and starts.mismatches == 0:
-        ledger.record(rollout_buffer.group_returns)
-    else:  # a start that differs each time cannot be repeated either
-        ledger.forget_repeats()
+def describe_starts(starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool) -> dict[str, float]:
+    """Choose how many members the groups to come have, and return what the log says about starts."""
     if not starts.share_starts:
         return {}
-    metrics = {"rollout/start_mismatches": float(starts.mismatches), **ledger.choice.metrics}
+    metrics = {"rollout/start_mismatches": float(starts.mismatches)}
     if chooses_group_size:
-        ledger.group_size = rollout_buffer.suggested_group_size()
-        metrics["rollout/group_size"] = ledger.group_size
+        starts.ledger.group_size = rollout_buffer.suggested_group_size()
+        metrics["rollout/group_size"] = starts.ledger.group_size
     return metrics
 
 

@@ -33,12 +33,6 @@ SYMPTOMS = (
         "try a larger `group_size`, more exploration (`ent_coef`), or a denser reward. With a constant reward per step, use "
         "`rollout_buffer_class='return_to_go'` instead of 'process'.",
     ),
-    Symptom(
-        "no start to repeat",
-        lambda m: m["rollout/fresh_groups_tied"] == 1 and m["rollout/pool_size"] == 0 and not m["risen"],
-        "The members of none of the last 40 groups ended differently, so there is no start to repeat (`repeat_starts`). Try a "
-        "larger `group_size`, more exploration (`ent_coef`), or easier starts among those of the environment.",
-    ),
     # A narrow clip range clips many ratios that have hardly changed, above all those of whole trajectories (GSPO).
     Symptom(
         "clip fraction",

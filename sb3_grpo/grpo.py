@@ -24,7 +24,7 @@ from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.natural import default_limit
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
-from sb3_grpo.collection import collect, prepare_starts
+from sb3_grpo.collection import collect, describe_starts
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.observations import has_boards, has_images
@@ -68,8 +68,6 @@ class GRPO(PersistentAlgorithm):
         starts, for 8 while the members of a group share more than a third of the variance of their advantages
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
-    :param repeat_starts: Largest share of groups that repeat a start at which the members of an earlier group ended
-        differently, from 0 to 1, while rewards are rare, see :class:`~sb3_grpo.starts.choice.StartChoice`. 0.5 was measured
     :param objective: Options of the objective, which make it that of a paper: the keyword arguments of
         :class:`~sb3_grpo.ObjectiveOptions`, such as ``dict(kl_coef=0.04, loss_aggregation="trajectory")``
     :param use_sde: Whether to explore with state-dependent noise (gSDE, https://arxiv.org/abs/2005.05719)
@@ -123,7 +121,6 @@ class GRPO(PersistentAlgorithm):
         max_grad_norm: float = 0.5,
         group_size: int | None = None,
         share_starts: bool = True,
-        repeat_starts: float = 0.0,
         objective: dict[str, Any] | ObjectiveOptions | None = None,
         use_sde: bool = False,
         sde_sample_freq: int = -1,
@@ -176,7 +173,6 @@ class GRPO(PersistentAlgorithm):
         self.normalize_advantage = normalize_advantage
         self.group_size = group_size
         self.share_starts = share_starts
-        self.repeat_starts = repeat_starts
         self.objective: ObjectiveOptions = objective  # type: ignore[assignment]
         #: Coefficient of the KL penalty, which changes during training if it is adaptive
         self.kl_coef: float = None  # type: ignore[assignment]  # that of the objective
@@ -264,8 +260,6 @@ class GRPO(PersistentAlgorithm):
             setattr(self.rollout_buffer, name, getattr(self, name))
         if "group_size" in changed:
             self.ledger.group_size = self.rollout_buffer.group_size = self.group_size or DEFAULT_GROUP_SIZE
-        if "repeat_starts" in changed:
-            self.ledger.choice.share = self.repeat_starts
         self._settings = self._current_settings()
 
     def _policy_recipe(self) -> Callable[[], ActorPolicy]:
@@ -413,7 +407,7 @@ class GRPO(PersistentAlgorithm):
             starts.release()
         if starts.share_starts and not self.use_sde:  # whose noise may be one for the whole rollout
             starts.note_copies(rollout_buffer, isinstance(self.action_space, spaces.Box))
-        start_metrics = prepare_starts(starts, rollout_buffer, self.group_size is None)
+        start_metrics = describe_starts(starts, rollout_buffer, self.group_size is None)
         self._log("rollout/", {**rollout_buffer.metrics, **start_metrics})
 
         callback.update_locals(locals())

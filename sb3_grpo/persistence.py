@@ -110,7 +110,6 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     _last_obs: Any
     kl_penalty: KLPenalty
     group_size: int | None
-    repeat_starts: float
     #: Which start each environment runs, and the starts to come.
     ledger: Ledger = None  # type: ignore[assignment]  # until the model is set up
     # The arguments as they were last taken up, by name
@@ -121,14 +120,13 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     _random_state: dict[str, Any] | None = None
 
     def _new_ledger(self, seed: int | None = None) -> Ledger:
-        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed, self.repeat_starts)
+        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed)
 
     def _continue_run(self, saved_ledger: Ledger | None, last_obs: Any) -> None:
         """Go on with the run of a saved model, if this is one. SB3 has seeded it meanwhile, which made a new ledger."""
         if saved_ledger is not None:
             self.ledger, self._last_obs = saved_ledger, last_obs
             saved_ledger.group_size = self.group_size or saved_ledger.group_size
-            saved_ledger.choice.share = self.repeat_starts
         elif self.ledger is None:
             self.ledger = self._new_ledger()
         if self._run_state is not None:

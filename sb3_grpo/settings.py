@@ -50,7 +50,7 @@ CHECKS: tuple[tuple[Callable[..., None], tuple[Any, ...], str], ...] = (
     (validation.require_at_least, (2,), "group_size"),
     (validation.require_at_least, (0,), "seed"),
     (validation.require_at_least, (-1,), "sde_sample_freq"),
-    (validation.require_between, (0.0, 1.0), "gamma gae_lambda repeat_starts"),
+    (validation.require_between, (0.0, 1.0), "gamma gae_lambda"),
     (validation.require_between, (0.0,), "kl_coef"),
     (validation.require_between, (-math.inf,), "ent_coef"),
     (validation.require_positive, (), "max_grad_norm target_kl adaptive_kl_target"),

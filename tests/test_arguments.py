@@ -63,7 +63,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(gamma=1.01), f"`gamma` {FROM_0_TO_1} 1.01"),
     (dict(gamma="0.9"), f"`gamma` {FROM_0_TO_1} '0.9'"),
     (dict(gae_lambda=-0.1), f"`gae_lambda` {FROM_0_TO_1} -0.1"),
-    (dict(repeat_starts=True), f"`repeat_starts` {FROM_0_TO_1} True"),
     (dict(ent_coef=np.nan), "`ent_coef` must be a finite number, not nan"),
     (dict(objective=dict(kl_coef=-0.5)), "`kl_coef` must be a finite number of at least 0, not -0.5"),
     (dict(max_grad_norm=0), f"`max_grad_norm` {POSITIVE} 0"),

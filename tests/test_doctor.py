@@ -94,10 +94,6 @@ def tied() -> Any:
     return make_model(rewardless_envs(), rollout_buffer_class="outcome")
 
 
-def nothing_to_repeat() -> Any:
-    return make_model(rewardless_envs(8), repeat_starts=0.5)
-
-
 def clipped(learning_rate: float = 0.3, level: str = "step") -> Any:
     return make_model(
         noisy_envs(action_space=BOX),
@@ -134,7 +130,6 @@ def unexplained() -> Any:
     ("make_faulty", "name", "advice", "n_updates"),
     [
         pytest.param(tied, "tied groups", ["group_size", "ent_coef"], 5, id="tied"),
-        pytest.param(nothing_to_repeat, "no start to repeat", ["repeat_starts", "group_size"], 20, id="nothing-to-repeat"),
         pytest.param(clipped, "clip fraction", ["learning_rate", "n_epochs", "target_kl"], 5, id="clipped"),
         *(
             pytest.param(

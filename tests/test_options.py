@@ -403,7 +403,6 @@ RELATIVE = {"train/relative_coefficient", "train/relative_variance_removed"}
 BASELINE = {"train/explained_variance", "train/baseline_shrinkage", "train/baseline_variance_reduction"}
 OF_KERNEL = {"train/advantage_mean", *BASELINE, *RELATIVE}
 WAITING = {f"rollout/transitions_{name}" for name in ("waiting", "waiting_age", "dropped")}
-REPEATS = {"rollout/fresh_groups_tied", "rollout/groups_repeated", "rollout/pool_size"}
 GROUPS = {f"rollout/group{name}" for name in ("s_completed", "s_tied", "_return_mean", "_return_spread")} | WAITING
 
 
@@ -425,7 +424,6 @@ def by_default(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         (dict(objective=dict(loss_aggregation="trajectory", importance_sampling_level="trajectory")), set(), set()),
         (dict(group_size=2), set(), {"rollout/group_size"}),
         (dict(share_starts=False), set(), {"rollout/start_mismatches", "rollout/group_size"}),
-        (dict(repeat_starts=0.5), REPEATS, set()),
         (of_buffer(relative=False), set(), RELATIVE),
         (dict(env=component_envs(), **of_buffer(reward_weights={"mean": 1.0})), {"rollout/group_return_mean"}, set()),
         (OUTCOME, GROUPS, OF_KERNEL),

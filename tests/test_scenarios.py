@@ -1,4 +1,4 @@
-"""A finite set of scenarios: which one an episode begins with, and that groups find those that are worth training on."""
+"""A finite set of scenarios: which one an episode begins with."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers import make_model
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
@@ -54,29 +53,6 @@ def test_the_seeds_of_groups_choose_all_scenarios_alike():
 def test_an_empty_list_is_refused():
     with pytest.raises(ValueError, match="`scenarios` is empty"):
         Scenarios(Guess(), [])
-
-
-class Counts(BaseCallback):
-    """Counts how often each scenario has begun."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = np.zeros(10)
-
-    def _on_step(self) -> bool:
-        for env in np.flatnonzero(self.locals["dones"]).tolist():
-            self.counts[self.training_env.reset_infos[env]["scenario"]] += 1
-        return True
-
-
-@pytest.mark.parametrize(("repeat_starts", "is_more"), [(0.0, False), (1.0, True)])
-def test_training_spends_more_episodes_on_scenarios_whose_outcome_is_open(repeat_starts: float, is_more: bool):
-    """In eight of ten scenarios no action is right."""
-    scenarios = [0, 1, *[5] * 8]
-    env = DummyVecEnv([lambda: Monitor(Scenarios(Guess(), scenarios, option="right"))] * 2)
-    counts = Counts()
-    make_model(env, n_steps=64, learning_rate=1e-5, repeat_starts=repeat_starts).learn(64 * 2 * 8, callback=counts)
-    assert (counts.counts[:2].sum() > 1.5 * 0.2 * counts.counts.sum()) == is_more
 
 
 def test_an_evaluation_plays_each_held_out_scenario_once():

@@ -63,7 +63,7 @@ def test_tuned_ppo_has_the_settings_of_rl_zoo3(suite: str) -> None:
 def test_ppo_with_our_rate_on_atari_has_the_settings_of_our_entry() -> None:
     entries = {run.arm: run.entry for run in expand(MATRIX, "atari") if "Breakout" in run.env}
     ours, theirs, rl_zoo3 = (entries[arm] for arm in ("grpo", "ppo, our rate", "ppo"))
-    without = ("repeat_starts", "share_starts", "gae_lambda")  # PPO's default lambda is that of the entry
+    without = ("share_starts", "gae_lambda")  # PPO's default lambda is that of the entry
     assert {name: value for name, value in ours.items() if name not in without} | {"vf_coef": rl_zoo3["vf_coef"]} == theirs
     assert ours["gae_lambda"] == 0.95
     assert {name for name in theirs if theirs[name] != rl_zoo3[name]} == {"learning_rate", "clip_range"}
@@ -81,7 +81,7 @@ def test_an_arm_is_left_out_where_rl_zoo3_has_no_entry() -> None:
 def test_default_arms_have_nothing_but_the_defaults_of_the_comparison() -> None:
     size = {
         "now": {"n_envs": 8},
-        "default": {"n_envs": 8, "update_rule": "clipped", "repeat_starts": 0.0},
+        "default": {"n_envs": 8, "update_rule": "clipped"},
         "ppo, defaults": {"n_envs": 8, "n_steps": 256},
     }
     runs = [run for run in expand(MATRIX, "proof") if run.arm in size]

@@ -5,13 +5,12 @@ A *start* is the beginning of a trajectory. The starts of a group have the same 
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import NamedTuple
 
 import numpy as np
 
-from sb3_grpo.starts.choice import EndedGroup, StartChoice
 from sb3_grpo.validation import require_at_least
 
 
@@ -50,21 +49,18 @@ class Ledger:
     """
     Hands out the starts of a run, and records where each environment is.
 
-    The j-th start of a run belongs to group ``j // group_size``, whichever environment takes it. The seed of a fresh group is
-    a function of ``(seed, group)``. Whether a group repeats the start of an earlier one, and of which, follows from
-    ``(seed, group)`` and from what was known after the last rollout, see :class:`~sb3_grpo.starts.choice.StartChoice`. So the
-    ledger has no random state and continues identically after pickling.
+    The j-th start of a run belongs to group ``j // group_size``, whichever environment takes it. The seed of a group is a
+    function of ``(seed, group)``. So the ledger has no random state and continues identically after pickling.
 
     Environments may be divided into *lanes*. Each lane fills groups of its own, so it can go on without knowing what the
     others have taken.
 
     :param group_size: Number of trajectories in each group to come, at least 2. It may change in the course of a run
     :param seed: Seed of the run, not negative; ``None`` for a random number from numpy's global generator, as in SB3
-    :param repeat_starts: Largest probability with which a new group repeats a start
     :raises ValueError: If ``group_size`` is not an integer of at least 2, or ``seed`` not one of at least 0
     """
 
-    def __init__(self, group_size: int, seed: int | None = None, repeat_starts: float = 0.0):
+    def __init__(self, group_size: int, seed: int | None = None):
         require_at_least("group_size", group_size, 2)
         if seed is None:
             seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))
@@ -78,9 +74,6 @@ class Ledger:
         self._filling: dict[int, int] = {}
         self._open: dict[int, Progress] = {}
         self._restarted: dict[int, Start] = {}
-        self.choice = StartChoice(repeat_starts)
-        # Seed of each group that repeats a start, until its returns are recorded
-        self._repeated: dict[int, int] = {}
 
     def begin_all(self, lanes: Sequence[int]) -> list[Start]:
         """
@@ -89,7 +82,7 @@ class Ledger:
         :param lanes: Lane of each environment, zeros if there is only one
         """
         self._lanes = list(lanes)
-        self._open, self._filling, self._restarted, self._repeated = {}, {}, {}, {}
+        self._open, self._filling, self._restarted = {}, {}, {}
         starts = [self._take(lane) for lane in self._lanes]
         groups, members, _ = np.array(starts, dtype=np.int64).T
         self.position = Position(groups, members, np.zeros(len(starts), dtype=np.int64))
@@ -107,7 +100,7 @@ class Ledger:
     def foresee(self, env_indices: Sequence[int]) -> tuple[int, int]:
         """:return: Group and seed of the next start of the last environment, if :meth:`restart` gets all in this order"""
         trial = copy(self)
-        trial._open, trial._filling, trial._repeated = dict(self._open), dict(self._filling), dict(self._repeated)
+        trial._open, trial._filling = dict(self._open), dict(self._filling)
         group, _, seed = [trial._take(self._lanes[env_idx]) for env_idx in env_indices][-1]
         return group, seed
 
@@ -126,41 +119,15 @@ class Ledger:
         group = self._filling.get(lane, -1)
         progress = self._open.get(group)
         if progress is None or progress.begun == progress.size:
-            group = self._filling[lane] = self._new_group()
+            group = self._filling[lane] = self._next_group
+            self._next_group += self._stride
             progress = Progress(self.group_size)
         self._open[group] = progress._replace(begun=progress.begun + 1)
         return Start(group, progress.begun, self.seed_of(group))
 
-    def _new_group(self) -> int:
-        group = self._next_group
-        self._next_group += self._stride
-        if self.choice.probability > 0.0:
-            repeated = self.choice.draw(random_numbers(self.seed, group, 1, size=2) / 2**32)
-            if repeated is not None:
-                self._repeated[group] = repeated
-        return group
-
     def seed_of(self, group: int) -> int:
         """:return: Seed with which the members of a group are reset"""
-        return self._repeated[group] if group in self._repeated else self._derive_seed(group)
-
-    def repeats(self, group: int) -> bool:
-        """:return: Whether a group repeats a start, for groups that are open or have ended since the last rollout"""
-        return group in self._repeated
-
-    def record(self, returns: Mapping[int, Sequence[float]]) -> None:
-        """Learn at the end of a rollout, from the returns of the groups that ended, which starts are worth repeating."""
-        ended = (EndedGroup(group, self.seed_of(group), not self.repeats(group), own) for group, own in returns.items())
-        self.choice.record(ended)
-        self._forget_repeated_groups()
-
-    def forget_repeats(self) -> None:
-        """Forget which starts are worth repeating."""
-        self.choice = StartChoice(self.choice.share)
-        self._forget_repeated_groups()
-
-    def _forget_repeated_groups(self) -> None:
-        self._repeated = {group: seed for group, seed in self._repeated.items() if group in self._open}
+        return self._derive_seed(group)
 
     def seed_apart(self, number: int = 0) -> int:
         """:return: A seed for resets that are not starts of this run, unlike those of groups. It changes with each start"""
@@ -196,8 +163,6 @@ class Ledger:
             part._open = {group: self._open[group] for group in own}
             part._filling = {0: self._filling[lane]}
             part._next_group, part._stride = self._next_group + lane, n_lanes
-            part.choice = self.choice
-            part._repeated = {group: seed for group, seed in self._repeated.items() if group in own}
             parts.append(part)
         return parts
 
@@ -211,8 +176,6 @@ class Ledger:
         self._open = {group: progress for part in parts for group, progress in part._open.items()}
         self._filling = {lane: part._filling[0] for lane, part in enumerate(parts)}
         self._next_group = max(part._next_group - lane for lane, part in enumerate(parts))
-        for part in parts:
-            self._repeated.update(part._repeated)
 
 
 @functools.lru_cache(maxsize=256)  # the members of a group have the same
