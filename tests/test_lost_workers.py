@@ -286,6 +286,7 @@ def test_between_rollouts_lost_environments_can_be_asked_and_the_next_rollout_be
 
 def test_nobody_steps_from_an_episode_that_was_lost(two_workers: Any):
     env = two_workers
+    env.reset()  # with the seeds that a training has left
     env.reset()
     os.kill(env.worker_pids[0], signal.SIGKILL)
     assert env.get_attr("n_steps")[:2] == [0, 0]  # of a new worker
