@@ -27,6 +27,8 @@ LEVEL_RIDGE = 1e-12
 MAX_CORRECTION = 1e-2
 #: The default bandwidth is this number over the root of the number of inputs that vary, with which their distances grow.
 BANDWIDTH = 1.1
+#: Part of the metric that is the same in all directions, so that none is lost for good.
+ISOTROPIC = 0.1
 #: Number of steps, and number of columns, that are multiplied at a time.
 BLOCK_STEPS = 32
 BLOCK_COLUMNS = 192
@@ -54,6 +56,43 @@ def fourier_features(
     linear, arguments = ([ones, inputs, tau], th.hstack([inputs, 2.0 * tau])) if time_feature else ([ones, inputs], inputs)
     cosines = th.addmm(phases, arguments, frequencies).cos_().mul_(math.sqrt(2.0 / len(phases)))
     return th.hstack([*linear, cosines])
+
+
+def gradient_metric(
+    weights: th.Tensor,
+    inputs: th.Tensor,
+    times: th.Tensor,
+    frequencies: th.Tensor,
+    phases: th.Tensor,
+    time_feature: bool = True,
+) -> th.Tensor | None:
+    """
+    ``M = (1 - epsilon) k G / tr(G) + epsilon I``, where ``G`` is the mean outer product of the gradients of a value
+    ``phi(s, t) . w`` with respect to ``[z, 2 tau]``. Frequencies ``M^(1/2) W`` make features that change quickly where the
+    value does, and hardly with inputs that do not matter, as the first layer of a neural network learns them (Radhakrishnan et
+    al. 2024, https://doi.org/10.1126/science.adi5639). Departure: a part ``epsilon`` is the same in all directions.
+
+    :param weights: ``w``, shape ``(p,)``
+    :param inputs: Where the gradients are taken, ``z``, shape ``(n, d)``
+    :param times: ``tau``, shape ``(n,)``
+    :param frequencies: See :func:`fourier_features`
+    :param phases: See :func:`fourier_features`
+    :param time_feature: Whether the features depend on time
+    :return: ``M``, shape ``(k, k)`` with ``k = d + 1``, or ``d`` without the time feature; ``None`` if the value has no
+        gradient, or one that is not finite
+    """
+    arguments = th.hstack([inputs, 2.0 * times[:, None]]) if time_feature else inputs
+    dim = arguments.shape[1]
+    linear = weights[1 : dim + 1].clone()
+    if time_feature:
+        linear[-1] /= 2.0
+    sines = (arguments @ frequencies + phases).sin_().mul_(weights[-len(phases) :] * math.sqrt(2.0 / len(phases)))
+    gradients = linear - sines @ frequencies.T
+    outer = gradients.T @ gradients
+    trace = outer.trace().item()
+    if not 0.0 < trace < math.inf:
+        return None
+    return (1.0 - ISOTROPIC) * dim / trace * outer + ISOTROPIC * th.eye(dim, dtype=outer.dtype)
 
 
 def eligibility_traces(features: th.Tensor, continues: th.Tensor, decay: float) -> th.Tensor:
@@ -293,7 +332,8 @@ class KernelBaseline:
         self._input_statistics: RunningMeanStd | None = None
         self._first_input = np.empty(0)
         self._varies = np.empty(0, dtype=bool)
-        self._frequencies = th.empty(0, 0, dtype=th.float64)
+        # Frequencies as they were drawn, and those of the present metric
+        self._draws = self._frequencies = th.empty(0, 0, dtype=th.float64)
         self._phases = th.empty(0, dtype=th.float64)
         self._statistics = FitStatistics(0)
 
@@ -331,7 +371,7 @@ class KernelBaseline:
         rng = np.random.default_rng(self.seed)
         argument_dim = input_dim + int(self.time_feature)
         bandwidth = BANDWIDTH / math.sqrt(max(n_varying, 1)) if self.bandwidth is None else self.bandwidth
-        self._frequencies = th.from_numpy(bandwidth * rng.standard_normal((argument_dim, self.n_features)))
+        self._draws = self._frequencies = th.from_numpy(bandwidth * rng.standard_normal((argument_dim, self.n_features)))
         self._phases = th.from_numpy(rng.uniform(0.0, 2.0 * np.pi, size=self.n_features))
 
     def features(self, inputs: np.ndarray, times: np.ndarray, dtype: th.dtype = th.float32) -> th.Tensor:
@@ -341,14 +381,38 @@ class KernelBaseline:
         :param dtype: Precision of the features, and so of their products
         :return: Features, shape ``(n, p)``
         """
-        assert self._input_statistics is not None, "observe() comes before features()"
-        mean, var, frequencies = self._input_statistics.mean, self._input_statistics.var, self._frequencies
+        z, tau = self._standardised(inputs, dtype), th.as_tensor(times, dtype=dtype)
+        return fourier_features(z, tau, self._frequencies[self._rows()], self._phases, self.time_feature)
+
+    def _standardised(self, inputs: np.ndarray, dtype: th.dtype) -> th.Tensor:
+        """:return: The inputs that vary, standardised, shape ``(n, n_varying)``"""
+        assert self._input_statistics is not None, "observe() comes first"
+        mean, var = self._input_statistics.mean, self._input_statistics.var
         if not self._varies.all():
             inputs, mean, var = inputs[:, self._varies], mean[self._varies], var[self._varies]
-            frequencies = frequencies[np.flatnonzero(np.append(self._varies, [True] * self.time_feature))]
-        standardised = np.clip((inputs - mean) / np.sqrt(var), -self.clip, self.clip)
-        z, tau = th.as_tensor(standardised, dtype=dtype), th.as_tensor(times, dtype=dtype)
-        return fourier_features(z, tau, frequencies, self._phases, self.time_feature)
+        return th.as_tensor(np.clip((inputs - mean) / np.sqrt(var), -self.clip, self.clip), dtype=dtype)
+
+    def _rows(self) -> np.ndarray | slice:
+        """:return: Index of the rows of the frequencies that belong to inputs that vary, and to the time"""
+        if self._varies.all():
+            return slice(None)
+        return np.flatnonzero(np.append(self._varies, [True] * self.time_feature))
+
+    def learn_metric(self, inputs: np.ndarray, times: np.ndarray) -> None:
+        """
+        Give the frequencies the metric of the present fit, see :func:`gradient_metric`, and forget all samples, whose features
+        were others.
+
+        :param inputs: Inputs at which the gradients of the fit are taken, shape ``(n, d)``
+        :param times: Step within the episode in units of time, shape ``(n,)``
+        """
+        z, tau = self._standardised(inputs, th.float64), th.as_tensor(times, dtype=th.float64)
+        rows, frequencies = self._rows(), self._draws.clone()
+        metric = gradient_metric(self.weights, z, tau, self._frequencies[rows], self._phases, self.time_feature)
+        if metric is None:
+            return
+        frequencies[rows] = th.linalg.cholesky(metric) @ self._draws[rows]
+        self._frequencies, self._statistics = frequencies, FitStatistics(len(self._statistics.moment))
 
     @property
     def weights(self) -> th.Tensor:
@@ -374,6 +438,7 @@ class KernelBaseline:
             "input_statistics": self._input_statistics,
             "first_input": self._first_input,
             "varies": self._varies,
+            "draws": self._draws,
             "frequencies": self._frequencies,
             "phases": self._phases,
             "statistics": dict(vars(self._statistics)),

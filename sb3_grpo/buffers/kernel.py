@@ -27,6 +27,12 @@ MIN_RIDGE = 1e-5
 #: happens while all rewards are equal. The next fit then has double precision. What it cannot explain is similar in
 #: neighbouring states and leads the policy to new ones, which rounding errors do not.
 RESOLUTION = 1e-4
+#: The fit learns its metric after the rollout with this number, and each time the number has doubled.
+FIRST_METRIC = 4
+#: Number of rollouts that the fit is repeated with when its metric has changed
+KEPT_ROLLOUTS = 5
+#: Limit of standardised advantages. The largest ones are mostly errors of the value estimate.
+MAX_ADVANTAGE = 3.0
 
 
 class Segments(NamedTuple):
@@ -50,6 +56,22 @@ class Segments(NamedTuple):
         next_baseline = np.append(baseline[1:], 0.0) * self.continues
         next_baseline[self.cuts] = cut_baseline
         return A.generalized_advantages(self.rewards, baseline, next_baseline, self.continues, self.gamma, lambda_)
+
+
+class FitData(NamedTuple):
+    """
+    What a fit takes from a rollout.
+
+    :param inputs: Inputs of the transitions, see :class:`~sb3_grpo.fit_inputs.FitInputs`, shape ``(n, d)``
+    :param steps: Steps within the episodes, shape ``(n,)``
+    :param cut_inputs: Inputs of the observations after the cuts, shape ``(n_cuts, d)``
+    :param segments: The rollout as the baseline sees it
+    """
+
+    inputs: np.ndarray
+    steps: np.ndarray
+    cut_inputs: np.ndarray
+    segments: Segments
 
 
 class KernelRolloutBuffer(GroupRolloutBuffer):
@@ -114,6 +136,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed)
         self.relative_term = RelativeTerm() if relative else None
         self._longest = 1
+        self._n_fits, self._recent = 0, list[FitData]()
         self._dtype = th.float64  # of the next fit, see RESOLUTION
         # The fit keeps its unit of time, also in environments with another time limit.
         self._fixed_time_unit = self.horizon
@@ -140,7 +163,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def _scaled(self, advantages: np.ndarray, normalize_advantage: bool) -> np.ndarray:
         self.metrics["train/advantage_mean"] = float(np.mean(advantages))
-        return A.whiten(advantages) if normalize_advantage else advantages
+        return A.whiten(advantages).clip(-MAX_ADVANTAGE, MAX_ADVANTAGE) if normalize_advantage else advantages
 
     def _describe_groups(self, returns: list[list[float]]) -> dict[str, float]:
         # Updates do not depend on complete groups. Their returns are those of Monitor, unless rewards are weighted.
@@ -158,21 +181,20 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         time_unit = self._time_unit(rollout.steps)
         inputs = self.inputs(rollout.observations, policy)
         self.baseline.observe(inputs, self.inputs.standardised_by(policy))
-        features = self.baseline.features(inputs, rollout.steps / time_unit, self._dtype)
-
         cuts, cut_obs = self._cut_observations(last_obs)
-        cut_inputs = self.inputs(cut_obs, policy)
-        cut_features = self.baseline.features(cut_inputs, (rollout.steps[cuts] + 1) / time_unit, self._dtype)
-
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
         segments = Segments(rollout.rewards.astype(np.float64), 1.0 - ends, cuts, self.gamma)
+        # Copies, because the data outlive the storage of the rollout
+        data = FitData(np.array(inputs), rollout.steps.copy(), np.array(self.inputs(cut_obs, policy)), segments)
+        features, cut_features = self._features(data, time_unit)
         folds = th.as_tensor((np.cumsum(ends) - ends) % self.n_folds)  # the same for all transitions of a trajectory
         weights = self._fit(features, cut_features, segments, folds)
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
         baseline, cut_baseline = self._shrink(baseline, cut_baseline, segments)
         advantages = segments.advantages(baseline, cut_baseline, self.gae_lambda)
+        self._learn_metric(data, time_unit)
         self._dtype = th.float64 if advantages.std() < RESOLUTION * np.abs(baseline).max() else th.float32
         # Without a baseline, the lambda-returns themselves would be the advantages.
         self.metrics["train/baseline_variance_reduction"] = A.explained_variance(baseline, baseline + advantages)
@@ -193,6 +215,23 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.metrics["train/baseline_shrinkage"] = shrinkage
         self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns(baseline, cut_baseline))
         return baseline, cut_baseline
+
+    def _features(self, data: FitData, time_unit: float) -> tuple[th.Tensor, th.Tensor]:
+        """:return: Features of the transitions, and of the observations after the cuts"""
+        features = self.baseline.features(data.inputs, data.steps / time_unit, self._dtype)
+        cut_steps = data.steps[data.segments.cuts] + 1
+        return features, self.baseline.features(data.cut_inputs, cut_steps / time_unit, self._dtype)
+
+    def _learn_metric(self, data: FitData, time_unit: float) -> None:
+        """Keep a rollout, and give the fit the metric of its value whenever the number of rollouts has doubled."""
+        self._n_fits += 1
+        self._recent = [*self._recent[1 - KEPT_ROLLOUTS :], data]
+        if self._n_fits < FIRST_METRIC or self._n_fits & (self._n_fits - 1):
+            return
+        self.baseline.learn_metric(data.inputs, data.steps / time_unit)
+        for each in self._recent:
+            no_folds = th.zeros(len(each.steps), dtype=th.int64)
+            self._fit(*self._features(each, time_unit), each.segments, no_folds)
 
     def _fit(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
         """:return: Weights of LSTD(lambda), ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w) ~ 0``, by fold"""
@@ -224,6 +263,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return {
             "baseline": self.baseline.get_state(),
             "longest": self._longest,
+            "n_fits": self._n_fits,
+            "recent": [(*each[:-1], tuple(each.segments)) for each in self._recent],
             "dtype": self._dtype,
             "time_unit": self._fixed_time_unit,
             "options": self._options_of_features(),
@@ -246,7 +287,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             )
             return
         self.baseline.set_state(state["baseline"])
-        self._longest = state["longest"]
+        self._longest, self._n_fits = state["longest"], state["n_fits"]
+        self._recent = [FitData(*arrays, Segments(*segments)) for *arrays, segments in state["recent"]]
         self._dtype = state["dtype"]
         self.inputs.set_state(state["extractor"])
         self._fixed_time_unit = state["time_unit"]

@@ -1,0 +1,113 @@
+"""The metric of the value estimate: which inputs its features follow, when it is learned, and that a run continues with it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch as th
+from helpers import make_envs, make_model, same, saved, weights
+
+from sb3_grpo import GRPO
+from sb3_grpo.baseline import ISOTROPIC, KernelBaseline, fourier_features, gradient_metric
+from sb3_grpo.buffers.kernel import FIRST_METRIC, MAX_ADVANTAGE
+from sb3_grpo.persistence import random_state, set_random_state
+
+
+def numbers(*shape: int, seed: int = 0) -> th.Tensor:
+    return th.randn(*shape, dtype=th.float64, generator=th.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("time_feature", [True, False])
+def test_the_metric_is_the_outer_product_of_the_gradients_that_autograd_finds(time_feature: bool):
+    inputs, doubled, phases = numbers(20, 3).requires_grad_(), numbers(20).abs().requires_grad_(), numbers(7)
+    dim = 3 + time_feature
+    frequencies, value = numbers(dim, 7), numbers(1 + dim + 7)
+    given = doubled / 2, frequencies, phases, time_feature
+    arguments = (inputs, doubled) if time_feature else (inputs,)
+    gradients = th.autograd.grad((fourier_features(inputs, *given) @ value).sum(), arguments)
+    outer = sum(th.outer(each, each) for each in th.hstack([each.view(20, -1) for each in gradients]))
+    with th.no_grad():
+        metric = gradient_metric(value, inputs, *given)
+    assert metric is not None
+    th.testing.assert_close(metric, 0.9 * dim * outer / outer.trace() + 0.1 * th.eye(dim))
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_a_value_without_gradient_has_no_metric(value: float):
+    weights = th.full((4,), value, dtype=th.float64)
+    assert gradient_metric(weights, numbers(5, 1), numbers(5), numbers(1, 2), numbers(2), False) is None
+
+
+def unexplained(n_metrics: int) -> tuple[float, KernelBaseline]:
+    """
+    :return: Share of the variance of a function of one of ten inputs, which falls off sharply, that a fit with a metric learned
+        so often leaves in other samples, without discounting; and the fit
+    """
+    baseline = KernelBaseline(n_features=200, time_feature=False, seed=1)
+    inputs = numbers(1200, 10).numpy()
+    values = np.tanh(4 * inputs[:, 3])
+    times, folds = np.zeros(600), th.zeros(600, dtype=th.int64)
+    baseline.observe(inputs)
+
+    def fit() -> None:
+        features = baseline.features(inputs[:600], times, th.float64)
+        baseline.fit(features, th.from_numpy(values[:600]), folds, features, features)
+
+    fit()
+    for _ in range(n_metrics):
+        baseline.learn_metric(inputs[:600], times)
+        fit()
+    predictions = (baseline.features(inputs[600:], times, th.float64) @ baseline.weights).numpy()
+    return float(np.var(values[600:] - predictions) / np.var(values)), baseline
+
+
+def test_features_follow_the_input_that_matters_and_explain_more_with_it():
+    (without, _), (with_metric, baseline) = unexplained(0), unexplained(2)
+    assert with_metric < 0.5 * without and without < 0.5
+    spread = baseline._frequencies.std(dim=1)
+    assert spread.argmax() == 3 and spread[3] > 3 * spread[[each for each in range(10) if each != 3]].max()
+
+
+def test_directions_that_do_not_matter_keep_a_part_of_their_frequencies():
+    _, baseline = unexplained(1)
+    shares = baseline._frequencies.var(dim=1) / baseline._draws.var(dim=1)
+    assert shares.min() >= 0.9 * ISOTROPIC
+
+
+def test_the_metric_is_learned_each_time_that_the_number_of_rollouts_has_doubled(monkeypatch: pytest.MonkeyPatch):
+    model, learned = make_model(n_steps=64), []
+    buffer = model.rollout_buffer
+    learn_metric = KernelBaseline.learn_metric
+    monkeypatch.setattr(KernelBaseline, "learn_metric", lambda *args: (learned.append(buffer._n_fits), learn_metric(*args)))
+    model.learn(64 * model.n_envs * 17)
+    assert learned == [4, 8, 16]
+
+
+def test_a_new_metric_is_fitted_to_the_rollouts_before():
+    model = make_model(n_steps=64)
+    model.learn(64 * model.n_envs * FIRST_METRIC)
+    count = model.rollout_buffer.baseline._statistics.count.item()
+    forgetting, n = model.rollout_buffer.baseline.forgetting, 64 * model.n_envs
+    assert count == pytest.approx(n * sum(forgetting**age for age in range(FIRST_METRIC)))
+
+
+@pytest.mark.parametrize("n_before", [3, 5])
+def test_a_saved_run_continues_with_the_same_metric(n_before: int):
+    model = make_model(n_steps=64).learn(128 * n_before)
+    file, state = saved(model), random_state()
+    model.set_env(make_envs(), force_reset=True)  # as a loaded model, the saved one continues from a reset
+    loaded = GRPO.load(file, env=make_envs(), device="cpu")
+    loaded.learn(128 * 5, reset_num_timesteps=False)
+    set_random_state(state)
+    model.learn(128 * 5, reset_num_timesteps=False)
+    fits = [buffer.baseline for buffer in (model.rollout_buffer, loaded.rollout_buffer)]
+    assert th.equal(*(fit._frequencies for fit in fits)) and not th.equal(fits[0]._frequencies, fits[0]._draws)
+    assert same(weights(model), weights(loaded))
+
+
+def test_an_advantage_far_from_the_others_counts_as_three_standard_deviations():
+    buffer = make_model().rollout_buffer
+    advantages = np.r_[np.zeros(99), 50.0]
+    assert buffer._scaled(advantages, True).max() == MAX_ADVANTAGE < (50 - 0.5) / np.std(advantages)
+    assert buffer._scaled(advantages, False).max() == 50
+    assert buffer._scaled(np.r_[-1.0, 1.0], True).std() == pytest.approx(1.0)
