@@ -181,6 +181,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         time_unit = self._time_unit(rollout.steps)
         inputs = self.inputs(rollout.observations, policy)
         self.baseline.observe(inputs, self.inputs.standardised_by(policy))
+        self._learn_metric(time_unit)
         cuts, cut_obs = self._cut_observations(last_obs)
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
@@ -194,7 +195,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
         baseline, cut_baseline = self._shrink(baseline, cut_baseline, segments)
         advantages = segments.advantages(baseline, cut_baseline, self.gae_lambda)
-        self._learn_metric(data, time_unit)
+        self._n_fits, self._recent = self._n_fits + 1, [*self._recent[1 - KEPT_ROLLOUTS :], data]
         self._dtype = th.float64 if advantages.std() < RESOLUTION * np.abs(baseline).max() else th.float32
         # Without a baseline, the lambda-returns themselves would be the advantages.
         self.metrics["train/baseline_variance_reduction"] = A.explained_variance(baseline, baseline + advantages)
@@ -222,16 +223,15 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         cut_steps = data.steps[data.segments.cuts] + 1
         return features, self.baseline.features(data.cut_inputs, cut_steps / time_unit, self._dtype)
 
-    def _learn_metric(self, data: FitData, time_unit: float) -> None:
-        """Keep a rollout, and give the fit the metric of its value whenever the number of rollouts has doubled."""
-        self._n_fits += 1
-        self._recent = [*self._recent[1 - KEPT_ROLLOUTS :], data]
+    def _learn_metric(self, time_unit: float) -> None:
+        """Give the fit the metric of its value whenever the number of rollouts has doubled."""
         if self._n_fits < FIRST_METRIC or self._n_fits & (self._n_fits - 1):
             return
-        self.baseline.learn_metric(data.inputs, data.steps / time_unit)
-        for each in self._recent:
-            no_folds = th.zeros(len(each.steps), dtype=th.int64)
-            self._fit(*self._features(each, time_unit), each.segments, no_folds)
+        last = self._recent[-1]
+        self.baseline.learn_metric(last.inputs, last.steps / time_unit)
+        for data in self._recent:
+            no_folds = th.zeros(len(data.steps), dtype=th.int64)
+            self._fit(*self._features(data, time_unit), data.segments, no_folds)
 
     def _fit(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
         """:return: Weights of LSTD(lambda), ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w) ~ 0``, by fold"""
