@@ -65,9 +65,10 @@ def steps_to(curve: LearningCurve, target: float) -> float:
     return math.inf if held is None else float(curve.steps[held])
 
 
-def races(suite: Suite, arm: str, arms: Sequence[str]) -> dict[str, Race]:
+def races(suite: Suite, arm: str, arms: Sequence[str], in_steps: bool = False) -> dict[str, Race]:
     """
     :param arms: Arms that stand for the rival
+    :param in_steps: Whether to count steps instead of seconds
     :return: By environment, where the rival's evaluation is better than random actions and the speed of both was measured
     """
     found = {}
@@ -75,6 +76,8 @@ def races(suite: Suite, arm: str, arms: Sequence[str]) -> dict[str, Race]:
         rival = suite.arm_in(arms, env)
         if rival is None or not suite.runs(arm, env) or not (speeds := seconds_per_step(suite, (arm, rival), env)):
             continue
+        if in_steps:
+            speeds = dict.fromkeys(speeds, 1.0)
         evaluations = suite.column(rival, env, "eval_mean")
         if is_positive(evaluations - suite.random_area(env)):
             target = float(evaluations.mean())
@@ -84,12 +87,13 @@ def races(suite: Suite, arm: str, arms: Sequence[str]) -> dict[str, Race]:
     return found
 
 
-def ratio(suite: Suite, arm: str, arms: Sequence[str]) -> Estimate | None:
+def ratio(suite: Suite, arm: str, arms: Sequence[str], in_steps: bool = False) -> Estimate | None:
     """
+    :param in_steps: Whether to count steps instead of seconds
     :return: Median, over environments and seeds, of the seconds over the mean of the rival's, if there are any. An
         interquartile mean would say nothing as soon as a quarter of the runs does not get there
     """
-    pairs = [(race.ours, race.theirs) for race in races(suite, arm, arms).values()]
+    pairs = [(race.ours, race.theirs) for race in races(suite, arm, arms, in_steps).values()]
     return median_ratio(pairs) if pairs else None
 
 

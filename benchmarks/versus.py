@@ -172,18 +172,22 @@ def claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:
     """
     :param arms: Arms that stand for the rival
     :param opening: Beginning of the sentence
-    :return: The sentence: by area, evaluation and seconds separately, whether the arm is better, level or worse. Seconds are
-        left out where they were not measured
+    :return: The sentence: by area, evaluation, seconds and steps separately, whether the arm is better, level or worse, and in
+        how many environments. Seconds and steps are left out where seconds were not measured
     """
+    compared = {name: comparison(suite, arm, arms, column) for column, name in MEASURES.items()}
     ratios = {
-        "area": comparison(suite, arm, arms, "auc").ratio,
-        "evaluation": comparison(suite, arm, arms, "eval_mean").ratio,
+        **{name: each.ratio for name, each in compared.items()},
         "seconds": seconds.ratio(suite, arm, arms),
+        "steps": seconds.ratio(suite, arm, arms, in_steps=True),
     }
     parts = [
-        f"**{verdict(ratio, name == 'seconds')}** by {name}, {ratio}" for name, ratio in ratios.items() if ratio is not None
+        f"**{verdict(ratio, name in ('seconds', 'steps'))}** by {name}, {ratio}"
+        for name, ratio in ratios.items()
+        if ratio is not None
     ]
-    return f"{opening} {', '.join(parts[:-1])} and {parts[-1]}." if parts else NO_ROWS
+    counts = " or ".join(str(n) for n in sorted({each.n_ratios for each in compared.values()}))
+    return f"{opening} {', '.join(parts[:-1])} and {parts[-1]}, in {counts} environments." if parts else NO_ROWS
 
 
 def speed_claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:

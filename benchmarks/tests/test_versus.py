@@ -122,8 +122,8 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
     areas = {"grpo": {"CartPole-v1": [40.0, 40.0]}, "ppo": {"CartPole-v1": [20.0, 20.0]}}
     suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
     assert versus.claim(suite, "grpo", ["ppo"], "It is") == (
-        "It is **better** by area, 2.00 (2.00 to 2.00), **better** by evaluation, 2.00 (2.00 to 2.00) and "
-        "**better** by seconds, 0.20 (0.20 to 0.20)."
+        "It is **better** by area, 2.00 (2.00 to 2.00), **better** by evaluation, 2.00 (2.00 to 2.00), "
+        "**better** by seconds, 0.20 (0.20 to 0.20) and **better** by steps, 0.60 (0.60 to 0.60), in 1 environments."
     )
     assert (
         versus.speed_claim(suite, "grpo", ["ppo"], "GRPO takes")
@@ -131,10 +131,11 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
     )
 
 
-def test_the_claim_is_silent_about_seconds_that_were_not_measured(tmp_path: pathlib.Path) -> None:
+def test_the_claim_is_silent_about_seconds_and_steps_that_were_not_measured(tmp_path: pathlib.Path) -> None:
     areas = {"grpo": {"CartPole-v1": [40.0, 40.0]}, "ppo": {"CartPole-v1": [20.0, 20.0]}}
     assert versus.claim(toy_suite(tmp_path, areas), "grpo", ["ppo"], "It is") == (
-        "It is **better** by area, 2.00 (2.00 to 2.00) and **better** by evaluation, 2.00 (2.00 to 2.00)."
+        "It is **better** by area, 2.00 (2.00 to 2.00) and **better** by evaluation, 2.00 (2.00 to 2.00), "
+        "in 1 environments."
     )
 
 
