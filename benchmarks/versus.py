@@ -97,9 +97,10 @@ def environments_table(suite: Suite, arms: Arms, column: str) -> str:
     """
     :param arms: For each name the arms that stand for it
     :param column: ``auc`` or ``eval_mean``
-    :return: One line per environment, one column per name with runs: means over the seeds that are there
+    :return: One line per environment, one column per name with runs: means over the seeds that are there. Numbers of steps and
+        of seeds have columns if they differ
     """
-    lines = []
+    lines: list[list[str]] = []
     arms = suite.with_runs(arms)
     for env in suite.timesteps:
         found = {name: suite.arm_in(each, env) for name, each in arms.items()}
@@ -110,7 +111,9 @@ def environments_table(suite: Suite, arms: Arms, column: str) -> str:
         counts = str(n_seeds[0]) if len(n_seeds) == 1 else f"{n_seeds[0]} to {n_seeds[-1]}"
         random = format_number(suite.random_area(env))
         lines.append([env.removeprefix("sb3_grpo/"), f"{suite.timesteps[env]:,}", counts, random, *means])
-    return markdown_table(["environment", "steps", "seeds", "random", *arms], lines)
+    header = ["environment", "steps", "seeds", "random", *arms]
+    shown = [i for i in range(len(header)) if i not in (1, 2) or len({line[i] for line in lines}) > 1]
+    return markdown_table([header[i] for i in shown], [[line[i] for i in shown] for line in lines])
 
 
 class Comparison(NamedTuple):

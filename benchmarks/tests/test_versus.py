@@ -36,8 +36,8 @@ def test_ratios_are_of_what_is_above_random_and_an_environment_takes_the_rival_i
     line = versus.summary_table(suite, "grpo", RIVALS).splitlines()[2]
     assert cells(line) == ["PPO", "2 of 2", perfect[0], *perfect, "", ""]
     names = {"ours": ["grpo"], **RIVALS}
-    assert cells(versus.environments_table(suite, names, "auc").splitlines()[2])[2:] == [
-        "2", "10.0", "30.0 (30.0 to 30.0)", "20.0 (20.0 to 20.0)",
+    assert cells(versus.environments_table(suite, names, "auc").splitlines()[2])[1:] == [
+        "10.0", "30.0 (30.0 to 30.0)", "20.0 (20.0 to 20.0)",
     ]  # fmt: skip
 
 
@@ -51,6 +51,12 @@ def test_there_is_no_ratio_to_a_rival_that_does_not_learn_and_no_win_where_nobod
     assert line[1:] == ["1 of 2", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)", "0.50 (0.00 to 1.00)", "", ""]
     line = cells(versus.outcomes_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])
     assert line[1:] == ["area", "1, 0, 1", "Pendulum-v1 -5.00 (-5.00 to -5.00)"]
+
+
+def test_steps_and_seeds_have_columns_where_they_differ(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [1.0, 1.0], "Acrobot-v1": [1.0]}}
+    header = cells(versus.environments_table(toy_suite(tmp_path, areas), {"ours": ["grpo"]}, "auc").splitlines()[0])
+    assert header == ["environment", "seeds", "random", "ours"]
 
 
 def test_nothing_is_said_before_there_are_rows(tmp_path: pathlib.Path) -> None:
