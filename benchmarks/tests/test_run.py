@@ -1,27 +1,40 @@
-"""The runner: it runs what it says, counts what it ran, and loses nothing."""
+"""The runner runs what it says, counts what it ran, and loses nothing; its rates and units; the quickstart."""
 
 import contextlib
+import math
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
+import torch as th
 import yaml
+from gymnasium import spaces
+from PIL import Image, ImageSequence
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.envs import IdentityEnvBox
 
-from benchmarks import run
+from benchmarks import quickstart, run
 from benchmarks.curves import CurveStore, LearningCurve, TrainingCurve
 from benchmarks.matrix import RIVALS, Run, expand
+from benchmarks.rates import RateFollowsStd, log_std_of
 from benchmarks.results import FIELDS, Suite, append_row, provenance, read_rows
 from benchmarks.tests.toys import SMALL
+from benchmarks.wrappers import Rescaled
+from sb3_grpo import GRPO
+from sb3_grpo.policies import MlpPolicy
 
 Command = Callable[..., int]
 
@@ -250,3 +263,83 @@ def test_a_curve_is_averaged_over_the_last_twenty_episodes() -> None:
     # 0 until step 200, then a straight line in steps of ten
     expected = np.maximum(np.linspace(0, 400, 201)[1:] // 10 - 20, 0) * 5
     assert curve.area(400) == pytest.approx(expected.mean())
+
+
+@pytest.mark.parametrize("changes", [[0.0], [-0.5], [-1.2], [0.4]])
+def test_ppo_gets_the_rate_that_grpo_has(changes: list[float]) -> None:
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    policy = MlpPolicy(action_space, action_space, lambda _: 0.02, log_std_init=math.log(0.3))
+    model = PPO("MlpPolicy", IdentityEnvBox(), learning_rate=lambda progress: 0.04 * progress, n_steps=8, batch_size=8)
+    callback = RateFollowsStd()
+    callback.init_callback(model)
+    callback.on_training_start({}, {})
+    for each in (policy, model.policy):
+        each.log_std.data += th.tensor(changes)
+    policy.set_learning_rate(0.02)
+    assert model.lr_schedule(0.5) == pytest.approx(policy.optimizer.param_groups[0]["lr"])
+
+
+def test_the_deviation_of_a_policy_on_jax_is_found() -> None:
+    state = SimpleNamespace(params={"params": {"log_std": np.array([0.1, -0.3], np.float32)}})  # as sbx keeps it
+    assert log_std_of(SimpleNamespace(actor_state=state)).tolist() == pytest.approx([0.1, -0.3])
+
+
+def test_observations_are_shifted_and_scaled_and_rewards_are_multiplied() -> None:
+    plain, other = gym.make("Pendulum-v1"), Rescaled(gym.make("Pendulum-v1"), reward=-3.0, scale=10.0, shift=2.0)
+    for env in (plain, other):
+        env.reset(seed=0)
+    expected, reward, *_ = plain.step(np.array([0.5], dtype=np.float32))
+    found, other_reward, *_ = other.step(np.array([0.5], dtype=np.float32))
+    np.testing.assert_allclose(found, 10.0 * (expected + 2.0), rtol=1e-6)
+    assert other_reward == pytest.approx(-3.0 * float(reward))
+    assert other.observation_space.contains(found) and other.observation_space.contains(other.reset(seed=1)[0])
+
+
+@pytest.mark.parametrize(("algorithm", "is_same"), [(GRPO, True), (PPO, False)], ids=["GRPO", "PPO"])
+def test_what_grpo_learns_does_not_depend_on_the_unit_of_rewards_and_what_ppo_learns_does(
+    algorithm: Any, is_same: bool
+) -> None:
+    actions = []
+    for reward in (1.0, 1024.0):
+        env = make_vec_env("Pendulum-v1", 2, seed=0, wrapper_class=partial(Rescaled, reward=reward))
+        model = algorithm("MlpPolicy", env, n_steps=64, batch_size=64, seed=0, device="cpu").learn(512)
+        observations = np.random.default_rng(0).uniform(-1.0, 1.0, (20, 3)).astype(np.float32)
+        actions.append(model.predict(observations, deterministic=True)[0])
+    assert np.allclose(actions[0], actions[1], rtol=1e-2, atol=1e-4) == is_same
+
+
+def test_the_quickstart_prints_a_screen_with_its_settings_its_result_and_its_files(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "argv", ["quickstart", "--timesteps", "4096", "--out", str(tmp_path)])
+    quickstart.main()
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) <= 24
+    assert "Using the kernel buffer" in printed
+    assert "rollout/" not in printed and "train/" not in printed
+    result = re.search(r"20 evaluation episodes: (\d+\.\d) \+/- .* counts as solved from 475", printed)
+    assert result and float(result[1]) > 60  # random actions get 23
+    for name in ("CartPole-v1.zip", "CartPole-v1.png", "CartPole-v1.gif"):
+        assert f" {tmp_path / name}\n" in printed and (tmp_path / name).is_file()
+
+
+def test_the_quickstart_needs_only_what_make_train_installs():
+    others = ["minatar", "minigrid", "moviepy", "mujoco", "pandas", "ray", "requests", "rl_zoo3", "rliable", "sb3_contrib"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({others})); import benchmarks.quickstart"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_animation_shows_that_the_trained_policy_moves(tmp_path: pathlib.Path):
+    model = GRPO("MlpPolicy", "CartPole-v1", seed=0)
+    assert quickstart.animation(model, "CartPole-v1", seed=0, path=tmp_path / "film.gif") == str(tmp_path / "film.gif")
+    with Image.open(tmp_path / "film.gif") as film:
+        frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(film)]
+    assert len(frames) > 50 and frames[0].shape == (226, 606, 3)
+    assert np.abs(frames[0].astype(int) - frames[5]).max() > 100
+
+
+def test_an_environment_without_pictures_costs_the_animation_alone(tmp_path: pathlib.Path):
+    model = GRPO("MlpPolicy", "sb3_grpo/LostSales-v0", seed=0)
+    text = quickstart.animation(model, "sb3_grpo/LostSales-v0", seed=0, path=tmp_path / "film.gif")
+    assert text.startswith("none, because sb3_grpo/LostSales-v0 cannot be rendered here")
