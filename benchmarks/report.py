@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks import metrics, versus
+from benchmarks import metrics
 from benchmarks.figures import N_POINTS, draw_curves, draw_panels, draw_profiles, draw_scores
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
@@ -35,6 +35,8 @@ from benchmarks.versus import (
     outcomes_by_environment,
     outcomes_table,
     scores_by_arm,
+    seconds_runs_table,
+    seconds_table,
     speed_claim,
     summary_table,
 )
@@ -151,7 +153,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "million_area": lambda: environments_table(million, {**ours, **ENTRY, **MILLION_RIVALS}, "auc"),
         "million_outcomes": lambda: outcomes_table(million, OURS, {**MILLION_RIVALS, **SBX}),
         "entry_outcomes": lambda: outcomes_by_environment(million, "grpo", {"GRPO's default": [OURS], **MILLION_RIVALS}),
-        "million_seconds": lambda: versus.seconds_table(million, OURS, {**MILLION_RIVALS, **SBX}),
+        "million_seconds": lambda: seconds_table(million, OURS, {**MILLION_RIVALS, **SBX}),
         "three_million": lambda: environments_table(Suite("three_million", results), {**ours, **CONSTANT}, "eval_mean"),
         "limits": lambda: environments_table(million, {**ours, **LIMITS}, "eval_mean"),
         "limits_area": lambda: environments_table(million, {**ours, **LIMITS}, "auc"),
@@ -160,11 +162,11 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "boards_evaluation": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_area": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "auc"),
         "boards_summary": lambda: summary_table(boards, OURS, BOARD_RIVALS),
-        "boards_seconds": lambda: versus.seconds_table(boards, OURS, BOARD_RIVALS),
+        "boards_seconds": lambda: seconds_table(boards, OURS, BOARD_RIVALS),
         "atari_evaluation": lambda: environments_table(atari, ATARI, "eval_mean"),
         "atari_area": lambda: environments_table(atari, ATARI, "auc"),
-        "seconds": lambda: versus.seconds_table(proof, OURS, CRITICS),
-        "seconds_runs": lambda: versus.seconds_runs_table(proof, OURS, CRITICS),
+        "seconds": lambda: seconds_table(proof, OURS, CRITICS),
+        "seconds_runs": lambda: seconds_runs_table(proof, OURS, CRITICS),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
         "zoo": lambda: zoo_table(Suite("zoo", results)),
         "groups_claim": lambda: listed(

@@ -109,7 +109,7 @@ def environments_table(suite: Suite, arms: Arms, column: str) -> str:
     :return: One line per environment, one column per name with runs: means over the seeds that are there. Numbers of steps and
         of seeds have columns if they differ
     """
-    lines: list[list[str]] = []
+    lines: list[list[Any]] = []
     arms = suite.with_runs(arms)
     for env in suite.timesteps:
         found = {name: suite.arm_in(each, env) for name, each in arms.items()}
