@@ -830,9 +830,13 @@ class Own(RewardIsAdvantage):
         return advantages / 2 if normalize_advantage else advantages
 
 
-@pytest.mark.parametrize(("group_size", "expected"), [(None, 5), (3, 3)])
-def test_a_users_own_buffer_chooses_sizes_and_the_scale_of_advantages(group_size: int | None, expected: int):
-    model = make_model(AnyEnv(VECTOR), Own, n_steps=None, batch_size=8, group_size=group_size)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 5), (dict(group_size=3), 3), (dict(share_starts=False), 2)],
+    ids=["own", "given", "alone"],
+)
+def test_a_users_own_buffer_chooses_sizes_and_the_scale_of_advantages(options: dict[str, Any], expected: int):
+    model = make_model(AnyEnv(VECTOR), Own, n_steps=None, batch_size=8, **options)  # type: ignore[arg-type]
     assert (model.n_steps, model.gae_lambda) == (24, 0.5)
     model.learn(24)
     assert model.ledger is not None and model.ledger.group_size == expected
