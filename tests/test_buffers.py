@@ -40,7 +40,7 @@ from sb3_grpo.buffers import (
 )
 from sb3_grpo.fit_inputs import MAX_INPUTS
 from sb3_grpo.policies import MlpPolicy
-from sb3_grpo.starts import Ledger, Position
+from sb3_grpo.starts import Ledger
 
 GAMMA = 0.9
 COMPLETE_GROUP_BUFFERS = ["outcome", "process", "return_to_go", "stepwise"]
@@ -727,21 +727,6 @@ def test_per_step_all_transitions_weigh_alike_and_no_weights_are_needed(buffer: 
     assert whole_update(make_id_model(buffer, 3).learn(24)).weights is None
 
 
-def test_an_optional_column_is_stored_once_it_is_announced_and_filled_where_it_is_not_given():
-    buffer = KernelRolloutBuffer(3, VECTOR, DISCRETE, "cpu")
-    buffer.keep("action_masks", 2)
-    position = Position(*np.zeros((3, 1), np.int64))
-    step = np.zeros((1, 3)), np.zeros(1), np.ones(1), np.zeros(1, bool), th.zeros(1), position, [{}]
-    buffer.reset()
-    buffer.add(*step, action_masks=np.array([[True, False]]))
-    buffer.add(*step)
-    assert buffer.action_masks[:, :2].tolist() == [[[True, False], [True, True]]]
-    assert buffer._flatten(2).action_masks.tolist() == [[True, False], [True, True]]
-    assert buffer._flatten(2).components.shape == (2, 0)
-    with pytest.raises(TypeError, match=r"does not keep \['action_mask'\]"):
-        buffer.add(*step, action_mask=np.ones((1, 2), bool))
-
-
 # --- choosing a buffer ------------------------------------------------------------------------------------------------
 
 
@@ -1086,22 +1071,6 @@ def test_components_are_judged_on_their_own_or_in_sum(scale: str, aggregation: s
     }
 
 
-def test_a_group_in_which_the_components_cancel_out_is_tied():
-    recorder = record_components(
-        lambda id: {"progress": float(id[1]), "energy": 5.0 - id[1]},
-        n_envs=1,
-        env=dict(length=lambda env, episode: 1),
-        n_rollouts=1,
-        rollout_buffer_kwargs=dict(
-            component_aggregation="normalize_then_sum",
-            reward_weights={"progress": 1.0, "energy": 1.0},
-            tied_groups="skip",
-        ),
-    )
-    assert figures(recorder, "groups_completed", "groups_tied") == [(4, 1)]
-    assert recorder.updates == [{}]
-
-
 @pytest.mark.parametrize(
     ("components", "message"),
     [
@@ -1121,19 +1090,6 @@ def test_components_that_are_not_reported_as_numbers_are_refused_and_quoted(comp
 
     with pytest.raises(ValueError, match=message):
         record_components(sometimes, n_envs=2, rollout_buffer_kwargs=dict(reward_weights={"progress": 1.0, "energy": 0.5}))
-
-
-@pytest.mark.parametrize("number", [2, True, np.float32(0.5), np.array(3.0), np.array([3])])
-def test_a_component_is_any_single_number(number: Any):
-    recorder = record_components(
-        lambda id: {"progress": number if id[1] % 2 else 0.0},
-        n_envs=1,
-        env=dict(length=lambda env, episode: 1),
-        n_rollouts=1,
-        rollout_buffer_kwargs=dict(scale="none", reward_weights={"progress": 2.0}),
-    )
-    for id, sample in recorder.updates[0].items():
-        assert sample.advantage == (1 if id[1] % 2 else -1) * float(np.squeeze(number))
 
 
 # --- whole rollouts in any space --------------------------------------------------------------------------------------

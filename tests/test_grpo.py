@@ -160,27 +160,6 @@ def test_a_callback_that_returns_false_stops_at_that_step(stop_after: int):
     assert_trained(model.learn(64, reset_num_timesteps=False), before)
 
 
-def by_hand(model: Any, n_rollouts: int) -> np.ndarray:
-    """:return: Groups of the transitions that ``collect_rollouts()`` stores outside ``learn()``, shape (rollouts, ...)"""
-    _, callback = model._setup_learn(1000)
-    groups = []
-    for _ in range(n_rollouts):
-        assert model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
-        groups.append(model.rollout_buffer.groups.copy())
-        model.train()
-    return np.array(groups)
-
-
-@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
-def test_rollouts_that_are_collected_by_hand_are_those_of_learn(buffer: str):
-    ours = make_model(rollout_buffer_class=buffer)
-    before = weights(ours)
-    assert by_hand(ours, 3).min() == 0
-    assert_trained(ours, before)
-    assert same(weights(ours), weights(make_model(rollout_buffer_class=buffer).learn(96)))
-    assert ours.rollout_buffer.metrics.get("rollout/transitions_dropped", 0) == 0
-
-
 def test_an_evaluation_on_the_training_environment_has_starts_of_its_own():
     model, learning = make_model(group_size=2), Starts()
     model.learn(64, callback=learning)
@@ -372,21 +351,6 @@ def test_the_entropy_bonus_raises_the_entropy_and_a_penalty_lowers_it():
     with_bonus, without, with_penalty = entropy(1.0), entropy(0.0), entropy(-1.0)
     assert with_bonus > without + 0.1
     assert with_penalty < without - 0.1
-
-
-@pytest.mark.parametrize(
-    ("n_envs", "buffer", "batch_size", "rollout_size"),
-    [
-        (1, "kernel", 64, 1024),
-        (8, "outcome", 64, 2048),
-        (1, "kernel", 4096, 4096),
-        (16, "kernel", 4096, 4096),
-        (3, "outcome", 4096, 4095),  # not a second minibatch of two
-    ],
-)
-def test_the_rollout_that_is_chosen_has_room_for_a_batch(n_envs: int, buffer: str, batch_size: int, rollout_size: int):
-    model = make_model(make_envs(n_envs), n_steps=None, batch_size=batch_size, rollout_buffer_class=buffer)
-    assert model.n_steps * n_envs == rollout_size
 
 
 def test_a_batch_larger_than_the_update_is_all_of_it():

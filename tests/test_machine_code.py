@@ -145,26 +145,6 @@ def differences(found: dict[str, th.Tensor], expected: dict[str, th.Tensor]) -> 
 # --- the functions ---
 
 
-def from_python(function: Any) -> Callable[..., Any]:
-    """:return: An inner function of three arguments as Python can call it"""
-    numba = pytest.importorskip("numba")
-    return numba.njit(lambda a, b, c: function(a, b, c))
-
-
-@needs_numba
-def test_products_of_matrices_are_those_of_numpy():
-    rng, n_cases = np.random.default_rng(0), 0
-    products = [from_python(getattr(linear_algebra, name)) for name in ("matmul", "matmul_transposed", "transposed_matmul")]
-    for m, k, n in itertools.product([1, 4, 17], [1, 6], [1, 3, 16, 35]):
-        a, b = rng.normal(size=(m, k)).astype(np.float32), rng.normal(size=(k, n)).astype(np.float32)
-        left, right = np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
-        for product, arguments in zip(products, ((a, b), (a, right), (left, b)), strict=True):
-            out, n_cases = np.full((m, n), np.nan, np.float32), n_cases + 1
-            product(*arguments, out)
-            np.testing.assert_allclose(out, a @ b, rtol=1e-5, atol=1e-5, err_msg=f"{m} {k} {n}")
-    assert n_cases == 72
-
-
 @needs_numba
 def test_tanh_is_that_of_torch_to_rounding_and_keeps_nan():
     x = np.concatenate([np.linspace(-12, 12, 2001), np.logspace(-30, 0, 200), [0.0, np.inf, -np.inf]]).astype(np.float32)

@@ -336,10 +336,6 @@ def normalize_weights(policy: Any) -> None:
     policy.optimizer = th.optim.Adam(policy.parameters())
 
 
-def compile_net(policy: Any) -> None:
-    policy.policy_net = th.compile(policy.policy_net, backend="eager")
-
-
 #: A function that gives arguments of the model, and one that changes its policy.
 UNUSUAL: dict[str, tuple[Any, Any]] = {
     "shared encoder": (with_encoder, unchanged),
@@ -347,7 +343,6 @@ UNUSUAL: dict[str, tuple[Any, Any]] = {
     "required argument": (with_size, unchanged),
     "replaced net": (with_two_layers, replace_net),
     "weight norm": (with_two_layers, normalize_weights),
-    "compiled net": (with_two_layers, compile_net),
 }
 
 
