@@ -4,10 +4,8 @@ import pathlib
 from typing import Any
 
 import numpy as np
-import optuna
 import pytest
 from helpers import SMALL, weights
-from rl_zoo3.callbacks import TrialEvalCallback
 from stable_baselines3.common.callbacks import (
     BaseCallback,
     EvalCallback,
@@ -42,21 +40,6 @@ def test_an_evaluation_stops_training(name: str, tmp_path: pathlib.Path):
     stop = EvalCallback(make_vec_env("CartPole-v1"), eval_freq=100, n_eval_episodes=1, verbose=0, **further)
     model = make_model(make_vec_env("CartPole-v1", 2)).learn(20_000, callback=stop)
     assert 200 <= model.num_timesteps < 20_000
-
-
-def test_optuna_prunes_a_trial_by_its_evaluations():
-    pruned = []
-
-    def objective(trial: optuna.Trial) -> float:
-        model = make_model(make_vec_env("CartPole-v1", 2), learning_rate=trial.suggest_float("learning_rate", 1e-5, 1e-2))
-        evaluate = TrialEvalCallback(make_vec_env("CartPole-v1"), trial, n_eval_episodes=1, eval_freq=100)
-        model.learn(400, callback=evaluate)
-        pruned.append(evaluate.is_pruned)
-        return evaluate.last_mean_reward
-
-    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(lower=1e9), direction="maximize")
-    study.optimize(objective, n_trials=1)
-    assert pruned == [True]
 
 
 class Silent(BaseCallback):

@@ -3,7 +3,6 @@
 import csv
 import inspect
 import itertools
-import math
 import pathlib
 import re
 import warnings
@@ -330,15 +329,6 @@ def test_schedules_follow_the_progress():
     assert [update["train/clip_range_high"] for update in logged] == pytest.approx([0.95, 0.7, 0.45, 0.2])
     moved = [not same(*pair) for pair in itertools.pairwise(watcher.weights)]
     assert moved == [True, True, True, False]  # the last learning rate is zero
-
-
-def test_the_first_step_and_the_logged_rate_fall_with_the_standard_deviation():
-    model = make_model(make_envs(action_space=BOX), policy_kwargs=SMALL, n_epochs=1, batch_size=32, learning_rate=0.01)
-    model.policy.log_std.data -= math.log(10.0)
-    model.learn(64, callback=(watcher := Watcher()))
-    step = watcher.weights[1]["log_std"] - watcher.weights[0]["log_std"]
-    th.testing.assert_close(step.abs(), th.full((2,), 0.001), rtol=0.05, atol=0.0)
-    assert watcher.logged[1]["train/learning_rate"] == pytest.approx(0.001)
 
 
 def test_the_entropy_bonus_raises_the_entropy_and_a_penalty_lowers_it():
