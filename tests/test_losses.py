@@ -73,6 +73,12 @@ def test_log_ratios_are_as_worked_out_by_hand():
     assert gradient_of(weights * of_trajectory, log_ratio).tolist() == [1.0, 10.0, 100.0]
 
 
+def test_the_log_ratio_of_a_trajectory_is_the_same_for_all_of_its_steps_bit_for_bit():
+    # 0.1 + (mean - 0.1) would not be the mean
+    log_ratio = losses.trajectory_log_ratio(th.logspace(-3, 3, 50), th.zeros(50, dtype=th.int64))
+    assert len(set(log_ratio.tolist())) == 1
+
+
 def loop_gspo(
     log_ratio: th.Tensor, trajectories: th.Tensor, advantages: th.Tensor, clip_range: float, clip_range_high: float
 ) -> th.Tensor:
