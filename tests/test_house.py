@@ -186,11 +186,8 @@ def test_no_file_of_the_package_imports_itself_on_a_detour():
     ("module", "source"),
     [
         pytest.param("advantages", "from sb3_grpo.baseline import KernelBaseline", id="absolute"),
-        pytest.param("advantages", "from .buffers import GroupRolloutBuffer", id="relative"),
         pytest.param("buffers", "def f():\n    from sb3_grpo.collection import collect", id="inside a function"),
-        pytest.param("policies", "from sb3_grpo import losses", id="through the package"),
         pytest.param("buffers", "from sb3_grpo import GRPO", id="name of the package"),
-        pytest.param("grpo", "import rl_zoo3.train", id="rl_zoo3 outside zoo"),
         pytest.param("zoo.cli", "from benchmarks import quickstart", id="benchmarks"),
         pytest.param("helpers", "import numpy", id="module without a layer"),
     ],
@@ -202,7 +199,6 @@ def test_an_import_against_the_layers_is_an_offence(module: str, source: str):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        pytest.param("buffers", "from .baseline import KernelBaseline\nfrom . import losses", id="relative"),
         pytest.param("grpo", "import numpy\nfrom sb3_grpo import buffers, policies, starts", id="grpo to its parts"),
         pytest.param("zoo.cli", "from rl_zoo3 import ALGOS\nfrom ..grpo import GRPO\nfrom . import cli", id="zoo module"),
     ],
@@ -217,11 +213,6 @@ def test_the_version_is_that_of_version_txt():
 
 def test_every_exported_name_has_a_docstring():
     assert not [name for name in sb3_grpo.__all__ if not (getattr(sb3_grpo, name).__doc__ or "").strip()]
-
-
-def test_the_readme_and_the_docs_have_examples():
-    pages = {str(example.id).split(" ")[0] for example in EXAMPLES}
-    assert {"README.md", "quickstart.md", "buffers.md"} <= pages
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
