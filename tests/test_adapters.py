@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -206,6 +206,19 @@ def test_the_reset_does_not_overwrite_the_terminal_observation(venv_class: Any, 
     observations, _, dones, infos = step(adapter, Seeds())
     assert dones.all() and (observations == 0.0).all()
     assert [info["terminal_observation"].item() for info in infos] == [5.0] * 2
+
+
+def test_infos_that_are_kept_do_not_change_with_the_environment():
+    class OneInfo(Told):
+        info: ClassVar[dict[str, Any]] = dict(found=[])
+
+        def step(self, action: Any) -> Any:
+            self.info["found"].append(1)
+            return *super().step(action)[:4], self.info
+
+    adapter = begin(DummyVecEnv([OneInfo]))
+    infos = [step(adapter, Seeds())[3][0] for _ in range(3)]
+    assert [info["found"] for info in infos] == [[1], [1, 1], [1, 1, 1]]
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

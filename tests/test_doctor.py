@@ -28,15 +28,17 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNorm
 
 from sb3_grpo import check_shared_inputs
 from sb3_grpo.buffers import BUFFERS
-from sb3_grpo.doctor import SYMPTOMS, Doctor, entropy_floor
+from sb3_grpo.doctor import PATIENCE, SYMPTOMS, Doctor, entropy_floor
 
 
 class Rewardless(AnyEnv):
-    """Gives no reward."""
+    """Gives no reward, or that of the action."""
+
+    is_rewarded = False
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, _, terminated, truncated, info = super().step(action)
-        return observation, 0.0, terminated, truncated, info
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward if self.is_rewarded else 0.0, terminated, truncated, info
 
 
 class NoisyReward(AnyEnv):
@@ -190,6 +192,16 @@ def test_patience_and_reports_last_over_several_calls_of_learn_that_continue_a_r
     for n_reports in [0, 0, 1, 1, 1]:
         model.learn(32 * 2, callback=doctor, reset_num_timesteps=False)
         assert len(reports) == n_reports
+
+
+def test_patience_begins_again_with_a_new_run_and_with_a_fault_that_has_passed():
+    reports: list[str] = []
+    for continues in (False, True):
+        model, doctor = rewardless_model(), doctor_for(reports)
+        for is_rewarded in (False, continues, False):
+            model.env.set_attr("is_rewarded", is_rewarded)
+            model.learn(32 * (PATIENCE - 1), callback=doctor, reset_num_timesteps=not continues)
+    assert reports == []
 
 
 def draws_from_globals() -> Any:

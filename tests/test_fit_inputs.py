@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from helpers import VECTOR, samples
+from helpers import VECTOR, make_model, samples
 
 from sb3_grpo.fit_inputs import MAX_INPUTS, PICTURE_SIZE, FitInputs, hashed_inputs, pooled_pictures
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MultiInputActorPolicy
@@ -113,3 +113,10 @@ def test_the_inputs_of_a_space(space: spaces.Space, size: int, n_standardised: i
     if n_standardised:
         np.testing.assert_allclose(inputs[:, standardised], observations["c"], rtol=1e-6)
         np.testing.assert_array_equal(inputs[:, 4 : 4 + PICTURES], pooled_pictures(observations["a"]))
+
+
+def test_the_baseline_has_statistics_of_its_own_only_of_inputs_that_the_policy_does_not_standardise():
+    for normalizes in (True, False):
+        baseline = make_model(normalize_observations=normalizes).learn(64).rollout_buffer.baseline
+        statistics = baseline.get_state()["input_statistics"]
+        assert (statistics.mean == 0.0).all() == (statistics.var == 1.0).all() == normalizes

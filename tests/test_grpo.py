@@ -343,12 +343,6 @@ def test_the_entropy_bonus_raises_the_entropy_and_a_penalty_lowers_it():
     assert with_penalty < without - 0.1
 
 
-def test_a_batch_larger_than_the_update_is_all_of_it():
-    with pytest.warns(UserWarning, match="batch_size=1000 does not divide"):
-        model = make_model(batch_size=1000, n_epochs=3)
-    assert n_optimizer_steps(model.learn(32)) == {3}
-
-
 @pytest.mark.parametrize("max_grad_norm", [1e-3, 1e6, np.inf])
 def test_the_gradient_is_clipped_to_max_grad_norm(max_grad_norm: float):
     sgd = {**SMALL, "optimizer_class": th.optim.SGD}

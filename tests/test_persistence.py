@@ -75,12 +75,6 @@ def test_links_are_followed_and_permissions_kept(tmp_path: pathlib.Path):
     assert target.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_new_file_has_the_permissions_of_any_other_new_file(tmp_path: pathlib.Path):
-    (tmp_path / "other").write_bytes(b"")
-    replace_file(tmp_path / "file", b"")
-    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
-
-
 # --- saving a model ---
 
 
