@@ -38,8 +38,8 @@ def torch_actor(policy: ActorPolicy) -> Callable[..., tuple[np.ndarray, th.Tenso
         return _graph_actor(policy)
 
     @th.no_grad()
-    def act(_: Any, obs_tensor: Any, **masking: Any) -> tuple[np.ndarray, th.Tensor]:
-        actions, log_prob = policy(obs_tensor, **masking)
+    def act(_: Any, obs_tensor: Any, **context: Any) -> tuple[np.ndarray, th.Tensor]:
+        actions, log_prob = policy(obs_tensor, **context)
         return actions.cpu().numpy(), log_prob.cpu()
 
     return act
@@ -54,11 +54,11 @@ def _graph_actor(policy: ActorPolicy) -> Callable[..., tuple[np.ndarray, th.Tens
         return [policy.action_net(policy._latent(dict(zip(names, tensors, strict=True)) if names else tensors[0]))]
 
     @th.no_grad()
-    def act(_: Any, obs_tensor: Any, **masking: Any) -> tuple[np.ndarray, th.Tensor]:
+    def act(_: Any, obs_tensor: Any, **context: Any) -> tuple[np.ndarray, th.Tensor]:
         tensors = [obs_tensor[name] for name in names] or [obs_tensor]
         graph = graphs_of(policy).get("acting", state, tensors, network, network)
         [output] = network(*tensors) if graph is None else graph(tensors)
-        actions, log_prob = policy._sample(policy._distribution_of(output.cpu(), **masking))
+        actions, log_prob = policy._sample(policy._distribution_of(output.cpu(), **context))
         return actions.numpy(), log_prob
 
     return act
@@ -264,7 +264,7 @@ class TorchLearner:
         return _epoch([self._evaluated], [], self._objective.clip_range)
 
     def _distribution(self, batch: GroupRolloutBufferSamples) -> Distribution:
-        return self._policy.get_distribution(batch.observations, **batch.masking)
+        return self._policy.get_distribution(batch.observations, **batch.context)
 
     def _flat(self, tensors: Sequence[th.Tensor | None]) -> th.Tensor:
         """:return: Gradients with respect to the parameters in one vector; ``None`` is zero"""

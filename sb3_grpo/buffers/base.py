@@ -284,7 +284,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         """Go on as if the present policy had sampled the rollout: the log-probabilities of the actions become its own."""
         rollout = self._flatten(self.pos)
         batches = self._to_samples(rollout, np.zeros(len(rollout), dtype=np.float32)).split(policy.encoding_batch())
-        log_probs = [policy.evaluate_actions(each.observations, each.actions, **each.masking)[0] for each in batches]
+        log_probs = [policy.evaluate_actions(each.observations, each.actions, **each.context)[0] for each in batches]
         self.log_probs[:, : self.pos] = th.cat(log_probs).cpu().numpy().reshape(self.n_envs, self.pos)
 
     @abstractmethod

@@ -11,6 +11,8 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from sb3_grpo.observations import Observations, map_observations, take_observations
 from sb3_grpo.validation import require_between
 
+#: Columns that are keyword arguments of the policy's methods
+CONTEXT = {"action_masks"}
 #: Rewards are stored in single precision; larger ones would become infinite.
 MAX_REWARD = float(np.finfo(np.float32).max)
 
@@ -37,9 +39,10 @@ class GroupRolloutBufferSamples(NamedTuple):
     action_masks: th.Tensor | None = None
 
     @property
-    def masking(self) -> dict[str, th.Tensor]:
-        """The masks as a keyword argument of the policy's methods. Without masks, there is none."""
-        return {} if self.action_masks is None else {"action_masks": self.action_masks}
+    def context(self) -> dict[str, th.Tensor]:
+        """What the policy needs besides observations, as keyword arguments of its methods."""
+        columns = zip(self._fields, self, strict=True)
+        return {name: column for name, column in columns if name in CONTEXT and column is not None}
 
     def map(self, function: Callable[..., th.Tensor], *others: "GroupRolloutBufferSamples") -> "GroupRolloutBufferSamples":
         """:return: Results of a function, which gets one tensor of these samples and the same tensor of each of the others"""
