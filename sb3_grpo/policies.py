@@ -92,6 +92,8 @@ class ActorPolicy(BasePolicy):
     """
 
     default_features_extractor_class: ClassVar[type[BaseFeaturesExtractor]] = FlattenExtractor
+    #: Number of entries of the state of its memory, which a policy carries from step to step
+    state_size = 0
 
     policy_net: nn.Sequential
     action_net: nn.Module
@@ -194,9 +196,10 @@ class ActorPolicy(BasePolicy):
         """Create the layers and the optimizer."""
         self.features_extractor = self.make_features_extractor()
         self.features_dim = self.features_extractor.features_dim
-        self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, self.net_arch, self.activation_fn))
+        latent_dim = self._build_memory(self.features_dim)
+        self.policy_net = nn.Sequential(*create_mlp(latent_dim, -1, self.net_arch, self.activation_fn))
 
-        latent_dim = self.net_arch[-1] if self.net_arch else self.features_dim
+        latent_dim = self.net_arch[-1] if self.net_arch else latent_dim
         if isinstance(self.action_dist, (DiagGaussianDistribution, StateDependentNoiseDistribution)):
             log_std_init = 0.0 if self.log_std_init is None else self.log_std_init
             self.action_net, self.log_std = self.action_dist.proba_distribution_net(latent_dim, log_std_init=log_std_init)
@@ -217,6 +220,14 @@ class ActorPolicy(BasePolicy):
             groups = [{"params": others}, {"params": [self.log_std], "lr_factor": self.log_std_lr_factor}]
         self.optimizer = self.optimizer_class(groups, lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
         self.set_learning_rate(lr_schedule(1))
+
+    def _build_memory(self, features_dim: int) -> int:
+        """Create what stands between features and hidden layers, and return the number of its outputs."""
+        return features_dim
+
+    def next_states(self, observations: Observations, states: np.ndarray) -> np.ndarray:
+        """:return: States of the memory after steps, from observations and states before them, shape ``(n, state_size)``"""
+        return states
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the rate of all parameters, before :meth:`learning_rate_factor` and ``log_std_lr_factor``."""

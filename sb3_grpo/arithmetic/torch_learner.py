@@ -39,8 +39,8 @@ def torch_actor(policy: ActorPolicy) -> Callable[..., tuple[np.ndarray, th.Tenso
 
     @th.no_grad()
     def act(_: Any, obs_tensor: Any, **context: Any) -> tuple[np.ndarray, th.Tensor]:
-        actions, log_prob = policy(obs_tensor, **context)
-        return actions.cpu().numpy(), log_prob.cpu()
+        actions, log_prob, *states = policy(obs_tensor, **context)
+        return actions.cpu().numpy(), log_prob.cpu(), *(each.cpu().numpy() for each in states)
 
     return act
 
@@ -172,7 +172,7 @@ class TorchLearner:
             loss = self._objective.evaluate(self._policy, batch).loss * (len(batch.advantages) / n)
             loss.backward()
             total += loss.item()
-        self._fisher_batch = self._rollout_buffer.update.take(slice(None, None, fisher_stride(n)))
+        self._fisher_batch = self._rollout_buffer.update.thin(fisher_stride(n))
         with th.no_grad():  # a policy has one distribution object, in which every call puts another distribution of torch
             self._rewind()
             self._before = [copy.copy(self._distribution(batch)) for batch in self._batches]

@@ -1,0 +1,244 @@
+"""GRPO with memory: policies with an LSTM or a GRU, for environments whose single observations do not show the state."""
+
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.type_aliases import MaybeCallback, PyTorchObs, Schedule
+from stable_baselines3.common.utils import obs_as_tensor
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from sb3_grpo.grpo import GRPO
+from sb3_grpo.maskable import MaskableGRPO
+from sb3_grpo.observations import Observations, take_observations
+from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MultiInputActorPolicy
+from sb3_grpo.validation import require_at_least, require_one_of
+
+Cell = Literal["lstm", "gru"]
+SelfRecurrentGRPO = TypeVar("SelfRecurrentGRPO", bound="RecurrentGRPO")
+
+#: Arguments that ``lstm_kwargs`` may have. Others would let the policy see later steps, or change the shape of its state.
+LSTM_OPTIONS = {"bias", "dropout"}
+
+
+def time_order(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """
+    The order in which a recurrent layer takes sequences without padding: the first steps of all, the second steps of those
+    that have one, and so on, long sequences first.
+
+    :param sequences: Label of each row's sequence. The rows of a sequence follow each other in order of time, shape ``(n,)``
+    :return: Index of the rows in this order, shape ``(n,)``; number of rows at each time; and index of the first row of each
+        sequence
+    """
+    first = np.flatnonzero(np.append(True, np.diff(sequences) != 0))
+    lengths = np.diff(np.append(first, len(sequences)))
+    longest_first = np.argsort(-lengths, kind="stable")
+    rank = np.repeat(np.argsort(longest_first), lengths)
+    time = np.arange(len(sequences)) - np.repeat(first, lengths)
+    return np.lexsort((rank, time)), np.bincount(time), first[longest_first]
+
+
+class RecurrentActorPolicy(ActorPolicy):
+    """
+    :class:`~sb3_grpo.ActorPolicy` with a recurrent layer between the features extractor and the hidden layers.
+
+    The state of the memory is a vector for each environment: the hidden states of all layers, and then for an LSTM their cell
+    states. It is zero where an episode begins.
+
+    :param observation_space: Observation space
+    :param action_space: Action space: ``Box``, ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``
+    :param lr_schedule: Learning rate schedule, a function of the remaining progress (from 1 to 0)
+    :param lstm_hidden_size: Number of units of each recurrent layer
+    :param n_lstm_layers: Number of recurrent layers
+    :param lstm_kwargs: Further arguments of the recurrent layers, ``bias`` or ``dropout``
+    :param cell: ``"lstm"`` or ``"gru"``. On a CPU, PyTorch's LSTM is several times as fast
+    :param kwargs: Further arguments of :class:`~sb3_grpo.ActorPolicy`
+    :raises ValueError: If an argument is out of range, or does not fit the spaces
+    """
+
+    memory: nn.LSTM | nn.GRU
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        lr_schedule: Schedule,
+        lstm_hidden_size: int = 64,
+        n_lstm_layers: int = 1,
+        lstm_kwargs: dict[str, Any] | None = None,
+        cell: Cell = "lstm",
+        **kwargs: Any,
+    ):
+        require_at_least("lstm_hidden_size", lstm_hidden_size, 1)
+        require_at_least("n_lstm_layers", n_lstm_layers, 1)
+        require_one_of("cell", cell, get_args(Cell))
+        if unknown := (lstm_kwargs or {}).keys() - LSTM_OPTIONS:
+            raise ValueError(f"lstm_kwargs={lstm_kwargs} has {sorted(unknown)}, and takes {sorted(LSTM_OPTIONS)} only.")
+        self.lstm_hidden_size, self.n_lstm_layers, self.cell = lstm_hidden_size, n_lstm_layers, cell
+        self.lstm_kwargs = dict(lstm_kwargs or {})
+        self._n_parts = 2 if cell == "lstm" else 1
+        self.state_size = self._n_parts * n_lstm_layers * lstm_hidden_size
+        super().__init__(observation_space, action_space, lr_schedule, **kwargs)
+
+    def _get_constructor_parameters(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("lstm_hidden_size", "n_lstm_layers", "lstm_kwargs", "cell")}
+        return {**super()._get_constructor_parameters(), **own}
+
+    def _build_memory(self, features_dim: int) -> int:
+        layer = nn.LSTM if self.cell == "lstm" else nn.GRU
+        self.memory = layer(features_dim, self.lstm_hidden_size, self.n_lstm_layers, **self.lstm_kwargs)
+        return self.lstm_hidden_size
+
+    def _parts(self, states: Any) -> Any:
+        """:return: States of shape ``(n, state_size)`` as the layer takes them: one or two of shape ``(layers, n, units)``"""
+        parts = states.reshape(-1, self._n_parts, self.n_lstm_layers, self.lstm_hidden_size)
+        return tuple(parts[:, part].swapaxes(0, 1) for part in range(self._n_parts))
+
+    def _joined(self, parts: Any) -> th.Tensor:
+        """:return: The states that :meth:`_parts` has taken apart, shape ``(n, state_size)``"""
+        return th.cat([each for part in parts for each in part], dim=1)
+
+    def _remember(self, obs: PyTorchObs, states: Any, sequences: th.Tensor | None = None) -> tuple[th.Tensor, th.Tensor]:
+        """:return: Outputs of the recurrent layer, shape ``(n, units)``, and states after the last step of each sequence"""
+        features = self.extract_features(obs, self.features_extractor)
+        n = len(features)
+        first: Any = slice(None)
+        states = features.new_zeros(n, self.state_size) if states is None else th.as_tensor(states).to(features)
+        inputs: Any = features[None]
+        if sequences is not None:
+            order, sizes, first = time_order(sequences.cpu().numpy())
+            inputs = PackedSequence(features[order], th.as_tensor(sizes))
+        before = tuple(part.contiguous() for part in self._parts(states[first]))
+        outputs, after = self.memory(inputs, before if self.cell == "lstm" else before[0])
+        after = self._joined(after if self.cell == "lstm" else (after,))
+        return (outputs[0] if sequences is None else outputs.data[np.argsort(order)]), after
+
+    def next_states(self, observations: Observations, states: np.ndarray) -> np.ndarray:
+        size, parts = self.encoding_batch(), [states[:0]]
+        for rows in (slice(first, first + size) for first in range(0, len(states), size)):
+            with th.no_grad():
+                obs = obs_as_tensor(take_observations(observations, rows), self.device)
+                parts.append(self._remember(obs, states[rows])[1].cpu().numpy())
+        return np.concatenate(parts)
+
+    def forward(self, obs: PyTorchObs, deterministic: bool = False, states: Any = None, **context: Any) -> Any:
+        """
+        Choose actions. The arguments are those of :meth:`get_distribution`, and whether to take its mode instead of a sample.
+
+        :return: Actions, shape ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the states of the memory
+            after the step, shape ``(n, state_size)``
+        """
+        outputs, after = self._remember(obs, states)
+        return *self._sample(self._distribution(self.policy_net(outputs), **context), deterministic), after
+
+    def get_distribution(
+        self, obs: PyTorchObs, states: Any = None, sequences: th.Tensor | None = None, **context: Any
+    ) -> Distribution:
+        """
+        As :meth:`ActorPolicy.get_distribution <sb3_grpo.ActorPolicy.get_distribution>`.
+
+        :param states: States of the memory before the steps, shape ``(n, state_size)``; ``None`` for zeros
+        :param sequences: Label of each row's sequence, shape ``(n,)``. The state at the first row of a sequence is taken from
+            ``states``, and the others follow from it. ``None`` if each row is a sequence of its own
+        """
+        return self._distribution(self.policy_net(self._remember(obs, states, sequences)[0]), **context)
+
+    def predict(
+        self,
+        observation: np.ndarray | dict[str, np.ndarray],
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+        action_masks: Any = None,
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+        """
+        Choose actions for one observation or a batch of ``n``, as sb3-contrib's ``RecurrentPPO`` does.
+
+        :param state: State that the last call has returned: hidden and cell states of an LSTM, or the hidden states of a GRU,
+            each of shape ``(n_lstm_layers, n, lstm_hidden_size)``. ``None`` for zeros
+        :param episode_start: Where an episode begins, so that the state is zero, shape ``(n,)``; ``None`` for nowhere
+        :param deterministic: Whether to take the mode of the distribution instead of a sample
+        :param action_masks: The choices that are allowed, see :mod:`sb3_grpo.masks`; ``None`` for all
+        :return: Actions, and the state after the step
+        :raises ValueError: If the state or ``episode_start`` does not fit the observations
+        """
+        self._before: tuple[Any, Any] = state, episode_start
+        actions, _ = super().predict(observation, state, episode_start, deterministic, action_masks)
+        return actions, self._after
+
+    def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> th.Tensor:
+        n = len(next(iter(observation.values())) if isinstance(observation, dict) else observation)
+        actions, _, after = self(observation, deterministic, states=self._states_of(n, *self._before), **self._context)
+        self._after = tuple(part.cpu().numpy() for part in self._parts(after))
+        return actions
+
+    def _states_of(self, n: int, state: Any, episode_start: Any) -> th.Tensor | None:
+        """:return: The states of ``n`` environments that the arguments of :meth:`predict` mean; ``None`` for zeros"""
+        if state is None:
+            return None
+        shapes, shape = [np.shape(part) for part in state], (self.n_lstm_layers, n, self.lstm_hidden_size)
+        if shapes != [shape] * self._n_parts:
+            raise ValueError(
+                f"`state` has the shapes {shapes}, and {n} observation(s) need {[shape] * self._n_parts}: pass the state that "
+                "the last call of `predict` returned for as many observations, or None where episodes begin."
+            )
+        states = self._joined([th.as_tensor(part) for part in state])
+        if episode_start is not None:
+            starts = np.asarray(episode_start, dtype=bool).reshape(-1)
+            if len(starts) != n:
+                raise ValueError(f"`episode_start` has {len(starts)} entries for {n} observation(s): pass one for each.")
+            states = states.masked_fill(th.as_tensor(starts)[:, None], 0.0)
+        return states
+
+
+class RecurrentCnnPolicy(RecurrentActorPolicy, ActorCnnPolicy):
+    """:class:`RecurrentActorPolicy` for images, with the features extractors of ``CnnPolicy``."""
+
+
+class RecurrentMultiInputPolicy(RecurrentActorPolicy, MultiInputActorPolicy):
+    """:class:`RecurrentActorPolicy` for ``Dict`` observations."""
+
+
+MlpLstmPolicy = RecurrentActorPolicy
+CnnLstmPolicy = RecurrentCnnPolicy
+MultiInputLstmPolicy = RecurrentMultiInputPolicy
+
+
+class RecurrentGRPO(MaskableGRPO):
+    """
+    :class:`GRPO` with memory, used as sb3-contrib's ``RecurrentPPO``.
+    """
+
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
+        "MlpLstmPolicy": MlpLstmPolicy,
+        "CnnLstmPolicy": CnnLstmPolicy,
+        "MultiInputLstmPolicy": MultiInputLstmPolicy,
+    }
+    supported_action_spaces: ClassVar[Any] = GRPO.supported_action_spaces
+
+    def _setup_model(self) -> None:
+        is_maskable = isinstance(self.action_space, MaskableGRPO.supported_action_spaces)
+        (MaskableGRPO if is_maskable else GRPO)._setup_model(self)
+
+    def learn(  # type: ignore[override]
+        self: SelfRecurrentGRPO,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        log_interval: int = 1,
+        tb_log_name: str = "RecurrentGRPO",
+        reset_num_timesteps: bool = True,
+        use_masking: bool = True,
+        progress_bar: bool = False,
+    ) -> SelfRecurrentGRPO:
+        """
+        Learn. The arguments are those of ``MaskableGRPO.learn``.
+
+        :param use_masking: Whether to use the masks of environments that have ``action_masks``
+        """
+        is_maskable = isinstance(self.action_space, MaskableGRPO.supported_action_spaces)
+        masked = use_masking and is_maskable and self.env is not None and self.env.has_attr("action_masks")
+        return super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, masked, progress_bar)
