@@ -194,8 +194,8 @@ def run_policy(
         if policy.state_size > 0:
             states[position.steps == 0] = 0.0
             optional["states"] = states
-        sampled, log_probs, *new_states = act(obs, obs_tensor, **optional)
-        states = new_states[0] if new_states else states
+        acted = act(obs, obs_tensor, **optional)
+        (sampled, log_probs), states = acted[:2], acted[2] if policy.state_size > 0 else states
         if not math.isfinite(sum(log_probs.tolist())):  # in less time than a call of torch
             raise ValueError(
                 f"The output of the policy is not finite after {num_timesteps + n * n_envs} timesteps: the sampled actions "

@@ -1,6 +1,6 @@
 """GRPO with memory: policies with an LSTM or a GRU, for environments whose single observations do not show the state."""
 
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch as th
@@ -10,7 +10,6 @@ from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import MaybeCallback, PyTorchObs, Schedule
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.maskable import MaskableGRPO
@@ -25,21 +24,40 @@ SelfRecurrentGRPO = TypeVar("SelfRecurrentGRPO", bound="RecurrentGRPO")
 LSTM_OPTIONS = {"bias", "dropout"}
 
 
-def time_order(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+class Block(NamedTuple):
     """
-    The order in which a recurrent layer takes sequences without padding: the first steps of all, the second steps of those
-    that have one, and so on, long sequences first.
+    Steps of several sequences for one call of a recurrent layer, which is fast if all have the same number of steps.
+
+    :param rows: Index of the row of each step and sequence, shape ``(n_steps, n_sequences)``
+    :param is_real: Whether the sequence has that step; the last row of the sequence stands in for the others
+    """
+
+    rows: np.ndarray
+    is_real: np.ndarray
+
+
+def blocks_of(sequences: np.ndarray) -> tuple[np.ndarray, list[Block]]:
+    """
+    Divide sequences into blocks that follow each other in time. A block ends where half of its sequences have ended, so most
+    of its work is for steps that exist.
 
     :param sequences: Label of each row's sequence. The rows of a sequence follow each other in order of time, shape ``(n,)``
-    :return: Index of the rows in this order, shape ``(n,)``; number of rows at each time; and index of the first row of each
-        sequence
+    :return: Index of the first row of each sequence, and the blocks. Both begin with the longest sequence
     """
     first = np.flatnonzero(np.append(True, np.diff(sequences) != 0))
     lengths = np.diff(np.append(first, len(sequences)))
-    longest_first = np.argsort(-lengths, kind="stable")
-    rank = np.repeat(np.argsort(longest_first), lengths)
-    time = np.arange(len(sequences)) - np.repeat(first, lengths)
-    return np.lexsort((rank, time)), np.bincount(time), first[longest_first]
+    order = np.argsort(-lengths, kind="stable")
+    first, lengths = first[order], lengths[order]
+    n_running = np.count_nonzero(lengths > np.arange(lengths[0])[:, None], axis=1)
+    blocks: list[Block] = []
+    begin = 0
+    while begin < lengths[0]:
+        n = int(n_running[begin])
+        end = int(np.count_nonzero(2 * n_running > n))
+        steps = np.arange(begin, end)[:, None]
+        blocks.append(Block(first[:n] + np.minimum(steps, lengths[:n] - 1), steps < lengths[:n]))
+        begin = end
+    return first, blocks
 
 
 class RecurrentActorPolicy(ActorPolicy):
@@ -103,19 +121,25 @@ class RecurrentActorPolicy(ActorPolicy):
         return th.cat([each for part in parts for each in part], dim=1)
 
     def _remember(self, obs: PyTorchObs, states: Any, sequences: th.Tensor | None = None) -> tuple[th.Tensor, th.Tensor]:
-        """:return: Outputs of the recurrent layer, shape ``(n, units)``, and states after the last step of each sequence"""
+        """:return: Outputs of the recurrent layer, shape ``(n, units)``, and states after the last step"""
         features = self.extract_features(obs, self.features_extractor)
-        n = len(features)
-        first: Any = slice(None)
-        states = features.new_zeros(n, self.state_size) if states is None else th.as_tensor(states).to(features)
-        inputs: Any = features[None]
-        if sequences is not None:
-            order, sizes, first = time_order(sequences.cpu().numpy())
-            inputs = PackedSequence(features[order], th.as_tensor(sizes))
-        before = tuple(part.contiguous() for part in self._parts(states[first]))
-        outputs, after = self.memory(inputs, before if self.cell == "lstm" else before[0])
-        after = self._joined(after if self.cell == "lstm" else (after,))
-        return (outputs[0] if sequences is None else outputs.data[np.argsort(order)]), after
+        states = features.new_zeros(len(features), self.state_size) if states is None else th.as_tensor(states).to(features)
+        if sequences is None:
+            outputs, after = self._run(features[None], states)
+            return outputs[0], after
+        first, blocks = blocks_of(sequences.cpu().numpy())
+        after, real = states[first], []
+        for block in blocks:
+            outputs, after = self._run(features[block.rows], after[: block.rows.shape[1]])
+            real.append(outputs[block.is_real])
+        order = np.concatenate([block.rows[block.is_real] for block in blocks])
+        return th.cat(real)[np.argsort(order)], after
+
+    def _run(self, features: th.Tensor, states: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
+        """:return: Outputs for features of shape ``(n_steps, n, features_dim)``, and states after the last step"""
+        before = tuple(part.contiguous() for part in self._parts(states))
+        outputs, after = self.memory(features, before if self.cell == "lstm" else before[0])
+        return outputs, self._joined(after if self.cell == "lstm" else (after,))
 
     def next_states(self, observations: Observations, states: np.ndarray) -> np.ndarray:
         size, parts = self.encoding_batch(), [states[:0]]
