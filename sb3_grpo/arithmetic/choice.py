@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-
 from sb3_grpo.arithmetic.conditions import is_from, parts_of, unusual_optimizer
 from sb3_grpo.arithmetic.machine import MachineLearner, MachinePolicy
 from sb3_grpo.arithmetic.machine_code.jit import compile_functions
