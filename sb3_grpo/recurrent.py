@@ -7,7 +7,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.type_aliases import MaybeCallback, PyTorchObs, Schedule
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, PyTorchObs, Schedule
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
@@ -70,6 +70,7 @@ class RecurrentActorPolicy(ActorPolicy):
     :param observation_space: Observation space
     :param action_space: Action space: ``Box``, ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``
     :param lr_schedule: Learning rate schedule, a function of the remaining progress (from 1 to 0)
+    :param args: Further arguments of :class:`~sb3_grpo.ActorPolicy`
     :param lstm_hidden_size: Number of units of each recurrent layer
     :param n_lstm_layers: Number of recurrent layers
     :param lstm_kwargs: Further arguments of the recurrent layers, ``bias`` or ``dropout``
@@ -85,6 +86,7 @@ class RecurrentActorPolicy(ActorPolicy):
         observation_space: spaces.Space,
         action_space: spaces.Space,
         lr_schedule: Schedule,
+        *args: Any,
         lstm_hidden_size: int = 64,
         n_lstm_layers: int = 1,
         lstm_kwargs: dict[str, Any] | None = None,
@@ -100,7 +102,8 @@ class RecurrentActorPolicy(ActorPolicy):
         self.lstm_kwargs = dict(lstm_kwargs or {})
         self._n_parts = 2 if cell == "lstm" else 1
         self.state_size = self._n_parts * n_lstm_layers * lstm_hidden_size
-        super().__init__(observation_space, action_space, lr_schedule, **kwargs)
+        self._before: tuple[Any, Any] = None, None  # `state` and `episode_start` of a call of `predict`
+        super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("lstm_hidden_size", "n_lstm_layers", "lstm_kwargs", "cell")}
@@ -120,8 +123,12 @@ class RecurrentActorPolicy(ActorPolicy):
         """:return: The states that :meth:`_parts` has taken apart, shape ``(n, state_size)``"""
         return th.cat([each for part in parts for each in part], dim=1)
 
-    def _remember(self, obs: PyTorchObs, states: Any, sequences: th.Tensor | None = None) -> tuple[th.Tensor, th.Tensor]:
-        """:return: Outputs of the recurrent layer, shape ``(n, units)``, and states after the last step"""
+    def remember(self, obs: PyTorchObs, states: Any, sequences: th.Tensor | None = None) -> tuple[th.Tensor, th.Tensor]:
+        """
+        Pass observations through the recurrent layer. The arguments are those of :meth:`get_distribution`.
+
+        :return: Its outputs, shape ``(n, lstm_hidden_size)``, and states of the memory after the last step
+        """
         features = self.extract_features(obs, self.features_extractor)
         states = features.new_zeros(len(features), self.state_size) if states is None else th.as_tensor(states).to(features)
         if sequences is None:
@@ -146,7 +153,7 @@ class RecurrentActorPolicy(ActorPolicy):
         for rows in (slice(first, first + size) for first in range(0, len(states), size)):
             with th.no_grad():
                 obs = obs_as_tensor(take_observations(observations, rows), self.device)
-                parts.append(self._remember(obs, states[rows])[1].cpu().numpy())
+                parts.append(self.remember(obs, states[rows])[1].cpu().numpy())
         return np.concatenate(parts)
 
     def forward(self, obs: PyTorchObs, deterministic: bool = False, states: Any = None, **context: Any) -> Any:
@@ -156,8 +163,11 @@ class RecurrentActorPolicy(ActorPolicy):
         :return: Actions, shape ``(n, *action_shape)``, their log-probabilities, shape ``(n,)``, and the states of the memory
             after the step, shape ``(n, state_size)``
         """
-        outputs, after = self._remember(obs, states)
+        outputs, after = self.remember(obs, states)
         return *self._sample(self._distribution(self.policy_net(outputs), **context), deterministic), after
+
+    def _latent(self, obs: PyTorchObs, states: Any = None, sequences: th.Tensor | None = None) -> th.Tensor:
+        return self.policy_net(self.remember(obs, states, sequences)[0])
 
     def get_distribution(
         self, obs: PyTorchObs, states: Any = None, sequences: th.Tensor | None = None, **context: Any
@@ -169,7 +179,7 @@ class RecurrentActorPolicy(ActorPolicy):
         :param sequences: Label of each row's sequence, shape ``(n,)``. The state at the first row of a sequence is taken from
             ``states``, and the others follow from it. ``None`` if each row is a sequence of its own
         """
-        return self._distribution(self.policy_net(self._remember(obs, states, sequences)[0]), **context)
+        return self._distribution(self._latent(obs, states, sequences), **context)
 
     def predict(
         self,
@@ -190,7 +200,7 @@ class RecurrentActorPolicy(ActorPolicy):
         :return: Actions, and the state after the step
         :raises ValueError: If the state or ``episode_start`` does not fit the observations
         """
-        self._before: tuple[Any, Any] = state, episode_start
+        self._before = state, episode_start
         actions, _ = super().predict(observation, state, episode_start, deterministic, action_masks)
         return actions, self._after
 
@@ -234,7 +244,26 @@ MultiInputLstmPolicy = RecurrentMultiInputPolicy
 
 class RecurrentGRPO(MaskableGRPO):
     """
-    :class:`GRPO` with memory, used as sb3-contrib's ``RecurrentPPO``.
+    :class:`GRPO` with memory, used as sb3-contrib's ``RecurrentPPO``: the policy has an LSTM or a GRU. Its state is zero where
+    an episode begins, and goes on from rollout to rollout. Where the environments have ``action_masks``, they are used as by
+    :class:`MaskableGRPO`.
+
+    An update goes over whole sequences: each begins with the state that was stored when it was sampled, and the gradient goes
+    back through all its steps, see ``sequence_length`` of :class:`GroupRolloutBuffer`. The value estimate of ``"kernel"`` sees
+    the state before a step beside the observation.
+
+    Departures from ``RecurrentPPO``: there is no second recurrent layer for a critic, and ``predict`` takes ``action_masks``.
+
+    :param policy: ``"MlpLstmPolicy"``, ``"CnnLstmPolicy"``, ``"MultiInputLstmPolicy"``, or a subclass of
+        :class:`~sb3_grpo.recurrent.RecurrentActorPolicy`. Its arguments ``lstm_hidden_size``, ``n_lstm_layers``,
+        ``lstm_kwargs`` and ``cell`` are given as ``policy_kwargs``
+    :param env: Environment to learn from, or its Gymnasium id
+    :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0)
+    :param n_steps: Number of steps per environment and rollout, as for :class:`GRPO`
+    :param batch_size: Number of transitions of a minibatch, which has as many whole sequences as it needs for them
+    :param args: Further arguments of :class:`GRPO`
+    :param kwargs: Further arguments of :class:`GRPO`. Without ``update_rule="natural"``, updates are clipped
+    :raises ValueError: If an argument is out of range, or does not fit the environment
     """
 
     policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
@@ -244,8 +273,21 @@ class RecurrentGRPO(MaskableGRPO):
     }
     supported_action_spaces: ClassVar[Any] = GRPO.supported_action_spaces
 
+    def __init__(
+        self,
+        policy: str | type[RecurrentActorPolicy],
+        env: GymEnv | str | None,
+        learning_rate: float | Schedule = 3e-4,
+        n_steps: int | None = None,
+        batch_size: int = 256,
+        *args: Any,
+        **kwargs: Any,
+    ):
+        super().__init__(policy, env, learning_rate, n_steps, batch_size, *args, **kwargs)
+
     def _setup_model(self) -> None:
         is_maskable = isinstance(self.action_space, MaskableGRPO.supported_action_spaces)
+        self._uses_masks = self._uses_masks and is_maskable
         (MaskableGRPO if is_maskable else GRPO)._setup_model(self)
 
     def learn(  # type: ignore[override]

@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"masks", "shared_inputs"},
     "extractors": set(),
     "fit_inputs": {"extractors", "observations", "policies"},
-    "export": {"arithmetic", "grpo", "maskable", "masks", "observations", "policies"},
+    "export": {"arithmetic", "grpo", "maskable", "masks", "observations", "policies", "recurrent"},
     "gymnasium_vector": {"observations"},
     "maskable": {"grpo", "masks"},
     "masks": set(),

@@ -1,6 +1,7 @@
 """Policies with memory: steps and sequences agree, states begin with episodes and outlast rollouts, and memory is learned."""
 
 import io
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 from test_masks import Rules, n_forbidden
 
 from benchmarks.tasks.t_maze import TMazeEnv
-from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO
+from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO, export_onnx
 from sb3_grpo.buffers import BUFFERS
+from sb3_grpo.distributed import RayVecEnv
 from sb3_grpo.recurrent import MlpLstmPolicy, blocks_of
 
 TINY: dict[str, Any] = dict(SMALL, lstm_hidden_size=6)
@@ -148,25 +150,27 @@ class Rollouts(Watcher):
 
     def __init__(self) -> None:
         super().__init__()
-        self.columns: list[dict[str, np.ndarray]] = []
+        self.columns: list[list[np.ndarray]] = []
 
     def _on_rollout_end(self) -> None:
         buffer = self.model.rollout_buffer  # type: ignore[attr-defined]
-        self.columns.append({name: getattr(buffer, name).copy() for name in ("steps", "states", "observations")})
+        self.columns.append([getattr(buffer, name).copy() for name in ("steps", "states", "observations")])
 
 
-def test_states_are_zero_where_episodes_begin_and_go_on_elsewhere_also_in_the_next_rollout():
-    model, watcher = make_model(make_envs(lengths=(5, 40)), learning_rate=0.0, normalize_observations=False), Rollouts()
-    first, second = model.learn(64, callback=watcher) and watcher.columns
-    steps, states, observations = (
-        np.concatenate([first[name], second[name]], axis=1) for name in ("steps", "states", "observations")
-    )
+@pytest.mark.parametrize(
+    "cls", [DummyVecEnv, pytest.param(RayVecEnv, marks=pytest.mark.xdist_group("ray"))], ids=["this process", "Ray"]
+)
+def test_states_are_zero_where_episodes_begin_and_go_on_elsewhere_also_in_the_next_rollout(cls: Any):
+    env, watcher = make_vec_env("CartPole-v1", 2, seed=0, vec_env_cls=cls), Rollouts()
+    model = make_model(env, learning_rate=0.0, normalize_observations=False).learn(64, callback=watcher)
+    env.close()
+    steps, states, observations = (np.concatenate(each, axis=1) for each in zip(*watcher.columns, strict=True))
     assert (steps[:, 16] > 0).any()  # an episode goes on from the first rollout into the second
     assert not states[steps == 0].any() and states[steps > 0].any(axis=-1).all()
-    for env in range(2):
-        after = model.policy.next_states(observations[env], states[env])
-        goes_on = np.flatnonzero(steps[env, 1:] > 0)
-        np.testing.assert_allclose(states[env, 1:][goes_on], after[:-1][goes_on], rtol=1e-4, atol=1e-6)
+    for env_idx in range(2):
+        after = model.policy.next_states(observations[env_idx], states[env_idx])
+        goes_on = np.flatnonzero(steps[env_idx, 1:] > 0)
+        np.testing.assert_allclose(states[env_idx, 1:][goes_on], after[:-1][goes_on], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("longest", [None, 4])
@@ -233,6 +237,19 @@ def test_a_saved_run_continues_bit_for_bit(kwargs: dict[str, Any]):
     assert not th.equal(expected["memory.weight_hh_l0"], th.zeros(1)) and go_on(file).keys() == found.keys()
 
 
+@pytest.mark.parametrize("kwargs", CELLS)
+def test_an_exported_policy_acts_as_predict_with_its_states(kwargs: dict[str, Any], tmp_path: pathlib.Path):
+    ort = pytest.importorskip("onnxruntime")
+    model = make_model(make_envs(action_space=BOX), policy_kwargs=dict(TINY, log_std_init=0.0, **kwargs)).learn(64)
+    export_onnx(model, tmp_path / "policy.onnx")
+    session, state = ort.InferenceSession(tmp_path / "policy.onnx"), None
+    states = np.zeros((5, model.policy.state_size), np.float32)
+    for observation in samples(VECTOR, 20).reshape(4, 5, 3):
+        expected, state = model.predict(observation, state, deterministic=True)
+        action, states = session.run(["action", "next_state"], {"observation": observation, "state": states})
+        np.testing.assert_allclose(action, expected, rtol=1e-4, atol=1e-5)
+
+
 # --- masks ---
 
 
@@ -276,6 +293,7 @@ def t_maze_score(cls: type[GRPO], policy: str, n: int, **kwargs: Any) -> float:
     return float(np.mean(rewards))
 
 
+@pytest.mark.slow
 def test_a_maze_that_needs_masks_and_memory_is_learned_with_both_and_not_with_one_of_them():
     assert t_maze_score(RecurrentGRPO, "MlpLstmPolicy", 12_000) > 0.95
     assert t_maze_score(MaskableGRPO, "MlpPolicy", 12_000) < 0.75
