@@ -237,7 +237,7 @@ def test_a_saved_run_continues_bit_for_bit(kwargs: dict[str, Any]):
     assert not th.equal(expected["memory.weight_hh_l0"], th.zeros(1)) and go_on(file).keys() == found.keys()
 
 
-@pytest.mark.parametrize("kwargs", CELLS)
+@pytest.mark.parametrize("kwargs", CELLS[:2])
 def test_an_exported_policy_acts_as_predict_with_its_states(kwargs: dict[str, Any], tmp_path: pathlib.Path):
     ort = pytest.importorskip("onnxruntime")
     model = make_model(make_envs(action_space=BOX), policy_kwargs=dict(TINY, log_std_init=0.0, **kwargs)).learn(64)

@@ -36,8 +36,8 @@ class GRPOExperimentManager(ExperimentManager):
     """
     :class:`rl_zoo3.exp_manager.ExperimentManager` with additions for the algorithms of this package. It uses the
     hyperparameter file of this package unless another one is given. It understands numbers as people write them, and
-    ``objective`` and ``rollout_buffer_kwargs`` in a string. It refuses wrong values with the file and the entry. With ``grpo_mask``, evaluation
-    uses masks.
+    ``objective`` and ``rollout_buffer_kwargs`` in a string. It refuses wrong values with the file and the entry. With
+    ``grpo_mask``, evaluation uses masks. With ``grpo_lstm``, policies have memory.
     """
 
     #: Keyword arguments of the ``RayVecEnv`` to train in; ``None`` for the class that ``--vec-env`` names.
