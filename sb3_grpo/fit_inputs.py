@@ -147,7 +147,7 @@ class FitInputs:
         ]
         standardised = policy.normalizer.slices.keys() - self._pictures
         covered = np.repeat([name in standardised for name in self._parts], sizes)
-        return np.append(covered, [False] * policy.state_size) if len(covered) <= MAX_INPUTS else False
+        return np.append(covered, np.zeros(policy.state_size, dtype=bool)) if len(covered) <= MAX_INPUTS else False
 
     def get_state(self) -> dict[str, th.Tensor] | None:
         """:return: Weights of the features extractor; ``None`` if there is none"""
