@@ -112,7 +112,7 @@ class FitInputs:
         :return: Inputs, shape ``(n, d)``
         """
         inputs = self._of_observations(observations, policy)
-        return inputs if states is None else np.hstack([inputs, states])
+        return inputs if states is None or policy.state_size == 0 else np.hstack([inputs, states])
 
     def _of_observations(self, observations: Observations, policy: ActorPolicy) -> np.ndarray:
         if self._uses_network:
