@@ -104,17 +104,12 @@ class FitInputs:
             return {"extractor": "of the first fit"}
         return {"images": "pooled"} if self._pictures else {}
 
-    def __call__(self, observations: Observations, policy: ActorPolicy, states: np.ndarray | None = None) -> np.ndarray:
+    def __call__(self, observations: Observations, policy: ActorPolicy) -> np.ndarray:
         """
         :param observations: Observations, shape ``(n, *obs_shape)`` or a dict of such
         :param policy: The actor
-        :param states: States of its memory before the steps, shape ``(n, state_size)``; ``None`` without memory
         :return: Inputs, shape ``(n, d)``
         """
-        inputs = self._of_observations(observations, policy)
-        return inputs if states is None or policy.state_size == 0 else np.hstack([inputs, states])
-
-    def _of_observations(self, observations: Observations, policy: ActorPolicy) -> np.ndarray:
         if self._uses_network:
             if self._extractor is None:
                 self._extractor = copy.deepcopy(policy.features_extractor).requires_grad_(False).eval()
@@ -147,7 +142,7 @@ class FitInputs:
         ]
         standardised = policy.normalizer.slices.keys() - self._pictures
         covered = np.repeat([name in standardised for name in self._parts], sizes)
-        return np.append(covered, np.zeros(policy.state_size, dtype=bool)) if len(covered) <= MAX_INPUTS else False
+        return covered if len(covered) <= MAX_INPUTS else False
 
     def get_state(self) -> dict[str, th.Tensor] | None:
         """:return: Weights of the features extractor; ``None`` if there is none"""

@@ -225,10 +225,6 @@ class ActorPolicy(BasePolicy):
         """Create what stands between features and hidden layers, and return the number of its outputs."""
         return features_dim
 
-    def next_states(self, observations: Observations, states: np.ndarray) -> np.ndarray:
-        """:return: States of the memory after steps, from observations and states before them, shape ``(n, state_size)``"""
-        return states
-
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the rate of all parameters, before :meth:`learning_rate_factor` and ``log_std_lr_factor``."""
         learning_rate *= self.learning_rate_factor()

@@ -8,12 +8,10 @@ from gymnasium import spaces
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, PyTorchObs, Schedule
-from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.maskable import MaskableGRPO
-from sb3_grpo.observations import Observations, take_observations
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MultiInputActorPolicy
 from sb3_grpo.validation import require_at_least, require_one_of
 
@@ -148,14 +146,6 @@ class RecurrentActorPolicy(ActorPolicy):
         outputs, after = self.memory(features, before if self.cell == "lstm" else before[0])
         return outputs, self._joined(after if self.cell == "lstm" else (after,))
 
-    def next_states(self, observations: Observations, states: np.ndarray) -> np.ndarray:
-        size, parts = self.encoding_batch(), [states[:0]]
-        for rows in (slice(first, first + size) for first in range(0, len(states), size)):
-            with th.no_grad():
-                obs = obs_as_tensor(take_observations(observations, rows), self.device)
-                parts.append(self.remember(obs, states[rows])[1].cpu().numpy())
-        return np.concatenate(parts)
-
     def forward(self, obs: PyTorchObs, deterministic: bool = False, states: Any = None, **context: Any) -> Any:
         """
         Choose actions. The arguments are those of :meth:`get_distribution`, and whether to take its mode instead of a sample.
@@ -250,7 +240,7 @@ class RecurrentGRPO(MaskableGRPO):
 
     An update goes over whole sequences: each begins with the state that was stored when it was sampled, and the gradient goes
     back through all its steps, see ``sequence_length`` of :class:`GroupRolloutBuffer`. The value estimate of ``"kernel"`` sees
-    the state before a step beside the observation.
+    observations and time. With the state of the memory, whose meaning changes with each update, it explains less.
 
     Departures from ``RecurrentPPO``: there is no second recurrent layer for a critic, and ``predict`` takes ``action_masks``.
 

@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "normalization": {"observations"},
     "observations": set(),
     "persistence": {"arithmetic", "buffers", "policies", "settings", "starts"},
-    "recurrent": {"grpo", "maskable", "observations", "policies", "validation"},
+    "recurrent": {"grpo", "maskable", "policies", "validation"},
     "relative": {"advantages"},
     "scenarios": set(),
     "shared_inputs": {"observations", "persistence", "validation"},

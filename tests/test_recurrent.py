@@ -38,7 +38,7 @@ def make_model(env: Any = None, policy: str = "MlpLstmPolicy", **kwargs: Any) ->
 
 
 def make_policy(space: spaces.Space = BOX, **kwargs: Any) -> Any:
-    policy = MlpLstmPolicy(VECTOR, space, lambda _: 0.01, **{**TINY, **kwargs})
+    policy: Any = MlpLstmPolicy(VECTOR, space, lambda _: 0.01, **{**TINY, **kwargs})
     with th.no_grad():  # the small last layer would hide differences
         policy.action_net.weight.normal_()
     return policy
@@ -168,7 +168,7 @@ def test_states_are_zero_where_episodes_begin_and_go_on_elsewhere_also_in_the_ne
     assert (steps[:, 16] > 0).any()  # an episode goes on from the first rollout into the second
     assert not states[steps == 0].any() and states[steps > 0].any(axis=-1).all()
     for env_idx in range(2):
-        after = model.policy.next_states(observations[env_idx], states[env_idx])
+        after = model.policy.remember(th.as_tensor(observations[env_idx]), states[env_idx])[1].detach().numpy()
         goes_on = np.flatnonzero(steps[env_idx, 1:] > 0)
         np.testing.assert_allclose(states[env_idx, 1:][goes_on], after[:-1][goes_on], rtol=1e-4, atol=1e-6)
 
@@ -275,10 +275,10 @@ def without_velocities(seed: int, n: int = 8) -> Any:
 def test_memory_balances_the_pole_without_seeing_velocities(record_property: Callable[[str, object], None]):
     scores = {}
     for name, cls, policy in (("memory", RecurrentGRPO, "MlpLstmPolicy"), ("none", GRPO, "MlpPolicy")):
-        model = cls(policy, without_velocities(0), seed=0, device="cpu").learn(40_000)
+        model = cls(policy, without_velocities(0), learning_rate=1e-3, seed=0, device="cpu").learn(24_576)
         scores[name] = float(np.mean(evaluate_policy(model, without_velocities(1000), 20)[0]))
     record_property("CartPole without velocities", scores)
-    assert scores["memory"] > 200 and scores["none"] < 80
+    assert scores["memory"] > 120 and scores["none"] < 70
 
 
 def t_maze_score(cls: type[GRPO], policy: str, n: int, **kwargs: Any) -> float:

@@ -156,13 +156,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
     ) -> tuple[Transitions, np.ndarray]:
         time_unit = self._time_unit(rollout.steps)
-        inputs = self.inputs(rollout.observations, policy, rollout.states)
+        inputs = self.inputs(rollout.observations, policy)
         self.baseline.observe(inputs, self.inputs.standardised_by(policy))
         features = self.baseline.features(inputs, rollout.steps / time_unit, self._dtype)
 
         cuts, cut_obs = self._cut_observations(last_obs)
-        before_cuts = take_observations(rollout.observations, cuts)
-        cut_inputs = self.inputs(cut_obs, policy, policy.next_states(before_cuts, rollout.states[cuts]))
+        cut_inputs = self.inputs(cut_obs, policy)
         cut_features = self.baseline.features(cut_inputs, (rollout.steps[cuts] + 1) / time_unit, self._dtype)
 
         ends = rollout.dones.copy()
