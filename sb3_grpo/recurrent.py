@@ -267,7 +267,7 @@ class RecurrentGRPO(MaskableGRPO):
         self,
         policy: str | type[RecurrentActorPolicy],
         env: GymEnv | str | None,
-        learning_rate: float | Schedule = 3e-4,
+        learning_rate: float | Schedule = 1e-3,
         n_steps: int | None = None,
         batch_size: int = 256,
         *args: Any,

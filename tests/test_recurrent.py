@@ -275,7 +275,7 @@ def without_velocities(seed: int, n: int = 8) -> Any:
 def test_memory_balances_the_pole_without_seeing_velocities(record_property: Callable[[str, object], None]):
     scores = {}
     for name, cls, policy in (("memory", RecurrentGRPO, "MlpLstmPolicy"), ("none", GRPO, "MlpPolicy")):
-        model = cls(policy, without_velocities(0), learning_rate=1e-3, seed=0, device="cpu").learn(24_576)
+        model = cls(policy, without_velocities(0), seed=0, device="cpu").learn(24_576)
         scores[name] = float(np.mean(evaluate_policy(model, without_velocities(1000), 20)[0]))
     record_property("CartPole without velocities", scores)
     assert scores["memory"] > 120 and scores["none"] < 70
