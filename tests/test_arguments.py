@@ -91,6 +91,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (kernel(reward_weights="progress"), "`reward_weights` must map the names of reward components to their weights"),
     (kernel(reward_weights={"a": np.inf}), "`reward_weights['a']` must be a finite number, not inf"),
     (kernel(horizon=0), "`horizon` must be an integer of at least 1 or None, not 0"),
+    (kernel(sequence_length=0), "`sequence_length` must be an integer of at least 1 or None, not 0"),
     (kernel(n_features=0), "`n_features` must be an integer of at least 1, not 0"),
     (kernel(bandwidth=0.0), f"`bandwidth` {POSITIVE} 0.0"),
     (kernel(ridge=-1), "`ridge` must be a finite number of at least 1e-05, not -1"),

@@ -26,7 +26,10 @@ TASKS = {
     "sb3_grpo/TokenArithmetic-v0": ("token_arithmetic:TokenArithmeticEnv", None),
 }
 #: The same of environments with action masks
-MASKED_TASKS = {"sb3_grpo/FullServers-v0": ("load_balancing:FullServersEnv", None)}
+MASKED_TASKS = {
+    "sb3_grpo/FullServers-v0": ("load_balancing:FullServersEnv", None),
+    "sb3_grpo/TMaze-v0": ("t_maze:TMazeEnv", None),
+}
 
 
 class InputDrivenEnv(gym.Env[np.ndarray, Any]):
