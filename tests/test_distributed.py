@@ -379,8 +379,8 @@ def collected(worker: RolloutWorker, n_envs: int, n_steps: int, ledger: Ledger |
     recipe = cloudpickle.dumps(model._policy_recipe())
     assert len(recipe) < 20_000
     state = {name: tensor.numpy() for name, tensor in model.policy.state_dict().items()}
-    present = obs, np.zeros((n_envs, 0), np.float32)  # a policy without memory
-    return worker.collect((recipe, state), present, ledger, True, 0, n_steps, -1, False, 0)
+    states = np.zeros((n_envs, 0), np.float32)  # of a policy without memory
+    return worker.collect((recipe, state), obs, states, ledger, True, 0, n_steps, -1, False, 0)
 
 
 def built(n_envs: int, env_fn: Any = None, first_env: int = 0) -> RolloutWorker:

@@ -25,7 +25,7 @@ from sb3_contrib.common.maskable.evaluation import evaluate_policy
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from sb3_grpo import GRPO, MaskableGRPO, ObjectiveOptions
+from sb3_grpo import GRPO, MaskableGRPO, ObjectiveOptions, RecurrentGRPO
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.zoo import cli, register
 from sb3_grpo.zoo.experiment import HYPERPARAMS, GRPOExperimentManager
@@ -407,3 +407,11 @@ def test_masks_are_used_in_training_and_in_evaluation(folder: Path, monkeypatch:
     (path,) = folder.glob("logs/grpo_mask/*/*FullServers-v0.zip")
     model = MaskableGRPO.load(path, device="cpu")
     assert model.num_timesteps >= 512 and evaluated and all(evaluated)
+
+
+@SHORT_ROLLOUTS
+def test_policies_with_memory_train_from_the_entries_of_others(folder: Path):
+    cli.main(["train", "--algo", "grpo_lstm", "--env", "CartPole-v1", "-n", "512", "--num-threads", "1"])
+    (path,) = folder.glob("logs/grpo_lstm/*/CartPole-v1.zip")
+    model = RecurrentGRPO.load(path, device="cpu")
+    assert model.num_timesteps >= 512 and model.policy.state_size == 128

@@ -316,8 +316,8 @@ class RayVecEnv(VecEnv):
         requests = []
         for w, (own, part) in enumerate(zip(self._slices, ledger.split(), strict=True)):
             own_seed = int(np.random.SeedSequence((seed, w)).generate_state(1)[0])
-            present = take_observations(obs, own), states[own]
-            requests.append((w, "collect", sent, present, part, starts.share_starts, own_seed, *settings))
+            own_obs = take_observations(obs, own)
+            requests.append((w, "collect", sent, own_obs, states[own], part, starts.share_starts, own_seed, *settings))
         parts, ledgers, mismatches, messages = zip(*self._ask(requests), strict=True)
         self._n_lost = [0] * self.n_workers
         ledger.join(ledgers)

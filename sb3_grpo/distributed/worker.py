@@ -100,7 +100,8 @@ class RolloutWorker:
     def collect(
         self,
         policy: tuple[bytes, dict[str, np.ndarray]],
-        present: tuple[VecEnvObs, np.ndarray],
+        obs: VecEnvObs,
+        states: np.ndarray,
         ledger: Ledger,
         share_starts: bool,
         seed: int,
@@ -108,8 +109,8 @@ class RolloutWorker:
     ) -> tuple[EnvStep, Ledger, int, list[str]]:
         """
         Let a policy act from the present observations and states of its memory, with a seed for its random numbers, and the
-        other arguments of :func:`~sb3_grpo.collection.run_policy`. It comes as a pickled function that makes it, used if it
-        is another one than last time, and its weights.
+        other arguments of :func:`~sb3_grpo.collection.run_policy`. The policy comes as a pickled function that makes it, used
+        if it is another one than last time, and its weights.
 
         :return: All steps in one, with the steps as the first axis of each array; the ledger, the number of starts that did
             not begin like their group's first member, and warnings
@@ -118,7 +119,7 @@ class RolloutWorker:
         if self.policy is None or make_policy != self.make_policy:
             self.policy, self.make_policy = cloudpickle.loads(make_policy)().to("cpu"), make_policy
         self.policy.load_state_dict({name: th.as_tensor(np.array(array)) for name, array in weights.items()})
-        obs, states = map_observations(np.array, present[0]), np.array(present[1])  # what Ray delivers cannot be written to
+        obs, states = map_observations(np.array, obs), np.array(states)  # what Ray delivers cannot be written to
         set_random_seed(seed)
         starts = SeededVecEnv(self.venv, ledger, share_starts, self.adapter)
         steps = []
