@@ -4,11 +4,9 @@ Learning curves: the return of each training episode, and the step at which it e
     python -m benchmarks.curves    # pack the curves of finished runs into the file that is under version control
 
 A run leaves its curve in a file of its own, in a folder that git ignores, so that several commands can run at the same time.
-Packing puts them into one compressed file for each CSV of rows, and the checksums of these files into `SHA256SUMS`, so that
-copies elsewhere, as in a release, can be checked with `sha256sum --check`.
+Packing puts them into one compressed file for each CSV of rows.
 """
 
-import hashlib
 import io
 import pathlib
 import time
@@ -159,22 +157,11 @@ def _write_whole(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
     replace_file(path, content.getvalue())
 
 
-def checksums(folder: pathlib.Path) -> str:
-    """
-    :param folder: Folder of the packed files
-    :return: A line for each of them, as `sha256sum` writes it
-    """
-    files = sorted(folder.glob("*.npz"))
-    return "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
-
-
 def main() -> None:
-    results = pathlib.Path(__file__).with_name("results")
-    for csv in sorted(results.glob("*.csv")):
+    for csv in sorted(pathlib.Path(__file__).with_name("results").glob("*.csv")):
         store = CurveStore(csv)
         if count := store.pack():
             print(f"{store.packed.name}: {count} curves, {store.packed.stat().st_size / 1e6:.1f} MB")
-    (results / "SHA256SUMS").write_text(checksums(results))
 
 
 if __name__ == "__main__":

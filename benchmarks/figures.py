@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.results import Arms, Suite
-from benchmarks.seconds import seconds_per_step
 from benchmarks.statistics import N_CURVE_RESAMPLES, Curve, interquartile_curve, interval_of_means, performance_profile
+from benchmarks.versus import seconds_per_step
 
 #: Colours, fonts and sizes of all figures of the documentation
 STYLE = pathlib.Path(__file__).parents[1] / "docs" / "figures.mplstyle"
@@ -47,7 +47,7 @@ def draw_curves(suite: Suite, arms: Arms, path: pathlib.Path, by_time: bool = Fa
     :param arms: For each name the arms that stand for it; dashed if the name contains "defaults"
     :param path: File of the figure
     :param by_time: Whether to draw against minutes of one core instead of steps, where the speed of all arms was measured in
-        turns, see :func:`~benchmarks.seconds.seconds_per_step`
+        turns, see :func:`~benchmarks.versus.seconds_per_step`
     """
     envs = [env for env in suite.timesteps if any(suite.arm_in(each, env) for each in arms.values())]
     minutes: dict[str, dict[str, float]] = {}

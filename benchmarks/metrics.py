@@ -3,7 +3,7 @@ What the logged metrics of healthy runs are: trains with the default settings an
 
     python -m benchmarks.metrics               # about six minutes
     python -m benchmarks.metrics boards        # about eight minutes: what the value estimate explains on MinAtar's boards
-    python -m benchmarks.report                # the table in docs/diagnostics.md, the figure in docs/games.md
+    python -m benchmarks.report                # the figure in docs/games.md; --print metrics: a table of the ranges
 
 For each metric and environment, the value of the first update, and the quantiles of 5% and 95% over all updates; on boards,
 `results/board_fits.csv` has means over twentieths of the training.

@@ -11,11 +11,11 @@ The definitions are those of `benchmarks.tables` and `benchmarks.statistics`.
 import argparse
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks import metrics, seconds
+from benchmarks import metrics
 from benchmarks.figures import N_POINTS, draw_curves, draw_panels, draw_profiles, draw_scores
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
@@ -35,6 +35,8 @@ from benchmarks.versus import (
     outcomes_by_environment,
     outcomes_table,
     scores_by_arm,
+    seconds_runs_table,
+    seconds_table,
     speed_claim,
     summary_table,
 )
@@ -43,8 +45,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 #: Names of the pages of `docs` with places to fill
 TABLES_ON = (
-    "benchmark", "benchmark_details", "when_groups_win", "from_trl", "speed", "zoo", "diagnostics", "sparse_rewards",
-    "games", "trust_region", "long_runs",
+    "benchmark", "benchmark_details", "how_it_works", "variants", "speed", "zoo", "games",
 )  # fmt: skip
 PAGES = (
     ROOT / "README.md",
@@ -83,8 +84,13 @@ CLAIMS = {
     "TRPO, rl-zoo3": "Against sb3-contrib's TRPO with rl-zoo3's settings, it is",
     "GRPO as DeepSeekMath has it": "Against GRPO as DeepSeekMath has it, it is",
 }
-#: Those that the README shows: the baseline alone exchanged, and both as they come
-IN_README = ("PPO, our settings", "PPO, our settings, rewards normalised", "PPO, defaults")
+#: Those that the README shows
+IN_README = {
+    "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, GRPO is",
+    "TRPO, rl-zoo3": CLAIMS["TRPO, rl-zoo3"],
+}
+#: Those where no setting was chosen
+UNTOUCHED = {name: CLAIMS[name] for name in ("PPO, our settings", "PPO, our settings, rewards normalised", "PPO, defaults")}
 GROUPS_CLAIMS = {
     "inputs": "On the input-driven environments, GRPO with groups is",
     "others": "On the other environments, it is",
@@ -104,6 +110,7 @@ ENTRY = {"GRPO, entry of the zoo": ["grpo"]}
 #: The same with a limit of the steps that does not fall
 CONSTANT = {"GRPO, constant limit": ["now, constant limit"]}
 ENTRY_CONSTANT = {"the same, constant limit": ["grpo, constant limit"]}
+LIMITS = {**CONSTANT, **ENTRY, **ENTRY_CONSTANT}
 #: What GRPO is compared with on boards
 BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
 #: Columns of the tables of Atari games
@@ -126,8 +133,8 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     boards, bodies, atari = (Suite(name, results) for name in ("minatar", "large_bodies", "atari"))
     return {
         "claim": lambda: claims(proof, CLAIMS),
-        "short_claim": lambda: claims(proof, IN_README),
-        "untouched_claim": lambda: claims(groups["untouched"], IN_README),
+        "short_claim": lambda: claims(proof, IN_README, speed=False),
+        "untouched_claim": lambda: claims(groups["untouched"], UNTOUCHED),
         "progress": lambda: progress(proof),
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
@@ -146,20 +153,20 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "million_area": lambda: environments_table(million, {**ours, **ENTRY, **MILLION_RIVALS}, "auc"),
         "million_outcomes": lambda: outcomes_table(million, OURS, {**MILLION_RIVALS, **SBX}),
         "entry_outcomes": lambda: outcomes_by_environment(million, "grpo", {"GRPO's default": [OURS], **MILLION_RIVALS}),
-        "million_seconds": lambda: seconds.environments_table(million, OURS, {**MILLION_RIVALS, **SBX}),
+        "million_seconds": lambda: seconds_table(million, OURS, {**MILLION_RIVALS, **SBX}),
         "three_million": lambda: environments_table(Suite("three_million", results), {**ours, **CONSTANT}, "eval_mean"),
-        "limits": lambda: environments_table(million, {**ours, **CONSTANT, **ENTRY, **ENTRY_CONSTANT}, "eval_mean"),
-        "limits_area": lambda: environments_table(million, {**ours, **CONSTANT, **ENTRY, **ENTRY_CONSTANT}, "auc"),
+        "limits": lambda: environments_table(million, {**ours, **LIMITS}, "eval_mean"),
+        "limits_area": lambda: environments_table(million, {**ours, **LIMITS}, "auc"),
         "limits_outcomes": lambda: outcomes_by_environment(million, OURS, CONSTANT),
         "large_bodies": lambda: environments_table(bodies, {**ours, **CONSTANT, "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),
         "boards_evaluation": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_area": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "auc"),
         "boards_summary": lambda: summary_table(boards, OURS, BOARD_RIVALS),
-        "boards_seconds": lambda: seconds.environments_table(boards, OURS, BOARD_RIVALS),
+        "boards_seconds": lambda: seconds_table(boards, OURS, BOARD_RIVALS),
         "atari_evaluation": lambda: environments_table(atari, ATARI, "eval_mean"),
         "atari_area": lambda: environments_table(atari, ATARI, "auc"),
-        "seconds": lambda: seconds.environments_table(proof, OURS, CRITICS),
-        "seconds_runs": lambda: seconds.runs_table(proof, OURS, CRITICS),
+        "seconds": lambda: seconds_table(proof, OURS, CRITICS),
+        "seconds_runs": lambda: seconds_runs_table(proof, OURS, CRITICS),
         "units": lambda: environments_table(Suite("units", results), UNITS, "auc"),
         "zoo": lambda: zoo_table(Suite("zoo", results)),
         "groups_claim": lambda: listed(
@@ -178,14 +185,18 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     }
 
 
-def claims(proof: Suite, names: Iterable[str]) -> str:
+def claims(proof: Suite, openings: Mapping[str, str], speed: bool = True) -> str:
     """
     :param proof: Finished runs
-    :param names: Names in :data:`CLAIMS`
-    :return: Their sentences, and one about speed
+    :param openings: Beginnings of sentences by the name of a rival
+    :param speed: Whether a sentence about speed follows
+    :return: The sentences
     """
-    speed = speed_claim(proof, OURS, RIVALS["PPO, our settings"], "Against PPO with these settings, GRPO takes")
-    return listed([*(claim(proof, OURS, RIVALS[name], CLAIMS[name]) for name in names), speed])
+    sentences = [claim(proof, OURS, RIVALS[name], opening) for name, opening in openings.items()]
+    if speed:
+        opening = "Against PPO with the settings of GRPO's clipped updates, GRPO takes"
+        sentences.append(speed_claim(proof, OURS, RIVALS["PPO, our settings"], opening))
+    return listed(sentences)
 
 
 def listed(sentences: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ Measure speed and memory on one core.
   of its own, and on a GPU that of its tensors there.
 - `cold`: a short training in a new process, imports included: GRPO with an empty cache of machine code, GRPO with a full one,
   and PPO, in turns. CPU time is that of the whole process.
-- `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for `benchmarks.seconds`.
+- `turns`: trainings of a suite of `benchmarks/matrix.yml` take turns, for `benchmarks.versus`.
 """
 
 import argparse

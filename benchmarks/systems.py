@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.results import RESULTS, append_row, read_rows
 from benchmarks.tables import markdown_table
-from sb3_grpo import GRPO, MaskableGRPO, __version__
+from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO, __version__
 from sb3_grpo.policies import ActorPolicy
 
 
@@ -230,6 +230,7 @@ HIDDEN_VELOCITIES = Experiment(
         "GRPO, 4 frames": (GRPO, "MlpPolicy", 4),
         "PPO": (partial(PPO, n_steps=256), "MlpPolicy", 1),
         "PPO, 4 frames": (partial(PPO, n_steps=256), "MlpPolicy", 4),
+        "RecurrentGRPO": (RecurrentGRPO, "MlpLstmPolicy", 1),
         "RecurrentPPO": (partial(RecurrentPPO, **RECURRENT), "MlpLstmPolicy", 1),
     },
     n_seeds=5,

@@ -15,6 +15,7 @@ from sb3_grpo.grpo import GRPO
 from sb3_grpo.maskable import MaskableGRPO
 from sb3_grpo.persistence import VERSION
 from sb3_grpo.policies import ActorPolicy, CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_grpo.recurrent import CnnLstmPolicy, MlpLstmPolicy, MultiInputLstmPolicy, RecurrentGRPO
 from sb3_grpo.scenarios import Scenarios
 from sb3_grpo.settings import ObjectiveOptions
 from sb3_grpo.shared_inputs import SharedInputs, check_shared_inputs
@@ -26,6 +27,7 @@ __version__ = VERSION
 __all__ = [
     "GRPO",
     "ActorPolicy",
+    "CnnLstmPolicy",
     "CnnPolicy",
     "CompleteGroupRolloutBuffer",
     "Doctor",
@@ -33,11 +35,14 @@ __all__ = [
     "GroupRolloutBuffer",
     "KernelRolloutBuffer",
     "MaskableGRPO",
+    "MlpLstmPolicy",
     "MlpPolicy",
+    "MultiInputLstmPolicy",
     "MultiInputPolicy",
     "ObjectiveOptions",
     "OutcomeRolloutBuffer",
     "ProcessRolloutBuffer",
+    "RecurrentGRPO",
     "ReturnToGoRolloutBuffer",
     "Scenarios",
     "SharedInputs",

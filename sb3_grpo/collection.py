@@ -23,8 +23,8 @@ from sb3_grpo.vec_wrappers import INSIDE_WORKERS, data_changing_wrapper
 class EnvStep(NamedTuple):
     """
     One step of all environments: actions as sampled and their log-probabilities, where the environments were before the step,
-    what it returned, and further :class:`~sb3_grpo.buffers.Columns` by name, such as ``action_masks`` with masks. The first
-    axis of all arrays is that of environments; ``infos`` come last.
+    what it returned, further :class:`~sb3_grpo.buffers.Columns` by name, such as ``action_masks`` with masks, and the states
+    of the policy's memory after the step. The first axis of all arrays is that of environments; ``infos`` come last.
     """
 
     actions: np.ndarray
@@ -34,6 +34,7 @@ class EnvStep(NamedTuple):
     rewards: np.ndarray
     dones: np.ndarray
     optional: dict[str, np.ndarray]
+    new_states: np.ndarray
     infos: list[dict[str, Any]]
 
 
@@ -62,10 +63,10 @@ def collect(
     if workers_act:
         steps = _run_in_workers(self, starts, *settings)
     else:
-        steps = run_policy(self.policy, starts, self._last_obs, *settings)
+        steps = run_policy(self.policy, starts, self._last_obs, self._last_states, *settings)
     for each in steps:
         obs_tensor, clipped_actions, step = each
-        actions, log_probs, position, new_obs, rewards, dones, optional, infos = step
+        actions, log_probs, position, new_obs, rewards, dones, optional, new_states, infos = step
         action_masks = optional.get("action_masks")
         check_step((new_obs, rewards, dones, infos), self.num_timesteps, position.steps)
 
@@ -89,7 +90,7 @@ def collect(
         n_steps += 1
         stored = rewards if normalizer is None else normalizer.get_original_reward()
         rollout_buffer.add(self._last_obs, actions, stored, dones, log_probs, position, infos, **optional)
-        self._last_obs = new_obs
+        self._last_obs, self._last_states = new_obs, new_states
         self._last_episode_starts = dones
         if not continue_training:
             if workers_act and n_steps < n_rollout_steps:
@@ -138,7 +139,7 @@ def _run_in_workers(self: Any, starts: SeededVecEnv, *settings: Any) -> Iterator
     while True:
         try:
             recipe, run = self._policy_recipe(), starts.venv.collect_by_workers  # type: ignore[attr-defined]
-            return run(recipe, self.policy, starts, self._last_obs, *settings)
+            return run(recipe, self.policy, starts, self._last_obs, self._last_states, *settings)
         except RolloutLost as error:
             env_idx, what = error.args
             warnings.warn(f"Environment {env_idx} {what}. All environments begin new episodes.", stacklevel=2)
@@ -149,6 +150,7 @@ def run_policy(
     policy: ActorPolicy,
     starts: SeededVecEnv,
     obs: VecEnvObs,
+    states: np.ndarray,
     n_steps: int,
     sde_sample_freq: int,
     uses_masks: bool,
@@ -159,6 +161,7 @@ def run_policy(
 
     :param starts: The layer through which the environments are reset and stepped
     :param obs: Present observations
+    :param states: Present states of the policy's memory, shape ``(n_envs, state_size)``, zero where an episode begins
     :param sde_sample_freq: Number of steps between two noise samples of gSDE; -1 for one sample per rollout
     :param uses_masks: Whether the environments say which actions they allow
     :param num_timesteps: Number of transitions before the first step, for messages
@@ -174,14 +177,18 @@ def run_policy(
         # The same tensor, in half of the time if it shares the memory of the array.
         obs_tensor = th.from_numpy(obs) if shares_memory else obs_as_tensor(obs, device)  # type: ignore[arg-type]
         optional = {"action_masks": starts.action_masks()} if uses_masks else {}
-        sampled, log_probs = act(obs, obs_tensor, **optional)
+        position = starts.ledger.position
+        if policy.state_size > 0:
+            states[position.steps == 0] = 0.0
+            optional["states"] = states
+        acted = act(obs, obs_tensor, **optional)
+        (sampled, log_probs), states = acted[:2], acted[2] if policy.state_size > 0 else states
         if not math.isfinite(sum(log_probs.tolist())):  # in less time than a call of torch
             raise ValueError(
                 f"The output of the policy is not finite after {num_timesteps + n * n_envs} timesteps: the sampled actions "
                 f"have log-probabilities {log_probs.tolist()}. Check the weights and the features extractor."
             )
         clipped = policy.within_bounds(sampled)
-        position = starts.ledger.position
         # A copy, because an environment may change the action that it is given.
         obs, rewards, dones, infos = starts.step_all(clipped.copy())
-        yield obs_tensor, clipped, EnvStep(sampled, log_probs, position, obs, rewards, dones, optional, infos)
+        yield obs_tensor, clipped, EnvStep(sampled, log_probs, position, obs, rewards, dones, optional, states, infos)

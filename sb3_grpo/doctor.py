@@ -118,7 +118,7 @@ class Doctor(BaseCallback):
         returns = returns or [each for members in buffer.group_returns.values() for each in members] or [np.nan]
         if np.isnan(self._return_to_exceed):
             self._return_to_exceed = np.mean(returns) + np.std(returns)
-        metrics = {**buffer.metrics, **self.model.ledger.choice.metrics, **self.model.update_metrics}
+        metrics = {**buffer.metrics, **self.model.update_metrics}
         metrics["floor"] = entropy_floor(policy.action_space, policy.squash_output)
         metrics.update(risen=np.mean(returns) > self._return_to_exceed, room=getattr(buffer, "max_waiting", np.inf) / 2)
         for name, shows, sentence, patience in SYMPTOMS:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch as th
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
@@ -186,6 +187,7 @@ class GRPO(PersistentAlgorithm):
         self._settings: dict[str, Any] = {}  # the arguments as they were last taken up, by name
         self._printed_settings = ""  # the settings of the run as they were last printed
         self._learned_from_normalized = False  # whether a VecNormalize normalised what the model learned from last
+        self._last_states = np.zeros((0, 0), np.float32)  # of the policy's memory, after the last step
         self._has_learned: bool | None = None  # whether `learn` had something to learn from; None before a rollout
 
         if _init_setup_model:
@@ -237,6 +239,8 @@ class GRPO(PersistentAlgorithm):
             super()._setup_model()
         finally:
             self.rollout_buffer_kwargs, self.policy_kwargs = user_kwargs
+        if self.policy.state_size > 0:
+            self.rollout_buffer.keep("states", self.policy.state_size)
         self.kl_penalty = KLPenalty(self.objective.kl_reference, self.objective.kl_estimator)
         self._continue_run(saved_ledger, last_obs)
         self._settings = self._current_settings()
@@ -375,6 +379,7 @@ class GRPO(PersistentAlgorithm):
         self._last_obs = None
         self.rollout_buffer.forget_trajectories()
         self._last_obs = starts.begin(reset)
+        self._last_states = np.zeros((starts.env.num_envs, self.policy.state_size), np.float32)
 
     def collect_rollouts(
         self,
@@ -475,5 +480,5 @@ class GRPO(PersistentAlgorithm):
         return Objective(clip_range, level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm)
 
     def _excluded_save_params(self) -> list[str]:
-        own = ["kl_penalty", "_random_state", "_printed_settings", "_seeded_env", "_settings"]
+        own = ["kl_penalty", "_random_state", "_printed_settings", "_seeded_env", "_settings", "_last_states"]
         return [*super()._excluded_save_params(), *own]

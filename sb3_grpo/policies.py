@@ -92,6 +92,8 @@ class ActorPolicy(BasePolicy):
     """
 
     default_features_extractor_class: ClassVar[type[BaseFeaturesExtractor]] = FlattenExtractor
+    #: Number of entries of the state of its memory, which a policy carries from step to step
+    state_size = 0
 
     policy_net: nn.Sequential
     action_net: nn.Module
@@ -180,7 +182,7 @@ class ActorPolicy(BasePolicy):
         if normalize_observations and normalized_parts(observation_space, normalize_images):
             self.normalizer = ObservationNormalizer(observation_space, normalize_images)
         self._first_log_std: th.Tensor | None = None
-        self._masking: dict[str, Any] = {}  # the masks of a call of `predict`, which SB3 does not hand on to `_predict`
+        self._context: dict[str, Any] = {}  # of a call of `predict`, which SB3 does not hand on to `_predict`
         self._build(lr_schedule)
         if hasattr(self, "log_std"):  # also in a subclass with layers of its own
             self._first_log_std = self.log_std.detach().clone()
@@ -194,9 +196,10 @@ class ActorPolicy(BasePolicy):
         """Create the layers and the optimizer."""
         self.features_extractor = self.make_features_extractor()
         self.features_dim = self.features_extractor.features_dim
-        self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, self.net_arch, self.activation_fn))
+        latent_dim = self._build_memory(self.features_dim)
+        self.policy_net = nn.Sequential(*create_mlp(latent_dim, -1, self.net_arch, self.activation_fn))
 
-        latent_dim = self.net_arch[-1] if self.net_arch else self.features_dim
+        latent_dim = self.net_arch[-1] if self.net_arch else latent_dim
         if isinstance(self.action_dist, (DiagGaussianDistribution, StateDependentNoiseDistribution)):
             log_std_init = 0.0 if self.log_std_init is None else self.log_std_init
             self.action_net, self.log_std = self.action_dist.proba_distribution_net(latent_dim, log_std_init=log_std_init)
@@ -217,6 +220,10 @@ class ActorPolicy(BasePolicy):
             groups = [{"params": others}, {"params": [self.log_std], "lr_factor": self.log_std_lr_factor}]
         self.optimizer = self.optimizer_class(groups, lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
         self.set_learning_rate(lr_schedule(1))
+
+    def _build_memory(self, features_dim: int) -> int:
+        """Create what stands between features and hidden layers, and return the number of its outputs."""
+        return features_dim
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the rate of all parameters, before :meth:`learning_rate_factor` and ``log_std_lr_factor``."""
@@ -288,13 +295,13 @@ class ActorPolicy(BasePolicy):
             obs, space = self.normalizer(obs), self.normalizer.space
         return preprocess_obs(obs, space, normalize_images=self.normalize_images)
 
-    def forward(self, obs: PyTorchObs, deterministic: bool = False, **masking: Any) -> tuple[th.Tensor, th.Tensor]:
+    def forward(self, obs: PyTorchObs, deterministic: bool = False, **context: Any) -> tuple[th.Tensor, th.Tensor]:
         """
         Choose actions. The arguments are those of :meth:`get_distribution`, and whether to take its mode instead of a sample.
 
         :return: Actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
         """
-        return self._sample(self.get_distribution(obs, **masking), deterministic)
+        return self._sample(self.get_distribution(obs, **context), deterministic)
 
     def _sample(self, distribution: Distribution, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
         actions = distribution.get_actions(deterministic=deterministic)
@@ -308,17 +315,17 @@ class ActorPolicy(BasePolicy):
             return self.unscale_action(actions)
         return np.clip(actions, self.action_space.low, self.action_space.high)
 
-    def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor, **masking: Any) -> tuple[th.Tensor, th.Tensor | None]:
+    def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor, **context: Any) -> tuple[th.Tensor, th.Tensor | None]:
         """
         Evaluate given actions under the current policy.
 
         :param obs: Observations, shape ``(n, *obs_shape)``
         :param actions: Actions, shape ``(n, *action_shape)``, or ``(n, action_dim)`` as in a rollout buffer
-        :param masking: ``action_masks``, as for :meth:`predict`
+        :param context: ``action_masks``, as for :meth:`predict`
         :return: Log-probabilities of the actions, shape ``(n,)``, and entropies of the policy, shape ``(n,)``, or ``None`` if
             they have no closed form (gSDE with ``squash_output``)
         """
-        return self.evaluate_distribution(self.get_distribution(obs, **masking), actions)
+        return self.evaluate_distribution(self.get_distribution(obs, **context), actions)
 
     def evaluate_distribution(self, distribution: Distribution, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor | None]:
         """Evaluate actions under a distribution from :meth:`get_distribution`, as :meth:`evaluate_actions` does."""
@@ -348,17 +355,17 @@ class ActorPolicy(BasePolicy):
     def _latent(self, obs: PyTorchObs) -> th.Tensor:
         return self.policy_net(self.extract_features(obs, self.features_extractor))
 
-    def get_distribution(self, obs: PyTorchObs, **masking: Any) -> Distribution:
+    def get_distribution(self, obs: PyTorchObs, **context: Any) -> Distribution:
         """
         .. warning::
             A policy has a single distribution object, as in SB3, and every call overwrites it. Take what you need from it
             (``log_prob``, ``entropy``) before the next call. To compare two policies, use two policy objects.
 
         :param obs: Observations, shape ``(n, *obs_shape)``
-        :param masking: ``action_masks``, as for :meth:`predict`
+        :param context: ``action_masks``, as for :meth:`predict`
         :return: Action distribution for a batch of ``n``
         """
-        return self._distribution(self._latent(obs), **masking)
+        return self._distribution(self._latent(obs), **context)
 
     def _distribution(self, latent: th.Tensor, action_masks: Any = None) -> Distribution:
         return self._distribution_of(self.action_net(latent), latent, action_masks)
@@ -394,14 +401,14 @@ class ActorPolicy(BasePolicy):
         :param deterministic: Whether to take the mode of the distribution instead of a sample
         :param action_masks: The choices that are allowed, see :mod:`sb3_grpo.masks`; ``None`` for all
         """
-        self._masking = {} if action_masks is None else {"action_masks": action_masks}
+        self._context = {} if action_masks is None else {"action_masks": action_masks}
         try:
             return super().predict(observation, state, episode_start, deterministic)
         finally:
-            self._masking = {}
+            self._context = {}
 
     def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> th.Tensor:
-        return self.get_distribution(observation, **self._masking).get_actions(deterministic=deterministic)
+        return self.get_distribution(observation, **self._context).get_actions(deterministic=deterministic)
 
     def obs_to_tensor(self, observation: np.ndarray | dict[str, np.ndarray]) -> tuple[PyTorchObs, bool]:
         """:return: Observations of :meth:`predict` as a batch of tensors, and whether they came as a batch"""

@@ -271,17 +271,6 @@ def test_an_error_of_an_environment_keeps_its_type_and_traceback_and_gets_a_note
         assert note.startswith(f"This was raised by `{method}` of environment 1. ")
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
-def test_a_step_of_an_older_gym_gets_a_second_note_with_what_gymnasium_returns():
-    class Old(Told):
-        def step(self, action: Any) -> Any:
-            return super().step(action)[:4]
-
-    with pytest.raises(ValueError, match="not enough values to unpack") as raised:
-        run(begin(DummyVecEnv([Old])))
-    assert raised.value.__notes__[1] == "In Gymnasium, `step` returns `observation, reward, terminated, truncated, info`."
-
-
 @pytest.mark.parametrize("fault", ["fewer numbers in step", "fewer numbers in reset"])
 @pytest.mark.parametrize(("where", "named"), [("", "an observation"), (" of a dict", "an observation with 'x'")])
 def test_an_observation_of_another_size_is_refused_and_not_broadcast(fault: str, where: str, named: str):
@@ -307,38 +296,6 @@ def test_a_worker_that_ends_is_named_at_once_and_the_others_end_with_it(fault: s
     for use_again in (lambda: reset(adapter), lambda: step(adapter, Seeds())):
         with pytest.raises(EnvironmentFault, match="has no process: all workers"):
             use_again()
-
-
-@pytest.mark.parametrize("use", ["step", "reset"])
-def test_a_worker_that_has_ended_since_the_last_step_is_named(use: str, close: Any):
-    venv = close(forked([Told] * 3))
-    adapter = begin(venv)
-    venv.processes[2].kill()
-    venv.processes[2].join()
-    with pytest.raises(EnvironmentFault, match="Environment 2 is gone: its process has ended with exit code -9"):
-        run(adapter, 1) if use == "step" else reset(adapter)
-
-
-class NeverBegins(Told):
-    def reset(self, **kwargs: Any) -> Any:
-        raise ZeroDivisionError("no way to begin")
-
-
-@pytest.mark.slow
-def test_a_worker_that_ends_in_its_first_reset_is_named(close: Any):
-    """The workers are spawned: where they are forked, SB3 waits for ever."""
-    venv = close(spawned([Told, NeverBegins]))
-    with pytest.raises(EnvironmentFault, match="Environment 1 is gone: its process has ended with exit code 1"):
-        begin(venv)
-    assert not any(process.is_alive() for process in venv.processes)
-
-
-def test_an_error_after_the_reset_leaves_the_workers_alone(close: Any):
-    adapter = begin(close(forked([Told] * 2)))
-    with pytest.raises(OSError, match="disk full"), adapter.resetting():
-        adapter.venv.reset()
-        raise OSError("disk full")  # a log file of SB3's
-    step(adapter, Seeds())
 
 
 @pytest.mark.parametrize("use", ["step", "reset"])
@@ -483,18 +440,6 @@ def test_robots_are_reset_with_their_seeds_where_the_simulator_can_and_by_itself
         assert venv.reset_infos[0] == {"seed": 2}
 
 
-def test_a_simulator_resets_by_itself_again_whenever_it_is_not_asked_to_step():
-    class Fails(Defers):
-        def step_wait(self) -> Any:
-            assert not self.autoreset
-            raise ZeroDivisionError
-
-    adapter = begin(Fails())
-    with pytest.raises(ZeroDivisionError):
-        step(adapter, Seeds())
-    assert adapter.venv.autoreset
-
-
 NOT_SHARED = "`{}` cannot reset single environments with a seed, .* define `reset_envs"
 
 
@@ -575,67 +520,3 @@ def test_a_wrapper_around_something_that_is_no_vec_env_is_a_base_and_trains(shar
     assert base_of(env) == (None, env)
     model = make_model(env, n_steps=16, batch_size=48, share_starts=share_starts).learn(48)
     assert model.env is env and type(env.venv) is Native and env.venv.t == 16
-
-
-# --- the private parts of SB3 that adapters rely on ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("venv_class", [DummyVecEnv, forked])
-def test_sb3_takes_seeds_and_options_of_the_next_reset_from_lists_that_it_then_replaces(venv_class: Any, close: Any):
-    venv = close(venv_class([Told] * 2))
-    seeds: list[Any] = [5, 6]
-    options: list[Any] = [{}, {}]
-    venv._seeds, venv._options = seeds, options
-    venv.reset()
-    assert venv.get_attr("reset_seed") == [5, 6] and venv._seeds == [None, None]
-    assert venv._seeds is not seeds and venv._options is not options
-    seeds, options = venv._seeds, venv._options
-    venv.step(np.zeros(2, dtype=int))
-    assert venv._seeds is seeds and venv._options is options
-
-
-def test_sb3s_dummy_vec_env_keeps_a_step_under_these_names():
-    venv = DummyVecEnv([lambda: Told(SPACES["Dict"], lengths=(1, 2))] * 2)
-    assert [type(env) for env in venv.envs] == [Told, Told]
-    venv.reset()
-    actions = np.array([1, 2])
-    venv.step_async(actions)
-    assert venv.actions is actions
-    _, rewards, dones, infos = venv.step_wait()
-    np.testing.assert_equal([venv.buf_rews, venv.buf_dones, list(venv.buf_infos)], [rewards, dones, infos])
-    assert venv.buf_rews.tolist() == [1.0, 2.0] and venv.buf_dones.all()
-    venv._save_obs(1, {"near": np.ones(3), "far": 7})
-    buffered: Any = venv._obs_from_buf()
-    assert buffered["far"][1] == 7 and buffered["near"][1].tolist() == [1.0] * 3
-    venv._save_obs(1, {"near": np.zeros(3), "far": 0})
-    assert buffered["far"][1] == 7
-
-
-def test_sb3s_workers_answer_a_method_and_a_reset_in_the_order_of_environments(close: Any):
-    venv = close(forked([Told] * 3))
-    assert len(venv.remotes) == len(venv.processes) == 3
-    venv.reset()
-    venv.remotes[1].send(("reset", (7, {})))
-    answer, expected = venv.remotes[1].recv(), Told()
-    np.testing.assert_equal(answer, expected.reset(seed=7))
-    assert venv.get_attr("reset_seed") == [None, 7, None]
-    for _ in range(10):  # beyond the end of the episode, because a method is no step
-        venv.remotes[1].send(("env_method", ("step", (2,), {})))
-        np.testing.assert_equal(venv.remotes[1].recv(), expected.step(2))
-    assert venv.get_attr("resets") == [1, 2, 1]
-    venv.processes[1].kill()
-    venv.processes[1].join()
-    assert [process.is_alive() for process in venv.processes] == [True, False, True]
-
-
-def test_sb3_notes_that_answers_are_due_and_leaves_alone_what_is_closed(close: Any):
-    venv = close(forked([Told] * 2))
-    venv.reset()
-    assert not venv.waiting and not venv.closed
-    venv.step_async(np.zeros(2, dtype=int))
-    assert venv.waiting
-    venv.step_wait()
-    assert not venv.waiting
-    venv.closed = True
-    venv.close()
-    assert all(process.is_alive() for process in venv.processes)

@@ -23,8 +23,6 @@ from sb3_grpo.baseline import (
     metric_factor,
     predict_by_fold,
 )
-from sb3_grpo.buffers.kernel import MIN_RIDGE
-from sb3_grpo.fit_inputs import MAX_INPUTS
 
 RIDGE = 0.01
 TIME_OR_NOT = pytest.mark.parametrize("time_feature", [pytest.param(True, id="time"), pytest.param(False, id="no time")])
@@ -268,18 +266,6 @@ def test_inputs_are_standardised_by_what_was_observed_and_clipped():
     assert features.shape == (501, 1 + 2 + 1 + 128)
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e6])
-def test_features_do_not_depend_on_the_units_of_inputs(scale: float):
-    rollouts = np.random.default_rng(0).normal(5.0, [0.1, 3.0], size=(2, 200, 2))
-    features = []
-    for factor in (1.0, scale):
-        baseline = KernelBaseline()
-        for rollout in rollouts:
-            baseline.observe(factor * (rollout - 2.0))
-        features.append(baseline.features(factor * (rollouts[0] - 2.0), np.zeros(200)).numpy())
-    np.testing.assert_allclose(features[0], features[1], atol=1e-9)
-
-
 @pytest.mark.parametrize(("n_varying", "expected"), [(0, 1.1), (1, 1.1), (4, 0.55), (16, 0.275)])
 def test_the_bandwidth_falls_with_the_root_of_the_number_of_inputs_that_vary(n_varying: int, expected: float):
     inputs = np.zeros((50, 20))
@@ -298,26 +284,6 @@ def test_a_nonlinear_return_is_foreseen_while_a_linear_baseline_does_not():
     linear_predictions = np.column_stack([np.ones(1000), unseen_inputs, unseen_times]) @ weights
     assert explained_variance(predict(fitted(inputs, times, targets), unseen_inputs, unseen_times), unseen_targets) > 0.9
     assert explained_variance(linear_predictions, unseen_targets) < 0.3
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        pytest.param(np.full((40, 3), 1e8), id="constant"),
-        pytest.param(np.repeat(np.random.default_rng(0).normal(size=(20, 1)), 6).reshape(40, 3), id="repeated columns"),
-        pytest.param(1e-20 * np.random.default_rng(0).normal(size=(40, 3)), id="tiny"),
-    ],
-)
-def test_inputs_that_tell_nothing_leave_the_mean_as_a_finite_prediction(inputs: np.ndarray):
-    times, targets = np.zeros(40), np.random.default_rng(1).normal(5.0, 1.0, size=40)
-    baseline = KernelBaseline()
-    for _ in range(5):
-        baseline.observe(inputs)
-        features = baseline.features(inputs, times)
-        weights = regress(baseline, features, tensor(targets), th.arange(40) % 4)
-        assert features.isfinite().all() and weights.isfinite().all()
-    np.testing.assert_allclose(predict(baseline, inputs, times).mean(), targets.mean(), rtol=0.02)
-    assert np.abs(predict(baseline, inputs, times)).max() < 10.0
 
 
 # --- inputs that do not vary ------------------------------------------------------------------------------------------
@@ -354,19 +320,6 @@ def test_an_input_that_begins_to_vary_joins_a_fit_that_keeps_what_it_knew():
     assert wide[2] == 0.0
 
 
-@pytest.mark.parametrize("rank", [1, 3, 500])
-def test_dependent_features_of_the_largest_fit_have_a_solution_with_the_smallest_penalty(rank: int):
-    rng = np.random.default_rng(0)
-    inputs = rng.normal(size=(1024, rank)) @ rng.normal(size=(rank, MAX_INPUTS))
-    baseline = KernelBaseline(ridge=MIN_RIDGE)
-    baseline.observe(inputs)
-    features = baseline.features(inputs, np.zeros(1024))
-    targets, folds = th.from_numpy(inputs[:, 0]), th.arange(1024) % 2
-    assert regress(baseline, features, targets, folds).isfinite().all()
-    predictions = predict(baseline, inputs, np.zeros(1024))
-    assert explained_variance(predictions, inputs[:, 0]) > 0.99
-
-
 # --- the state --------------------------------------------------------------------------------------------------------
 
 
@@ -384,22 +337,6 @@ def test_a_state_that_went_through_pickle_predicts_and_goes_on_identically():
         one.observe(inputs)
         regress(one, one.features(inputs, times), tensor(targets), th.arange(200) % 3)
     np.testing.assert_array_equal(predict(restored, inputs, times), predict(baseline, inputs, times))
-
-
-def test_an_interrupt_of_the_first_observation_leaves_a_baseline_that_can_begin(monkeypatch: pytest.MonkeyPatch):
-    inputs, times, targets = draw_regression(50, seed=0)
-    baseline = KernelBaseline()
-
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FitStatistics, "expand", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            baseline.observe(inputs)
-    baseline.observe(inputs)
-    regress(baseline, baseline.features(inputs, times), tensor(targets), th.arange(50) % 5)
-    np.testing.assert_array_equal(predict(baseline, inputs, times), predict(fitted(inputs, times, targets), inputs, times))
 
 
 def test_dependent_features_in_single_precision_have_a_fit_that_predicts():

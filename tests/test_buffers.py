@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from gymnasium.wrappers import TimeLimit
+from helpers import ENDLESS, AnyEnv
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
-    SubprocVecEnv,
     VecCheckNan,
     VecEnv,
     VecEnvWrapper,
@@ -40,8 +39,8 @@ from sb3_grpo.buffers import (
     resolve_buffer_class,
 )
 from sb3_grpo.fit_inputs import MAX_INPUTS
-from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MlpPolicy
-from sb3_grpo.starts import Ledger, Position
+from sb3_grpo.policies import MlpPolicy
+from sb3_grpo.starts import Ledger
 
 GAMMA = 0.9
 COMPLETE_GROUP_BUFFERS = ["outcome", "process", "return_to_go", "stepwise"]
@@ -110,43 +109,6 @@ class IdEnv(gym.Env):
 
     def _observe(self) -> np.ndarray:
         return np.array([self.index, self.episode, self.step_count], dtype=np.float64)
-
-
-class SpaceEnv(gym.Env):
-    """
-    Random observations and rewards of any space.
-
-    :param observation_space: Observation space
-    :param action_space: Action space
-    :param length: Steps of an episode; ``None`` for episodes that never end
-    :param ending: Whether episodes terminate, are truncated, or the one or the other by chance
-    """
-
-    def __init__(
-        self,
-        observation_space: spaces.Space,
-        action_space: spaces.Space = DISCRETE,
-        length: int | None = 2,
-        ending: Literal["terminated", "truncated", "mixed"] = "terminated",
-    ):
-        self.observation_space = deepcopy(observation_space)  # each environment draws from its own
-        self.action_space = action_space
-        self.length, self.ending = length, ending
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
-        self.step_count = 0
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        assert self.action_space.contains(action)
-        self.step_count += 1
-        ends = self.step_count == self.length
-        terminates = self.ending == "terminated" or (self.ending == "mixed" and self.np_random.random() < 0.5)
-        reward = float(self.np_random.normal())
-        return self.observation_space.sample(), reward, ends and terminates, ends and not terminates, {}
 
 
 class Seen(NamedTuple):
@@ -383,13 +345,10 @@ def formula_of(recorder: Recorder, update: dict[Id, Sample], buffer: str, scale:
 @pytest.mark.parametrize(
     ("buffer", "scale", "buffer_kwargs", "kwargs"),
     [
-        pytest.param("outcome", "group", {}, {}, id="outcome"),
         pytest.param("outcome", "group", dict(leave_one_out=True), dict(leave_one_out=True), id="outcome, leave one out"),
         pytest.param("outcome", "none", dict(scale="none"), {}, id="outcome, unscaled"),
-        pytest.param("process", "group", {}, {}, id="process"),
         pytest.param("process", "batch", dict(scale="batch"), {}, id="process, by batch"),
         pytest.param("return_to_go", "group", {}, {}, id="return_to_go"),
-        pytest.param("return_to_go", "none", dict(scale="none"), {}, id="return_to_go, unscaled"),
         pytest.param("stepwise", "batch", {}, {}, id="stepwise"),
         pytest.param("stepwise", "group", dict(scale="group"), {}, id="stepwise, by group"),
     ],
@@ -427,25 +386,6 @@ def test_endless_episodes_are_warned_of_once_and_wait_within_bounds():
     waiting = [count for (count,) in figures(recorder, "transitions_waiting") if count is not None]
     assert waiting[:4] == [24, 48, 72, 96] and max(waiting) <= 100
     assert not any(recorder.updates)
-    assert_accounted_for(recorder)
-
-
-def test_the_late_members_of_a_dropped_group_never_enter_an_update():
-    # Every group that environment 0 has a part in waits for its long episode, and is dropped meanwhile
-    length = {0: 90, 1: 3, 2: 4}
-    with pytest.warns(UserWarning, match="transitions wait for the other trajectories of their groups of 4"):
-        recorder = record(
-            "outcome",
-            group_size=4,
-            n_rollouts=40,
-            env=dict(length=lambda env, episode: length[env]),
-            rollout_buffer_kwargs=dict(max_waiting=40),
-        )
-    assert len([id for id, transition in recorder.seen.items() if id[0] == 0 and transition.done]) == 3
-    assert not any(id[0] == 0 for id in recorder.trained_on)
-    assert len(recorder.trained_on) > 100
-    assert_whole_groups(recorder, 4)
-    assert max(metrics["rollout/transitions_waiting"] for metrics in recorder.metrics) <= 40
     assert_accounted_for(recorder)
 
 
@@ -599,22 +539,6 @@ class TwoStates(gym.Env):
         return (space.high if self.state else space.low).copy()  # type: ignore[attr-defined]
 
 
-class Recording:
-    """An actor that notes which observations the buffer has encoded."""
-
-    def encode(self, observations: Any, features_extractor: Any = None) -> np.ndarray:
-        self.__dict__.setdefault("encoded", []).extend(obs.tobytes() for obs in observations)
-        return super().encode(observations, features_extractor)  # type: ignore[misc]
-
-
-class RecordingMlp(Recording, MlpPolicy):
-    pass
-
-
-class RecordingCnn(Recording, ActorCnnPolicy):
-    pass
-
-
 #: How a step ends, and what is worth it to be in state 1 afterwards
 FOLLOWING = {"terminated": 0.0, "truncated": GAMMA, "unfinished": GAMMA}
 MANY_NUMBERS = spaces.Box(-1.0, 1.0, (MAX_INPUTS + 1,), np.float32)
@@ -626,18 +550,10 @@ COMBINED: dict[str, Any] = dict(features_extractor_kwargs=dict(cnn_output_dim=8)
     ("ending", "space", "policy", "policy_kwargs"),
     [
         *(pytest.param(ending, VECTOR, "MlpPolicy", {}, id=f"{ending}, Box") for ending in FOLLOWING),
-        pytest.param("truncated", DISCRETE, "MlpPolicy", {}, id="truncated, Discrete"),
         pytest.param("truncated", spaces.Dict(b=VECTOR, a=DISCRETE), "MultiInputPolicy", {}, id="truncated, Dict"),
         pytest.param("truncated", IMAGE, "CnnPolicy", CNN, id="truncated, image"),
         # Of a few features, all can be zero
         *(pytest.param(ending, BOARD, "CnnPolicy", {}, id=f"{ending}, board") for ending in FOLLOWING),
-        pytest.param(
-            "unfinished",
-            spaces.Dict(camera=IMAGE, speed=VECTOR),
-            "MultiInputPolicy",
-            COMBINED,
-            id="unfinished, Dict with image",
-        ),
         pytest.param("truncated", MANY_NUMBERS, "MlpPolicy", {}, id="truncated, more numbers than a fit has inputs"),
     ],
 )
@@ -660,29 +576,6 @@ def test_the_baseline_stands_for_what_follows_a_cut_and_nothing_follows_a_termin
     )
 
 
-@pytest.mark.parametrize(
-    ("space", "policy", "policy_kwargs", "expected"),
-    [
-        pytest.param(BOARD, RecordingCnn, CNN, 20 + 6, id="board"),
-        pytest.param(IMAGE, RecordingCnn, CNN, 0, id="image"),
-        pytest.param(MANY_NUMBERS, RecordingMlp, {}, 0, id="more numbers than a fit has inputs"),
-        pytest.param(VECTOR, RecordingMlp, {}, 0, id="observations"),
-    ],
-)
-def test_only_boards_are_encoded_for_the_baseline_and_each_of_them_once(
-    space: spaces.Space, policy: type[ActorPolicy], policy_kwargs: dict[str, Any], expected: int
-):
-    # Two environments of 10 steps with episodes of 4 steps: four time limits within the rollout and two ends of it
-    envs = DummyVecEnv([lambda: SpaceEnv(space, length=4, ending="truncated")] * 2)
-    model = make_model(envs, "kernel", policy, 10, share_starts=False, policy_kwargs=policy_kwargs)
-    encoded = getattr(model.learn(20).policy, "encoded", [])
-    assert len(set(encoded)) == len(encoded) == expected
-    if expected:
-        assert isinstance(model.rollout_buffer.observations, np.ndarray)
-        acted_on = {obs.tobytes() for of_env in model.rollout_buffer.observations for obs in of_env}
-        assert acted_on | {obs.tobytes() for obs in observations_of(model)} <= set(encoded)
-
-
 def test_normalize_advantage_whitens_the_kernel_buffers_update_and_metrics_are_those_before():
     # Without learning the two runs see the same
     raw = record("kernel", n_rollouts=3, learning_rate=0.0, normalize_advantage=False)
@@ -698,56 +591,6 @@ def test_normalize_advantage_whitens_the_kernel_buffers_update_and_metrics_are_t
 
 
 # --- storage ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("space", "policy", "policy_kwargs", "expected"),
-    [
-        pytest.param(VECTOR, "MlpPolicy", {}, (th.float32, (3,)), id="Box"),
-        pytest.param(spaces.Box(-1.0, 1.0, (2,), np.float64), "MlpPolicy", {}, (th.float64, (2,)), id="Box, double"),
-        pytest.param(IMAGE, "CnnPolicy", CNN, (th.uint8, (3, 36, 36)), id="image"),
-        pytest.param(spaces.Discrete(4), "MlpPolicy", {}, (th.int64, (1,)), id="Discrete"),
-        pytest.param(spaces.MultiBinary(3), "MlpPolicy", {}, (th.int8, (3,)), id="MultiBinary"),
-        pytest.param(
-            spaces.Dict(camera=IMAGE, room=spaces.Discrete(3), speed=VECTOR),
-            "MultiInputPolicy",
-            COMBINED,
-            {"camera": (th.uint8, (3, 36, 36)), "room": (th.int64, (1,)), "speed": (th.float32, (3,))},
-            id="Dict",
-        ),
-    ],
-)
-def test_observations_keep_their_dtype(space: spaces.Space, policy: str, policy_kwargs: dict[str, Any], expected: Any):
-    model = make_model(SpaceEnv(space), "outcome", policy, policy_kwargs=policy_kwargs).learn(8)
-    observations: Any = whole_update(model).observations
-    parts = observations if isinstance(observations, dict) else {"": observations}
-    expected = expected if isinstance(expected, dict) else {"": expected}
-    assert {key: (part.dtype, tuple(part.shape)) for key, part in parts.items()} == {
-        key: (dtype, (model.rollout_buffer.n_samples, *shape)) for key, (dtype, shape) in expected.items()
-    }
-    assert model.rollout_buffer.n_samples > 0
-
-
-@pytest.mark.parametrize(
-    ("space", "shape", "dtype"),
-    [
-        pytest.param(spaces.Box(-0.5, 0.5, (3,), np.float32), (3,), th.float32, id="Box"),
-        pytest.param(spaces.Box(-0.5, 0.5, (2, 2), np.float64), (4,), th.float32, id="Box of two dimensions"),
-        pytest.param(spaces.Box(-2, 2, (2,), np.int32), (2,), th.float32, id="Box of integers"),
-        pytest.param(spaces.Discrete(3), (), th.int64, id="Discrete"),
-        pytest.param(spaces.MultiDiscrete([2, 3]), (2,), th.float32, id="MultiDiscrete"),
-        pytest.param(spaces.MultiBinary(4), (4,), th.float32, id="MultiBinary"),
-    ],
-)
-def test_actions_are_stored_as_they_were_sampled(space: spaces.Space, shape: tuple[int, ...], dtype: th.dtype):
-    recorder = Recorder()
-    model = make_id_model("outcome", 3, env=dict(action_space=space), n_steps=25).learn(75, callback=recorder)
-    actions = whole_update(model).actions
-    assert actions.dtype == dtype and actions.shape == (model.rollout_buffer.n_samples, *shape)
-    for id, sample in recorder.updates[0].items():
-        np.testing.assert_array_equal(sample.action, recorder.seen[id].action.reshape(shape))
-    clipped = [not np.array_equal(transition.action, transition.clipped_action) for transition in recorder.seen.values()]
-    assert any(clipped) == isinstance(space, spaces.Box)
 
 
 # --- minibatches ------------------------------------------------------------------------------------------------------
@@ -827,19 +670,6 @@ def test_minibatches_of_whole_trajectories_have_them_all_once_and_losses_that_av
         assert np.mean([irregular_losses(batch).mean() for batch in batches]) != pytest.approx(expected, rel=1e-4)
 
 
-@BOTH_WAYS
-def test_whole_trajectories_of_one_step_are_dealt_out_like_transitions(buffer: str):
-    model = make_id_model(buffer, 3, dict(length=lambda env, episode: 1)).learn(24)
-    passes = []
-    for whole_trajectories in (False, True):
-        np.random.seed(3)
-        passes.append(list(model.rollout_buffer.get(8, whole_trajectories)))
-    assert [len(batch.advantages) for batch in passes[1]] == [8, 8, 8]
-    for plain, whole in zip(*passes, strict=True):
-        assert all(th.equal(*columns) for columns in zip(plain[:5], whole[:5], strict=True))
-        assert plain.weights is None and whole.weights is not None and whole.weights.tolist() == [1.0] * 8
-
-
 # --- weights in the loss ----------------------------------------------------------------------------------------------
 
 
@@ -892,30 +722,9 @@ def test_transitions_weigh_as_the_length_of_their_trajectory_in_the_update_deman
     assert weights_by_episode(whole_update(model.learn(5 * n_rollouts))) == weights
 
 
-def test_the_time_limit_of_the_environment_is_the_largest_length_of_a_trajectory():
-    env = TimeLimit(IdEnv(0, short_and_long), 16)
-    model = make_model(env, "outcome", n_steps=4, share_starts=False, objective=dict(loss_aggregation="constant")).learn(4)
-    assert weights_by_episode(whole_update(model)) == {0: [2 / 16], 1: [2 / 16] * 3}
-
-
 @BOTH_WAYS
 def test_per_step_all_transitions_weigh_alike_and_no_weights_are_needed(buffer: str):
     assert whole_update(make_id_model(buffer, 3).learn(24)).weights is None
-
-
-def test_an_optional_column_is_stored_once_it_is_announced_and_filled_where_it_is_not_given():
-    buffer = KernelRolloutBuffer(3, VECTOR, DISCRETE, "cpu")
-    buffer.keep("action_masks", 2)
-    position = Position(*np.zeros((3, 1), np.int64))
-    step = np.zeros((1, 3)), np.zeros(1), np.ones(1), np.zeros(1, bool), th.zeros(1), position, [{}]
-    buffer.reset()
-    buffer.add(*step, action_masks=np.array([[True, False]]))
-    buffer.add(*step)
-    assert buffer.action_masks[:, :2].tolist() == [[[True, False], [True, True]]]
-    assert buffer._flatten(2).action_masks.tolist() == [[True, False], [True, True]]
-    assert buffer._flatten(2).components.shape == (2, 0)
-    with pytest.raises(TypeError, match=r"does not keep \['action_mask'\]"):
-        buffer.add(*step, action_mask=np.ones((1, 2), bool))
 
 
 # --- choosing a buffer ------------------------------------------------------------------------------------------------
@@ -925,9 +734,9 @@ def test_a_buffer_is_chosen_by_name_or_class():
     assert list(BUFFERS) == ["kernel", *COMPLETE_GROUP_BUFFERS]
     for name, buffer_class in BUFFERS.items():
         assert resolve_buffer_class(name) is resolve_buffer_class(buffer_class) is buffer_class
-        assert type(make_model(SpaceEnv(VECTOR), name).rollout_buffer) is buffer_class
+        assert type(make_model(AnyEnv(VECTOR), name).rollout_buffer) is buffer_class
     assert resolve_buffer_class(None) is KernelRolloutBuffer
-    assert type(make_model(SpaceEnv(VECTOR), StepwiseRolloutBuffer).rollout_buffer) is StepwiseRolloutBuffer
+    assert type(make_model(AnyEnv(VECTOR), StepwiseRolloutBuffer).rollout_buffer) is StepwiseRolloutBuffer
 
 
 # --- a user's own -----------------------------------------------------------------------------------------------------
@@ -1006,22 +815,18 @@ class Own(RewardIsAdvantage):
         return advantages / 2 if normalize_advantage else advantages
 
 
-@pytest.mark.parametrize(("group_size", "expected"), [(None, 5), (3, 3)])
-def test_a_users_own_buffer_chooses_sizes_and_the_scale_of_advantages(group_size: int | None, expected: int):
-    model = make_model(SpaceEnv(VECTOR), Own, n_steps=None, batch_size=8, group_size=group_size)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 5), (dict(group_size=3), 3), (dict(share_starts=False), 2)],
+    ids=["own", "given", "alone"],
+)
+def test_a_users_own_buffer_chooses_sizes_and_the_scale_of_advantages(options: dict[str, Any], expected: int):
+    model = make_model(AnyEnv(VECTOR), Own, n_steps=None, batch_size=8, **options)  # type: ignore[arg-type]
     assert (model.n_steps, model.gae_lambda) == (24, 0.5)
     model.learn(24)
     assert model.ledger is not None and model.ledger.group_size == expected
     expected_advantages = model.rollout_buffer.rewards.ravel() / 2
     np.testing.assert_array_equal(np.sort(whole_update(model).advantages), np.sort(expected_advantages))
-
-
-def test_a_truncated_minibatch_is_warned_of_if_the_size_of_updates_is_known():
-    with pytest.warns(UserWarning, match="does not divide the rollout"):
-        make_model(SpaceEnv(VECTOR), Own, n_steps=24, batch_size=7)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_model(SpaceEnv(VECTOR), RewardIsAdvantage, n_steps=24, batch_size=7)
 
 
 # --- returns of groups ------------------------------------------------------------------------------------------------
@@ -1081,22 +886,6 @@ def test_the_returns_of_a_stopped_rollout_are_reported_by_the_next_unless_it_sta
     assert reported == [[], [[6, 12]], [[3, 3]]] if goes_on else [[6, 12]] not in reported
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize(
-    ("new_seed", "reset_num_timesteps"),
-    [pytest.param(None, True, id="a new run"), pytest.param(1, False, id="starts numbered from zero again")],
-)
-def test_the_returns_of_a_group_that_is_abandoned_are_not_reported(
-    buffer: str, new_seed: int | None, reset_num_timesteps: bool
-):
-    # Given up: an episode with return 6 that waits for its peer, and the first step of that, with reward 4
-    recorder = Recorder()
-    model = make_id_model(buffer, 1, THREE_GROUPS, n_steps=4, group_size=2).learn(4, callback=recorder)
-    model.set_random_seed(new_seed)
-    model.learn(12, callback=recorder, reset_num_timesteps=reset_num_timesteps)
-    assert recorder.group_returns == [[], [], [[3, 3]], [[5, 1]]]
-
-
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 
@@ -1137,20 +926,6 @@ def test_group_buffers_take_the_rewards_of_the_environments_unless_a_wrapper_out
 
 
 # --- tied groups ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
-def test_groups_tied_is_the_fraction_of_groups_that_have_nothing_to_compare(buffer: str):
-    rewards: list[tuple[float, Callable[[Id], float]]] = [
-        (1.0, lambda id: 1.0),
-        (0.5, lambda id: float(id[1] % 4 == 3)),
-        (0.0, lambda id: float(id[1])),
-    ]
-    for tied, reward in rewards:
-        # Episodes of one step, because `return_to_go` compares the steps of a trajectory too; consecutive ones make a group
-        env = dict(length=lambda env, episode: 1, reward=reward)
-        recorder = record(buffer, n_envs=1, n_steps=24, n_rollouts=2, env=env)
-        assert figures(recorder, "groups_completed", "groups_tied") == [(12, tied)] * 2
 
 
 def every_other_group_is_tied(id: Id) -> float:
@@ -1216,19 +991,6 @@ def test_skipping_changes_nothing_where_no_group_is_tied_and_leaves_no_update_wh
     equal = record(buffer, n_rollouts=3, env=dict(length=lambda env, episode: 1, reward=lambda id: 1.0), **skip)
     assert equal.updates == [{}] * 3 and not any(equal.made_updates)
     assert figures(equal, "groups_completed", "groups_tied", "transitions_waiting") == [(12, 1, 0)] * 3
-
-
-def test_with_tied_groups_skipped_a_stopped_run_trains_on_each_transition_at_most_once():
-    recorder = Recorder(stop_after=43)
-    env = dict(reward=lambda id: float(id[1] % 3 == 0))
-    model = make_id_model("outcome", 3, env, rollout_buffer_kwargs=dict(tied_groups="skip"))
-    model.learn(1000, callback=recorder)
-    model.learn(500, callback=recorder, reset_num_timesteps=False)
-    assert set(recorder.trained_on.values()) == {1}
-    assert_whole_groups(recorder, 2)
-    assert all(sample.advantage != 0.0 for update in recorder.updates for sample in update.values())
-    fractions = [fraction for (fraction,) in figures(recorder, "groups_tied") if fraction is not None]
-    assert 0.0 < np.mean(fractions) < 1.0
 
 
 # --- reward components ------------------------------------------------------------------------------------------------
@@ -1309,80 +1071,17 @@ def test_components_are_judged_on_their_own_or_in_sum(scale: str, aggregation: s
     }
 
 
-@pytest.mark.parametrize("buffer", COMPLETE_GROUP_BUFFERS)
-@pytest.mark.parametrize(
-    ("aggregation", "is_invariant"),
-    [pytest.param("normalize_then_sum", True, id="normalised first"), pytest.param("sum_then_normalize", False, id="summed")],
-)
-def test_the_scale_of_a_component_matters_only_in_a_sum(buffer: str, aggregation: str, is_invariant: bool):
-    kwargs = dict(reward_weights={"progress": 1.0, "energy": 0.5}, component_aggregation=aggregation)
-    plain, scaled = (
-        record_components(
-            lambda id, factor=factor: {"progress": irregular(id), "energy": factor * np.cos(2 * id[1] + 3 * id[2])},  # type: ignore[misc]
-            buffer,
-            rollout_buffer_kwargs=kwargs,
-        )
-        for factor in (1.0, 1000.0)
-    )
-    pairs = [
-        (sample.advantage, other[id].advantage)
-        for update, other in zip(plain.updates, scaled.updates, strict=True)
-        for id, sample in update.items()
-    ]
-    assert len(pairs) > 100
-    of_plain, of_scaled = np.transpose(pairs)
-    assert np.allclose(of_plain, of_scaled, rtol=1e-4, atol=1e-4) == is_invariant
-
-
-def test_a_group_in_which_the_components_cancel_out_is_tied():
-    recorder = record_components(
-        lambda id: {"progress": float(id[1]), "energy": 5.0 - id[1]},
-        n_envs=1,
-        env=dict(length=lambda env, episode: 1),
-        n_rollouts=1,
-        rollout_buffer_kwargs=dict(
-            component_aggregation="normalize_then_sum",
-            reward_weights={"progress": 1.0, "energy": 1.0},
-            tied_groups="skip",
-        ),
-    )
-    assert figures(recorder, "groups_completed", "groups_tied") == [(4, 1)]
-    assert recorder.updates == [{}]
-
-
-def test_components_arrive_as_they_were_reported_through_workers_and_wrappers():
-    venvs: list[VecEnv] = []
-
-    def build(fns: list[Callable[[], gym.Env]]) -> VecEnv:
-        venvs.append(VecNormalize(SubprocVecEnv(fns, start_method="fork"), norm_obs=False))
-        return venvs[-1]
-
-    kwargs = dict(reward_weights={"progress": 2.0, "energy": -0.5}, scale="none")
-    recorder = record_components(both, vec_env=build, n_rollouts=5, rollout_buffer_kwargs=kwargs)
-    venvs[0].close()
-    reward = dict(reward=lambda id: 2 * progress(id) - 0.5 * energy(id))
-    assert_same_training(recorder, record("outcome", n_rollouts=5, env=reward, rollout_buffer_kwargs=dict(scale="none")))
-
-
 @pytest.mark.parametrize(
     ("components", "message"),
     [
-        pytest.param(None, r"'progress', 'energy'.*environment 1 returned None as info\['reward_components'\]", id="none"),
         pytest.param([1.0, 2.0], r"environment 1 returned \[1.0, 2.0\] .*a mapping", id="a list"),
         pytest.param(
             {"progress": 1.0, "style": 2.0},
             r"Environment 1 .* without \['energy'\].*names \['progress', 'energy'\].*reports \['progress', 'style'\]",
             id="one missing",
         ),
-        pytest.param(
-            {"progress": 1.0, "energy": np.array([1.0, 2.0])}, r"Environment 1 .*array\(\[1., 2.\]\).*'energy'", id="no scalar"
-        ),
         pytest.param({"progress": np.nan, "energy": 1.0}, r"Environment 1 returned nan .*'progress'", id="NaN"),
-        pytest.param(
-            {"progress": 1e39, "energy": 1.0}, r"Environment 1 returned 1e\+39 .*'progress'", id="too large to store"
-        ),
         pytest.param({"progress": 3e38, "energy": 3e38}, r"weighted sums .*4.5e\+38", id="too large a sum"),
-        pytest.param({"progress": "2", "energy": 1.0}, r"Environment 1 returned '2' .*'progress'", id="text"),
     ],
 )
 def test_components_that_are_not_reported_as_numbers_are_refused_and_quoted(components: Any, message: str):
@@ -1391,19 +1090,6 @@ def test_components_that_are_not_reported_as_numbers_are_refused_and_quoted(comp
 
     with pytest.raises(ValueError, match=message):
         record_components(sometimes, n_envs=2, rollout_buffer_kwargs=dict(reward_weights={"progress": 1.0, "energy": 0.5}))
-
-
-@pytest.mark.parametrize("number", [2, True, np.float32(0.5), np.array(3.0), np.array([3])])
-def test_a_component_is_any_single_number(number: Any):
-    recorder = record_components(
-        lambda id: {"progress": number if id[1] % 2 else 0.0},
-        n_envs=1,
-        env=dict(length=lambda env, episode: 1),
-        n_rollouts=1,
-        rollout_buffer_kwargs=dict(scale="none", reward_weights={"progress": 2.0}),
-    )
-    for id, sample in recorder.updates[0].items():
-        assert sample.advantage == (1 if id[1] % 2 else -1) * float(np.squeeze(number))
 
 
 # --- whole rollouts in any space --------------------------------------------------------------------------------------
@@ -1456,16 +1142,16 @@ def as_bytes(observations: Any) -> list[bytes]:
     return [b"".join(array[i].tobytes() for array in arrays) for i in range(len(arrays[0]))]
 
 
-@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Nothing was learned")
+@pytest.mark.parametrize("n_cases", [6, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("buffer", BUFFERS)
-def test_every_transition_is_used_once_whatever_spaces_episodes_and_options(buffer: str):
+def test_every_transition_is_used_once_as_it_came_whatever_spaces_episodes_and_options(buffer: str, n_cases: int):
     rng = np.random.default_rng(list(BUFFERS).index(buffer))
     n_used = n_collected = 0
-    for case in range(120):
+    for case in range(n_cases):
         space, policy, policy_kwargs = OBSERVATION_SPACES[rng.integers(len(OBSERVATION_SPACES))]
         action_space = ACTION_SPACES[rng.integers(len(ACTION_SPACES))]
-        length = [1, 4, 7, 20, None][rng.integers(5)]
-        ending: Any = rng.choice(["terminated", "truncated", "mixed"])
+        lengths = [(1, 2), (4, 5), (2, 8), (20, 21), (ENDLESS, ENDLESS + 1)][rng.integers(5)]
         n_envs, group_size = int(rng.integers(1, 5)), int(rng.integers(2, 4))
         kwargs: dict[str, Any] = dict(
             group_size=group_size,
@@ -1476,8 +1162,8 @@ def test_every_transition_is_used_once_whatever_spaces_episodes_and_options(buff
             ),
             policy_kwargs=policy_kwargs,
         )
-        print("case", case, space, action_space, length, ending, n_envs, kwargs)  # shown if the test fails
-        env = DummyVecEnv([partial(SpaceEnv, space, action_space, length, ending)] * n_envs)
+        print("case", case, space, action_space, lengths, n_envs, kwargs)  # shown if the test fails
+        env = DummyVecEnv([partial(AnyEnv, space, action_space, lengths)] * n_envs)
         recorder = RolloutRecorder()
         n_steps = 8
         model = make_model(env, buffer, policy, n_steps, **kwargs).learn(2 * n_steps * n_envs, callback=recorder)

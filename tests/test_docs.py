@@ -54,7 +54,7 @@ def test_pages_load_nothing_from_other_servers(site: pathlib.Path) -> None:
 
 
 def test_lines_of_a_table_break_before_an_interval_and_nowhere_in_it(site: pathlib.Path) -> None:
-    page = (site / "when_groups_win.html").read_text(encoding="utf-8")
+    page = (site / "benchmark_details.html").read_text(encoding="utf-8")
     assert not re.search(r"\d to -?\d[^<]*\)</p></td>", page)
     assert re.search(r"<td><p>-?[\d.,]+ \(-?[\d.,]+\u00a0to\u00a0-?[\d.,]+\)</p></td>", page)
 
@@ -64,7 +64,7 @@ def test_names_break_after_underscores_and_ids_and_options_nowhere(site: pathlib
         '<span class="pre long">rollout_<wbr>buffer_<wbr>kwargs=<wbr>dict(...)</span>' in (site / "buffers.html").read_text()
     )
     assert '<span class="pre whole">--load-best</span>' in (site / "zoo.html").read_text()
-    assert '<td><p><span class="whole">GustyHalfCheetah-v0</span></p></td>' in (site / "when_groups_win.html").read_text()
+    assert '<td><p><span class="whole">GustyHalfCheetah-v0</span></p></td>' in (site / "benchmark_details.html").read_text()
 
 
 def test_the_tour_runs_in_a_tenth_of_its_steps() -> None:

@@ -1,20 +1,14 @@
 """Parts of SB3's ecosystem that people use with PPO, each in one short training."""
 
 import pathlib
-from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
-import optuna
 import pytest
-from gymnasium import spaces
-from helpers import CHW, HWC, SMALL, SMALL_CNN, VECTOR, AnyEnv, assert_trained, weights
-from rl_zoo3.callbacks import TrialEvalCallback
+from helpers import SMALL, weights
 from stable_baselines3.common.callbacks import (
     BaseCallback,
     EvalCallback,
-    StopTrainingOnMaxEpisodes,
     StopTrainingOnNoModelImprovement,
     StopTrainingOnRewardThreshold,
 )
@@ -22,12 +16,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
     SubprocVecEnv,
-    VecCheckNan,
     VecEnv,
-    VecExtractDictObs,
-    VecFrameStack,
-    VecTransposeImage,
-    VecVideoRecorder,
 )
 
 from sb3_grpo import GRPO
@@ -36,12 +25,6 @@ from sb3_grpo import GRPO
 def make_model(env: VecEnv, policy: str = "MlpPolicy", **kwargs: Any) -> GRPO:
     settings: dict[str, Any] = dict(n_steps=64, batch_size=64, learning_rate=0.01, policy_kwargs=SMALL, seed=0, device="cpu")
     return GRPO(policy, env, **{**settings, **kwargs})
-
-
-def trains(model: GRPO, n_steps: int = 256) -> bool:
-    before = weights(model)
-    assert_trained(model.learn(n_steps), before)
-    return True
 
 
 STOPPING = {
@@ -57,70 +40,6 @@ def test_an_evaluation_stops_training(name: str, tmp_path: pathlib.Path):
     stop = EvalCallback(make_vec_env("CartPole-v1"), eval_freq=100, n_eval_episodes=1, verbose=0, **further)
     model = make_model(make_vec_env("CartPole-v1", 2)).learn(20_000, callback=stop)
     assert 200 <= model.num_timesteps < 20_000
-
-
-def test_a_number_of_episodes_stops_training():
-    model = make_model(make_vec_env("CartPole-v1", 2)).learn(20_000, callback=StopTrainingOnMaxEpisodes(3))
-    assert model.num_timesteps < 20_000
-
-
-def test_optuna_prunes_a_trial_by_its_evaluations():
-    pruned = []
-
-    def objective(trial: optuna.Trial) -> float:
-        model = make_model(make_vec_env("CartPole-v1", 2), learning_rate=trial.suggest_float("learning_rate", 1e-5, 1e-2))
-        evaluate = TrialEvalCallback(make_vec_env("CartPole-v1"), trial, n_eval_episodes=1, eval_freq=100)
-        model.learn(400, callback=evaluate)
-        pruned.append(evaluate.is_pruned)
-        return evaluate.last_mean_reward
-
-    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(lower=1e9), direction="maximize")
-    study.optimize(objective, n_trials=1)
-    assert pruned == [True]
-
-
-class Dictionary(AnyEnv):
-    """Observations are a vector and a number."""
-
-    def __init__(self) -> None:
-        super().__init__(observation_space=spaces.Dict(vector=VECTOR, number=spaces.Discrete(3)))
-
-
-WRAPPED = {
-    "VecFrameStack": lambda: (VecFrameStack(make_vec_env("CartPole-v1", 2), 3), "MlpPolicy", SMALL),
-    "VecCheckNan": lambda: (VecCheckNan(make_vec_env("CartPole-v1", 2), raise_exception=True), "MlpPolicy", SMALL),
-    "VecExtractDictObs": lambda: (VecExtractDictObs(DummyVecEnv([Dictionary] * 2), "vector"), "MlpPolicy", SMALL),
-    "VecTransposeImage": lambda: (
-        VecTransposeImage(DummyVecEnv([partial(AnyEnv, observation_space=HWC)] * 2)),
-        "CnnPolicy",
-        SMALL_CNN,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRAPPED)
-def test_a_wrapper_of_sb3_works_around_the_environments(name: str):
-    env, policy, policy_kwargs = WRAPPED[name]()
-    model = make_model(env, policy, policy_kwargs=policy_kwargs)
-    assert trains(model)
-    assert model.policy.observation_space == env.observation_space
-    assert name != "VecTransposeImage" or env.observation_space.shape == CHW.shape
-
-
-class Drawn(gym.Wrapper):
-    """Draws a black picture, because the tests have no window."""
-
-    def render(self) -> Any:
-        return np.zeros((32, 32, 3), np.uint8)
-
-
-def test_videos_are_recorded_while_the_model_learns(tmp_path: pathlib.Path):
-    pytest.importorskip("moviepy")
-    env = make_vec_env("CartPole-v1", 2, env_kwargs=dict(render_mode="rgb_array"), wrapper_class=Drawn)
-    recorder = VecVideoRecorder(env, str(tmp_path), record_video_trigger=lambda step: step == 0, video_length=20)
-    assert trains(make_model(recorder))
-    recorder.close()
-    assert [file.suffix for file in tmp_path.iterdir()] == [".mp4"]
 
 
 class Silent(BaseCallback):

@@ -3,7 +3,6 @@
 import csv
 import inspect
 import itertools
-import math
 import pathlib
 import re
 import warnings
@@ -44,9 +43,9 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv
 
-from sb3_grpo import GRPO, Doctor, GroupRolloutBuffer, OutcomeRolloutBuffer, load_actor
+from sb3_grpo import GRPO, Doctor, load_actor
 from sb3_grpo.buffers import BUFFERS
 
 DICT = spaces.Dict({"a": VECTOR, "b": spaces.Discrete(4)})
@@ -106,17 +105,6 @@ def test_a_rollout_that_the_batch_does_not_divide_gives_a_warning_and_one_that_i
 # --- Rollouts and callbacks -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
-@pytest.mark.parametrize("n_envs", [1, 3])
-def test_a_rollout_is_n_steps_times_n_envs_transitions(n_envs: int, buffer: str):
-    watcher = Watcher()
-    model = make_model(make_envs(n_envs), n_steps=8, batch_size=4, rollout_buffer_class=buffer)
-    model.learn(8 * n_envs * 3 - 1, callback=watcher)
-    assert watcher.timesteps == [8 * n_envs, 16 * n_envs, 24 * n_envs]
-    assert model.num_timesteps == 24 * n_envs
-    assert len(watcher.actions) == 24
-
-
 class Locals(BaseCallback):
     """Records the local variables of each step."""
 
@@ -171,38 +159,6 @@ def test_a_callback_that_returns_false_stops_at_that_step(stop_after: int):
     assert_trained(model.learn(64, reset_num_timesteps=False), before)
 
 
-def by_hand(model: Any, n_rollouts: int, evaluates_before: int = -1) -> np.ndarray:
-    """:return: Groups of the transitions that ``collect_rollouts()`` stores outside ``learn()``, shape (rollouts, ...)"""
-    _, callback = model._setup_learn(1000)
-    groups = []
-    for rollout in range(n_rollouts):
-        if rollout == evaluates_before:
-            evaluate_policy(model, model.get_env(), n_eval_episodes=2, warn=False)
-        assert model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
-        groups.append(model.rollout_buffer.groups.copy())
-        model.train()
-    return np.array(groups)
-
-
-@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
-def test_rollouts_that_are_collected_by_hand_are_those_of_learn(buffer: str):
-    ours = make_model(rollout_buffer_class=buffer)
-    before = weights(ours)
-    assert by_hand(ours, 3).min() == 0
-    assert_trained(ours, before)
-    assert same(weights(ours), weights(make_model(rollout_buffer_class=buffer).learn(96)))
-    assert ours.rollout_buffer.metrics.get("rollout/transitions_dropped", 0) == 0
-
-
-def test_after_an_evaluation_on_its_environment_a_rollout_by_hand_starts_afresh():
-    without, with_evaluation = (
-        by_hand(make_model(make_envs(lengths=(50, 51)), n_steps=8, group_size=2), 2, **evaluates)
-        for evaluates in ({}, dict(evaluates_before=1))
-    )
-    assert without[:, :, 0].tolist() == [[0, 0], [0, 0]]
-    assert with_evaluation[:, :, 0].tolist() == [[0, 0], [1, 1]]
-
-
 def test_an_evaluation_on_the_training_environment_has_starts_of_its_own():
     model, learning = make_model(group_size=2), Starts()
     model.learn(64, callback=learning)
@@ -233,14 +189,6 @@ def test_a_seed_reproduces_a_run_bit_for_bit_and_another_seed_does_not(buffer: s
     first = run(3)
     assert same(first, run(3))
     assert not same(first, run(4))
-
-
-def test_without_a_seed_runs_differ_and_groups_share_their_start_all_the_same():
-    runs = [Starts(), Starts()]
-    for starts in runs:
-        make_model(seed=None).learn(64, callback=starts)
-        assert all(len(group) == 1 for group in starts.groups(2))
-    assert set(runs[0].firsts.values()).isdisjoint(runs[1].firsts.values())
 
 
 def test_seeding_a_model_again_begins_with_the_first_starts_of_the_new_seed():
@@ -299,13 +247,6 @@ def test_the_horizon_is_the_time_limit_of_the_current_environment_unless_it_was_
     assert chosen.rollout_buffer.horizon == 50
 
 
-def test_only_a_positive_integer_is_taken_for_a_time_limit():
-    for limit, horizon in ((None, None), (float("inf"), None), (0, None), (7, 7)):
-        env = AnyEnv()
-        env._max_episode_steps = limit
-        assert make_model(env).rollout_buffer.horizon == horizon
-
-
 class Broken(AnyEnv):
     """The vector of an observation is NaN from a step on, or from the first reset on."""
 
@@ -343,21 +284,6 @@ def test_what_is_not_finite_is_named_with_its_step(env: Broken, message: str):
         make_model(env, policy, share_starts=False).learn(64)
 
 
-def test_a_first_observation_that_is_not_finite_is_refused_also_after_a_reset_between_rollouts():
-    class Resets(BaseCallback):
-        def _on_step(self) -> bool:
-            return True
-
-        def _on_rollout_end(self) -> None:
-            self.training_env.reset()
-            env.steps_to_break = 0
-
-    env = Broken(1000)
-    model = make_model(env, share_starts=False)
-    with pytest.raises(ValueError, match="Environment 0 returned a non-finite observation in the reset, after 16 timesteps"):
-        model.learn(48, callback=Resets())
-
-
 class Dividing(BaseFeaturesExtractor):
     """Not finite if the first number of the observation is zero."""
 
@@ -392,13 +318,6 @@ def n_optimizer_steps(model: Any) -> set[int]:
     return {int(state["step"]) for state in model.policy.optimizer.state.values()}
 
 
-def test_an_update_stops_before_the_minibatch_whose_kl_is_too_large():
-    """With a target below any change, each update makes one step: its divergence is zero before it is taken."""
-    model = make_model(n_epochs=5, target_kl=1e-9, normalize_observations=False).learn(64)
-    assert n_optimizer_steps(model) == {2}
-    assert model._n_updates == 2
-
-
 def test_schedules_follow_the_progress():
     watcher = Watcher()
     high = dict(clip_range_high=lambda progress: 0.2 + progress)
@@ -412,30 +331,6 @@ def test_schedules_follow_the_progress():
     assert moved == [True, True, True, False]  # the last learning rate is zero
 
 
-def test_the_rate_of_the_standard_deviation_follows_the_schedule_at_its_factor():
-    def first_update(**policy_kwargs: Any) -> dict[str, th.Tensor]:
-        kwargs: dict[str, Any] = dict(n_epochs=1, batch_size=32, learning_rate=lambda progress: 0.01 * progress)
-        kwargs["normalize_observations"] = False
-        model = make_model(make_envs(action_space=BOX), policy_kwargs={**SMALL, **policy_kwargs}, **kwargs)
-        model.learn(128, callback=(watcher := Watcher()))
-        return {name: watcher.weights[1][name] - value for name, value in watcher.weights[0].items()}
-
-    plain, fast = first_update(), first_update(log_std_lr_factor=4.0)
-    # The first step of Adam is as long as the learning rate, at 3/4 of the progress.
-    th.testing.assert_close(plain["log_std"].abs(), th.full((2,), 0.0075), rtol=0.01, atol=0.0)
-    for name, step in plain.items():
-        th.testing.assert_close(fast[name], step * (4.0 if name == "log_std" else 1.0), rtol=1e-4, atol=1e-7)
-
-
-def test_the_first_step_and_the_logged_rate_fall_with_the_standard_deviation():
-    model = make_model(make_envs(action_space=BOX), policy_kwargs=SMALL, n_epochs=1, batch_size=32, learning_rate=0.01)
-    model.policy.log_std.data -= math.log(10.0)
-    model.learn(64, callback=(watcher := Watcher()))
-    step = watcher.weights[1]["log_std"] - watcher.weights[0]["log_std"]
-    th.testing.assert_close(step.abs(), th.full((2,), 0.001), rtol=0.05, atol=0.0)
-    assert watcher.logged[1]["train/learning_rate"] == pytest.approx(0.001)
-
-
 def test_the_entropy_bonus_raises_the_entropy_and_a_penalty_lowers_it():
     def entropy(ent_coef: float) -> float:
         model = make_model(make_envs(4, action_space=BOX), n_steps=64, batch_size=64, n_epochs=4, ent_coef=ent_coef)
@@ -446,27 +341,6 @@ def test_the_entropy_bonus_raises_the_entropy_and_a_penalty_lowers_it():
     with_bonus, without, with_penalty = entropy(1.0), entropy(0.0), entropy(-1.0)
     assert with_bonus > without + 0.1
     assert with_penalty < without - 0.1
-
-
-@pytest.mark.parametrize(
-    ("n_envs", "buffer", "batch_size", "rollout_size"),
-    [
-        (1, "kernel", 64, 1024),
-        (8, "outcome", 64, 2048),
-        (1, "kernel", 4096, 4096),
-        (16, "kernel", 4096, 4096),
-        (3, "outcome", 4096, 4095),  # not a second minibatch of two
-    ],
-)
-def test_the_rollout_that_is_chosen_has_room_for_a_batch(n_envs: int, buffer: str, batch_size: int, rollout_size: int):
-    model = make_model(make_envs(n_envs), n_steps=None, batch_size=batch_size, rollout_buffer_class=buffer)
-    assert model.n_steps * n_envs == rollout_size
-
-
-def test_a_batch_larger_than_the_update_is_all_of_it():
-    with pytest.warns(UserWarning, match="batch_size=1000 does not divide"):
-        model = make_model(batch_size=1000, n_epochs=3)
-    assert n_optimizer_steps(model.learn(32)) == {3}
 
 
 @pytest.mark.parametrize("max_grad_norm", [1e-3, 1e6, np.inf])
@@ -594,22 +468,6 @@ def test_everything_that_lives_on_the_device_is_in_single_precision(options: dic
     assert seen == {("rollout", th.float32), ("loss", th.float32)}
 
 
-def test_features_become_double_only_after_they_have_left_the_device():
-    moved: list[th.dtype] = []
-
-    class Features(th.Tensor):
-        """Stands in for a tensor of a GPU: records its type when it is brought to the CPU."""
-
-        def cpu(self) -> Any:  # type: ignore[override]
-            moved.append(self.dtype)
-            return super().cpu().as_subclass(th.Tensor)
-
-    policy = make_model().policy
-    policy.extract_features = lambda obs, extractor: obs.as_subclass(Features)
-    assert policy.encode(OBSERVED.numpy()).dtype == np.float64
-    assert moved == [th.float32]
-
-
 # --- gSDE -------------------------------------------------------------------------------------------------------------
 
 
@@ -711,20 +569,12 @@ def test_the_metrics_of_advantages_stand_in_the_row_of_the_update_that_uses_them
     assert all("rollout/start_mismatches" in row for row in rows.rows)
 
 
-class OwnBuffer(OutcomeRolloutBuffer):
-    """A user's buffer."""
-
-
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
         pytest.param({}, "kernel buffer, groups of 2 (shared starts), rollouts of 32", id="defaults"),
-        pytest.param(dict(group_size=4), "kernel buffer, groups of 4 (shared", id="group size"),
-        pytest.param(dict(share_starts=False), "kernel buffer, groups of 2 (independent starts)", id="independent starts"),
         pytest.param(dict(rollout_buffer_class="stepwise"), "stepwise buffer, groups of 2 (shared", id="buffer"),
-        pytest.param(dict(rollout_buffer_class=OwnBuffer), "Using the OwnBuffer buffer, groups of 2", id="own buffer"),
         pytest.param(dict(n_steps=8), "rollouts of 16 transitions, clipped updates, observations normalised", id="rollout"),
-        pytest.param(dict(normalize_observations=False), "observations not normalised", id="not normalised"),
     ],
 )
 def test_a_run_begins_with_a_line_about_its_settings(settings: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str]):
@@ -733,34 +583,6 @@ def test_a_run_begins_with_a_line_about_its_settings(settings: dict[str, Any], l
     assert line in printed and printed.count("buffer, groups of") == 1
     make_model(**settings).learn(16)
     assert capsys.readouterr().out == ""
-
-
-class WantsLargeGroups(GroupRolloutBuffer):
-    def suggested_group_size(self) -> int:
-        return 8
-
-    def _form_update(self, rollout: Any, last_obs: Any, policy: Any) -> Any:
-        return rollout, rollout.rewards
-
-
-@pytest.mark.parametrize(("share_starts", "group_size"), [(True, 8), (False, 2)])
-def test_groups_grow_only_if_starts_are_shared(share_starts: bool, group_size: int):
-    model = make_model(rollout_buffer_class=WantsLargeGroups, share_starts=share_starts).learn(32)
-    assert model.ledger.group_size == group_size
-
-
-def test_the_line_about_the_settings_is_repeated_once_they_change(capsys: pytest.CaptureFixture[str]):
-    def printed(model: Any) -> str:
-        model.learn(16, log_interval=None)
-        return capsys.readouterr().out
-
-    model = make_model(verbose=1, group_size=2)
-    assert "normalised by the policy\n" in printed(model) and printed(model) == ""
-    assert printed(reload(model, env=make_envs())) != ""
-    model.set_env(VecNormalize(make_envs()))
-    assert "normalised by VecNormalize and by the policy\n" in printed(model) and printed(model) == ""
-    model = make_model(VecNormalize(make_envs(), norm_obs=False), verbose=1, normalize_observations=False)
-    assert "observations not normalised\n" in printed(model)
 
 
 def test_tensorboard_gets_the_curves(tmp_path: pathlib.Path):

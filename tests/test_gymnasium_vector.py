@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.wrappers.vector import ClipReward, DictInfoToList, RecordEpisodeStatistics
+from gymnasium.wrappers.vector import ClipReward, RecordEpisodeStatistics
 from helpers import HWC, VECTOR, AnyEnv
 from stable_baselines3 import PPO
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
 
-from sb3_grpo import GRPO
 from sb3_grpo.gymnasium_vector import GymnasiumVecEnv, wrap_vector_env
 
 N_ENVS = 3
@@ -66,8 +65,6 @@ class Talkative(AnyEnv):
 
 class Native(VectorEnv):
     """A vector environment of a class of its own, which takes a mask and one seed for all environments."""
-
-    gravity = 1.0
 
     def __init__(self, mode: AutoresetMode = DISABLED) -> None:
         self.envs = SyncVectorEnv(env_fns(), autoreset_mode=mode)
@@ -154,38 +151,6 @@ def test_every_observation_space_has_the_observations_of_a_dummy_vec_env(
     assert_same(history(sync(mode, observation_space)), history(DummyVecEnv(env_fns(observation_space))))
 
 
-def test_infos_do_not_change_with_the_arrays_of_the_vector_environment() -> None:
-    class Clock(gym.vector.VectorWrapper):
-        times = np.zeros((N_ENVS, 1))
-
-        def step(self, actions: Any) -> Any:
-            self.times += 1
-            return *super().step(actions)[:-1], {"time": self.times}
-
-    env = GymnasiumVecEnv(Clock(SyncVectorEnv(env_fns())))
-    env.reset()
-    infos = [env.step(np.ones(N_ENVS, int))[3] for _ in range(3)]
-    assert [info[2]["time"].item() for info in infos] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_wrappers_of_vector_environments_transform_what_the_environments_return(mode: AutoresetMode) -> None:
-    env = GymnasiumVecEnv(DictInfoToList(ClipReward(SyncVectorEnv(env_fns(), autoreset_mode=mode), 0.5, 1.5)))
-    for found, expected in zip(history(env)[1:], history(DummyVecEnv(env_fns()))[1:], strict=True):
-        np.testing.assert_equal(found[0], expected[0])
-        np.testing.assert_equal(found[1], np.clip(expected[1], 0.5, 1.5))
-        np.testing.assert_equal(found[2], expected[2])
-        assert [info["steps_left"] for info in found[3]] == [info["steps_left"] for info in expected[3]]
-
-
-@pytest.mark.parametrize("mode", [SAME_STEP, DISABLED])
-def test_a_wrapper_with_a_reset_of_its_own_is_no_obstacle_in_the_other_modes(
-    mode: AutoresetMode,
-) -> None:
-    env = GymnasiumVecEnv(OwnReset(SyncVectorEnv(env_fns(), autoreset_mode=mode)))
-    assert_same(history(env), history(DummyVecEnv(env_fns())))
-
-
 # --- resets ------------------------------------------------------------------------------------------------------------
 
 
@@ -230,20 +195,11 @@ def test_reset_envs_resets_these_environments_and_no_others(
         assert env.get_attr("steps_left", 1) == [steps_left[1]]
 
 
-def test_reset_envs_without_seeds_continues_the_random_generators() -> None:
-    env, reference = sync(), Talkative()
-    env.seed(3)
-    env.reset()
-    reference.reset(seed=4)
-    np.testing.assert_array_equal(env.reset_envs([1], [None])[0][0], reference.reset()[0])
-
-
 @pytest.mark.parametrize(
     ("vector_env", "reason"),
     [
         pytest.param(lambda: SyncVectorEnv(env_fns(), autoreset_mode=SAME_STEP), "AutoresetMode.SAME_STEP", id="SAME_STEP"),
         pytest.param(Native, "Native takes one seed", id="native"),
-        pytest.param(lambda: Native(SAME_STEP), "Native takes one seed", id="native-SAME_STEP"),
     ],
 )
 def test_an_environment_whose_resets_take_no_seed_says_why(vector_env: Callable[[], VectorEnv], reason: str) -> None:
@@ -251,15 +207,6 @@ def test_an_environment_whose_resets_take_no_seed_says_why(vector_env: Callable[
     assert reason in env.unseeded_because
     env.reset()
     assert sum(env.step(np.ones(env.num_envs, int))[2].any() for _ in range(30)) > 0
-
-
-def test_a_native_vector_environment_is_never_reset_as_a_whole_by_reset_envs() -> None:
-    env: Any = GymnasiumVecEnv(Native(SAME_STEP))
-    env.reset()
-    resets = [each.n_resets for each in env.vector_env.unwrapped.envs.envs]
-    with pytest.raises(NotImplementedError, match=r"cannot reset the environments \[1\]"):
-        env.reset_envs([1], [None])
-    assert [each.n_resets for each in env.vector_env.unwrapped.envs.envs] == resets
 
 
 def test_seeds_and_options_hold_for_one_reset(vec_env: GymnasiumVecEnv) -> None:
@@ -270,12 +217,6 @@ def test_seeds_and_options_hold_for_one_reset(vec_env: GymnasiumVecEnv) -> None:
     assert vec_env.get_attr("options") == [{"difficulty": 2}] * N_ENVS
     vec_env.reset()
     assert vec_env.get_attr("seed") == vec_env.get_attr("options") == [None] * N_ENVS
-
-
-def test_the_one_generator_of_a_native_vector_environment_gets_the_first_seed() -> None:
-    env: Any = GymnasiumVecEnv(Native())
-    env.seed(np.int64(3))
-    np.testing.assert_array_equal(env.reset(), SyncVectorEnv(env_fns()).reset(seed=3)[0])
 
 
 # --- questions ---------------------------------------------------------------------------------------------------------
@@ -300,24 +241,6 @@ def test_a_missing_attribute_is_reported_and_ends_no_worker(vec_env: GymnasiumVe
     vec_env.step(np.ones(N_ENVS, int))
 
 
-def test_methods_of_single_environments_are_called_where_the_vector_environment_can() -> None:
-    assert sync().env_method("double", 4, indices=[1, 2]) == [8, 8]
-    with closing(GymnasiumVecEnv(AsyncVectorEnv(env_fns()))) as env:
-        for method, indices in (("double", [1]), ("reset", None)):
-            with pytest.raises(AttributeError, match=method):
-                env.env_method(method, indices=indices)
-        env.reset()
-
-
-def test_the_attributes_of_an_object_that_simulates_all_environments_are_those_of_each() -> None:
-    env: Any = GymnasiumVecEnv(Native())
-    env.vector_env.unwrapped.gravity = 1.5
-    assert env.get_attr("gravity") == [1.5] * N_ENVS
-    assert env.env_is_wrapped(Monitor, [0]) == [False]
-    with pytest.raises(AttributeError, match="no method 'double'"):
-        env.env_method("double", 1)
-
-
 def test_environments_in_a_monitor_are_not_monitored_twice() -> None:
     env = wrap_vector_env(SyncVectorEnv(env_fns(wrapper=Monitor)))
     assert type(env) is GymnasiumVecEnv and env.env_is_wrapped(Monitor) == [True] * N_ENVS
@@ -327,12 +250,6 @@ def test_environments_in_a_monitor_are_not_monitored_twice() -> None:
 def test_environments_without_a_monitor_are_monitored(kind: Callable[..., VectorEnv]) -> None:
     with closing(wrap_vector_env(kind(env_fns()))) as env:
         assert type(env) is VecMonitor and env.env_is_wrapped(Monitor) == [False] * N_ENVS
-
-
-def test_images_of_the_environments_are_rendered() -> None:
-    env: Any = wrap_vector_env(gym.make_vec("CartPole-v1", 2, "sync", render_mode="rgb_array"))
-    env.reset()
-    assert env.render().shape == (2 * 400, 600, 3)
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------
@@ -362,32 +279,7 @@ def test_steps_without_effect_are_refused_with_what_to_do_instead(make: Callable
         GymnasiumVecEnv(vector_env)
 
 
-def test_an_environment_that_hides_its_terminal_observations_is_refused_when_it_does() -> None:
-    class Forgetful(gym.vector.VectorWrapper):
-        def step(self, actions: Any) -> Any:
-            return *super().step(actions)[:-1], {}
-
-    env = GymnasiumVecEnv(Forgetful(SyncVectorEnv(env_fns(), autoreset_mode=SAME_STEP)))
-    env.reset()
-    with pytest.raises(ValueError, match="must return the terminal observations as 'final_obs'"):
-        for _ in range(10):
-            env.step(np.ones(N_ENVS, int))
-
-
-def test_options_that_differ_between_environments_are_refused(vec_env: GymnasiumVecEnv) -> None:
-    vec_env.set_options([{"a": 1}, {}, {}])
-    with pytest.raises(ValueError, match="the same options for all environments"):
-        vec_env.reset()
-
-
 # --- training ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("algorithm", [GRPO, PPO])
-def test_training_logs_the_returns_of_the_episodes(algorithm: Any) -> None:
-    env = wrap_vector_env(gym.make_vec("CartPole-v1", 2, "sync"))
-    model = algorithm("MlpPolicy", env, n_steps=64, batch_size=64, seed=0).learn(128)
-    assert [episode["r"] for episode in model.ep_info_buffer] == [episode["l"] for episode in model.ep_info_buffer] != []
 
 
 def test_a_model_learns_the_same_from_a_vector_environment_as_from_a_dummy_vec_env() -> None:

@@ -174,8 +174,10 @@ def test_the_baseline_encodes_large_pictures_a_few_at_a_time():
     space = spaces.Box(0, 255, (3, 200, 200), np.uint8)
     policy, sizes = CnnPolicy(space, spaces.Discrete(2), lambda _: 1e-3), []
     policy.features_extractor.register_forward_hook(lambda _, given, output: sizes.append(len(given[0])))
-    features = policy.encode(np.zeros((80, *space.shape), np.uint8))
+    pictures = np.repeat(np.arange(80, dtype=np.uint8), 3 * 200 * 200).reshape(80, *space.shape)
+    features = policy.encode(pictures)
     assert features.shape == (80, 512) and sum(sizes) == 80 and max(sizes) * 3 * 200 * 200 <= 2**21
+    np.testing.assert_allclose(features[-3:], policy.encode(pictures[-3:]), rtol=1e-4, atol=1e-6)
 
 
 class Lives(gym.Env):

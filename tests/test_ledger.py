@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,21 +30,6 @@ def run(ledger: Ledger, steps: Sequence[Sequence[int]]) -> list[Start]:
 
 
 # --- numbers and seeds ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("group_size", "seed", "message"),
-    [
-        (1, 0, "`group_size` must be an integer of at least 2, not 1"),
-        (2.0, 0, "`group_size` must be an integer of at least 2, not 2.0"),
-        (2, -1, "`seed` must be an integer of at least 0, not -1"),
-    ],
-    ids=["one member", "float", "negative seed"],
-)
-def test_a_ledger_that_makes_no_sense_is_refused(group_size: Any, seed: int, message: str):
-    with pytest.raises(ValueError, match=message):
-        Ledger(group_size, seed)
-    assert Ledger(2, 0).group_size == 2
 
 
 def test_the_jth_start_of_a_run_belongs_to_group_j_over_group_size_whichever_environment_takes_it():
@@ -97,15 +81,6 @@ def test_a_position_is_that_after_the_last_step_and_never_changes_afterwards():
     assert listed(ledger.position) == [(0, 0, 2), (1, 1, 0), (1, 0, 2)]
     assert listed(ledger.position.take([2, 0])) == [(1, 0, 2), (0, 0, 2)]
     assert listed(before) == [(0, 0, 1), (0, 1, 1), (1, 0, 1)] and listed(first) == [(0, 0, 0), (0, 1, 0), (1, 0, 0)]
-
-
-def test_a_new_beginning_abandons_the_groups_in_progress():
-    ledger = Ledger(2, seed=0)
-    ledger.begin_all([0] * 3)
-    run(ledger, [[], [0]])
-    ledger.begin_all([0] * 3)
-    assert listed(ledger.position) == [(2, 0, 0), (2, 1, 0), (3, 0, 0)]
-    assert [ledger.is_open(group) for group in range(5)] == [False, False, True, True, False]
 
 
 def test_the_group_size_may_change_and_applies_to_the_groups_that_begin_afterwards():
@@ -195,16 +170,3 @@ def test_parts_hand_out_whole_groups_as_one_ledger_would(lanes: list[int], endin
     assert len(set(renamed.values())) == len(renamed), "two groups have the same number"
     taken = {*renamed, *parted.position.groups.tolist()}
     assert {start.group for start in parted.begin_all(lanes)}.isdisjoint(taken), "a number is taken twice"
-
-
-def test_a_ledger_of_one_lane_has_one_part_that_is_like_itself():
-    ledger = Ledger(3, seed=0)
-    ledger.begin_all([0, 0])
-    run(ledger, [[1], []])
-    (part,) = ledger.split()
-    endings = [[0, 1], [], [1], [0]] * 5
-    starts = run(part, endings)
-    copy = pickle.loads(pickle.dumps(ledger))
-    assert starts == run(ledger, endings)
-    copy.join([part])
-    assert copy.open_groups() == ledger.open_groups() and run(copy, endings) == run(ledger, endings)

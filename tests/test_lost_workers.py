@@ -23,7 +23,6 @@ from ray_helpers import N_STEPS, Observer, Walk, make, monitored, ray_env, train
 from stable_baselines3.common.callbacks import BaseCallback
 
 from sb3_grpo import GRPO, EnvironmentFault
-from sb3_grpo.distributed import RayVecEnv
 from sb3_grpo.distributed.worker import RolloutWorker
 from sb3_grpo.observations import same_values
 from sb3_grpo.persistence import VERSION
@@ -221,29 +220,6 @@ def test_observations_are_compared_part_by_part_and_none_is_like_none(observatio
     assert same_values(deepcopy(observation), observation)
     assert not same_values(observation, other)
     assert not same_values(None, observation)
-
-
-@pytest.mark.slow
-def test_the_seeds_of_the_last_starts_and_the_actions_since_are_kept_up_to_the_longest_replay():
-    env = ray_env()
-    env.max_replay = 150
-    model = make(env)
-    for _ in range(4):
-        model.learn(N_STEPS * 4, reset_num_timesteps=False)
-        steps = model.ledger.position.steps.tolist()  # no episode is longer than 40 steps
-        assert env._n_steps == steps and len(env._taken) == max(steps)
-        assert env._start_seeds == list(map(model.ledger.seed_of, model.ledger.position.groups.tolist()))
-    endless = RayVecEnv([partial(monitored, Endless)], n_workers=1, max_replay=150)
-    make(endless).learn(6 * N_STEPS)
-    assert endless._n_steps == [6 * N_STEPS] and len(endless._taken) == 150
-    env.close()
-    endless.close()
-
-
-class Endless(Walk):
-    def step(self, action: Any) -> Any:
-        self.left = 10
-        return super().step(action)
 
 
 def test_a_replay_gives_the_observation_of_the_buffer_and_one_that_ends_early_is_another_episode():

@@ -134,41 +134,18 @@ def test_logits_of_allowed_choices_keep_their_values_and_their_gradient():
     assert th.allclose(gradient[0, [0, 2]], th.stack([1 - p[0], -p[1]]))
 
 
-def test_masks_may_have_any_shape_with_the_right_number_of_entries():
-    masks = checked_masks([[[1, 0], [0, 1]], [[1, 1], [1, 1]]], [2, 2])
-    assert isinstance(masks, np.ndarray) and masks.tolist() == [[True, False, False, True], [True] * 4]
-
-
 @pytest.mark.parametrize(
     ("masks", "choices", "expected"),
     [
         pytest.param([[1, 1], [0, 0]], [2], (1, "allows no action"), id="nothing"),
         pytest.param([[1, 1, 1, 0, 0]], [3, 2], (0, "allows no choice for component 1 of the action"), id="no choice"),
         pytest.param([[1, 1], [1, 1, 1]], [2], (1, "3 entries as its action mask: return 2 entries"), id="one is longer"),
-        pytest.param([[1], [1]], [2], (0, "1 entries as its action mask: return 2 entries"), id="all are shorter"),
         pytest.param([[1, 1], None], [2], (1, "None as its action mask"), id="None"),
-        pytest.param([None, None], [2], (0, "None as its action mask"), id="None everywhere"),
     ],
 )
 def test_a_mask_that_cannot_be_used_is_explained(masks: Any, choices: list[int], expected: tuple[int, str]):
     env, what = checked_masks(masks, choices)
     assert env == expected[0] and expected[1] in str(what)
-
-
-@pytest.mark.parametrize("action_space", SPACES)
-def test_masked_distributions_have_the_entropy_and_divergence_of_what_is_left(action_space: spaces.Space):
-    model = make_model(make_rules(action_space))
-    obs = th.rand(50, *model.observation_space.shape)
-    env = Rules(action_space, allow=0.3)
-    env.reset(seed=0)
-    masks = np.stack([(env._next(), env.allowed)[1] for _ in range(50)])
-    distribution = model.policy.get_distribution(obs, action_masks=masks)
-    log_prob, entropy = distribution.log_prob(distribution.sample()), distribution.entropy()
-    assert th.isfinite(log_prob).all() and th.isfinite(entropy).all() and (entropy >= 0).all()
-    only = np.stack([one_hot(np.zeros(len(env.choices), int), env.choices)] * 50)
-    certain = model.policy.get_distribution(obs, action_masks=only)
-    assert th.equal(certain.entropy(), th.zeros(50))
-    assert not certain.get_actions().any()
 
 
 # --- learning ---
@@ -182,14 +159,6 @@ def test_actions_that_are_not_allowed_are_never_taken(action_space: spaces.Space
     assert n_forbidden(env) == 0
     model.learn(500, use_masking=False)
     assert n_forbidden(env) > 0  # so the environment counts
-
-
-@pytest.mark.slow
-def test_actions_that_are_not_allowed_are_never_taken_in_a_million_steps():
-    for space in SPACES:
-        env = make_rules(*space.values, n_envs=64)
-        assert make_model(env, n_steps=64, batch_size=1024).learn(340_000).num_timesteps > 340_000
-        assert n_forbidden(env) == 0
 
 
 @pytest.mark.parametrize(
@@ -230,13 +199,6 @@ def test_masks_that_allow_everything_change_nothing(action_space: spaces.Space, 
     assert same(weights(masked), weights(unmasked))
 
 
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-def test_masks_make_a_difference(path: dict[str, Any]):
-    masked = make_model(make_rules(spaces.Discrete(5)), **path).learn(256)
-    unmasked = make_model(make_rules(spaces.Discrete(5)), **path).learn(256, use_masking=False)
-    assert not same(weights(masked), weights(unmasked))
-
-
 @pytest.mark.parametrize("buffer", ["kernel", "outcome"])
 def test_an_update_evaluates_actions_with_the_masks_of_their_own_step(buffer: str):
     options: dict[str, Any] = dict(rollout_buffer_class=buffer, learning_rate=0.0, normalize_observations=False)
@@ -263,16 +225,6 @@ def test_both_paths_learn_the_same(action_space: spaces.Space, rule: str, monkey
     by_torch = train()
     assert all(th.allclose(compiled[key], by_torch[key], atol=1e-4) for key in compiled)
     assert not same(compiled, by_torch)
-
-
-def test_masking_may_begin_and_end_between_calls_of_learn():
-    env = make_rules(spaces.Discrete(5), n_envs=3)
-    model = make_model(env, rollout_buffer_class="outcome", n_steps=15, batch_size=15)
-    counts = [0]
-    for use_masking in (True, False, True):
-        model.learn(60, use_masking=use_masking, reset_num_timesteps=False)
-        counts.append(n_forbidden(env))
-    assert counts[1] == 0 < counts[2] == counts[3]
 
 
 # --- neighbours ---

@@ -1,7 +1,6 @@
 """Observations that the policy standardises itself."""
 
 import pathlib
-from copy import deepcopy
 from typing import Any
 
 import gymnasium as gym
@@ -14,11 +13,9 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor
-from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.common.torch_layers import FlattenExtractor
 
 from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy, load_actor
-from sb3_grpo.baseline import KernelBaseline
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 from sb3_grpo.observations import has_images, space_parts
 
@@ -85,15 +82,6 @@ def test_the_statistics_are_those_of_all_observations():
     np.testing.assert_allclose(normalizer(th.as_tensor(everything)), expected, atol=1e-4)
 
 
-def test_all_entries_of_a_state_dict_are_floating_point_and_a_count_that_was_saved_as_an_integer_is_taken():
-    normalizer, other = ObservationNormalizer(VECTOR), ObservationNormalizer(VECTOR)
-    normalizer.observe(ROLLOUTS[0])
-    state = normalizer.state_dict()
-    assert all(value.is_floating_point() for value in state.values())
-    other.load_state_dict({**state, "count": state["count"].long()})
-    assert other.count.dtype == th.float32 and other.count == len(ROLLOUTS[0])
-
-
 def test_the_first_observations_are_used_at_once_and_later_ones_only_after_renewal():
     normalizer = ObservationNormalizer(VECTOR)
     x = th.as_tensor(ROLLOUTS[0])
@@ -144,19 +132,6 @@ def test_vectors_of_floats_and_large_images_are_standardised_and_nothing_else(sp
     assert list(normalized_parts(space, normalize_images=False)) == without_images
 
 
-def test_parts_of_a_dict_have_statistics_of_their_own():
-    space = spaces.Dict(a=wide_box(2), b=wide_box(3), c=wide_box(4, dtype=np.int32))
-    normalizer = ObservationNormalizer(space)
-    batch = {name: 100 * np.random.default_rng(1).random((50, *part.shape)) for name, part in space.items()}
-    normalizer.observe(batch)
-    result = normalizer({name: th.as_tensor(part) for name, part in batch.items()})
-    for name in ("a", "b"):
-        alone = ObservationNormalizer(space[name])
-        alone.observe(batch[name])
-        assert th.equal(result[name], alone(th.as_tensor(batch[name])))
-    np.testing.assert_array_equal(result["c"], batch["c"])
-
-
 # --- in training ------------------------------------------------------------------------------------------------------
 
 
@@ -199,59 +174,6 @@ def test_importance_ratios_of_the_first_update_begin_at_one(use_sde: bool, monke
     np.testing.assert_allclose(np.concatenate(ratios), 1.0, rtol=1e-4)
 
 
-class Board(gym.Env):
-    """A board, and a vector far from zero."""
-
-    observation_space = spaces.Dict(board=spaces.Box(0.0, 1.0, (5, 5, 3)), vector=spaces.Box(-np.inf, np.inf, (3,)))
-    action_space = spaces.Discrete(2)
-
-    def _observe(self) -> dict[str, np.ndarray]:
-        board = self.np_random.random((5, 5, 3), dtype=np.float32)
-        return {"board": board, "vector": self.np_random.normal(50.0, 5.0, 3).astype(np.float32)}
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return self._observe(), {}
-
-    def step(self, action: Any) -> Any:
-        return self._observe(), self.np_random.random(), bool(self.np_random.random() < 0.1), False, {}
-
-
-class Mixed(BaseFeaturesExtractor):
-    """A layer that sees the board and the vector."""
-
-    def __init__(self, observation_space: spaces.Dict):
-        super().__init__(observation_space, 8)
-        self.combined = CombinedExtractor(observation_space)
-        self.layer = th.nn.Linear(self.combined.features_dim, 8)
-
-    def forward(self, observations: dict[str, th.Tensor]) -> th.Tensor:
-        return self.layer(self.combined(observations)).tanh()
-
-
-def test_the_first_fit_sees_the_features_of_the_policy_and_later_fits_keep_to_this_network(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    policy_kwargs = dict(features_extractor_class=Mixed)
-    envs = make_vec_env(Board, 2, seed=0)
-    model = GRPO("MultiInputPolicy", envs, n_steps=16, batch_size=16, policy_kwargs=policy_kwargs, seed=0, device="cpu")
-    observe, differences = KernelBaseline.observe, []
-    first: list[Any] = []
-
-    def watched(self: KernelBaseline, inputs: np.ndarray, *rest: Any) -> None:
-        rollout = model.rollout_buffer._flatten(16)
-        if not first:
-            first.append(deepcopy(model.policy.features_extractor))
-        by = (model.policy.encode(rollout.observations, extractor) for extractor in (first[0], None))
-        differences.append([np.abs(inputs - features).max() for features in by])
-        observe(self, inputs, *rest)
-
-    monkeypatch.setattr(KernelBaseline, "observe", watched)
-    model.learn(64)
-    (first_by_copy, first_by_policy), (by_copy, by_policy) = differences
-    assert max(first_by_copy, first_by_policy, by_copy) < 1e-4 and by_policy > 1e-2
-
-
 def final_weights(wrapper: Any, **kwargs: Any) -> np.ndarray:
     env = make_vec_env("Pendulum-v1", n_envs=2, seed=0, wrapper_class=wrapper)
     model = make_model(env, learning_rate=0.01, policy_kwargs=dict(net_arch=[8]), **kwargs)
@@ -268,14 +190,6 @@ def test_learning_does_not_depend_on_the_units_of_observations():
 def test_without_normalisation_it_does():
     without = [final_weights(each, normalize_observations=False) for each in (Affine, Thousandfold)]
     assert np.abs(without[0] - without[1]).max() > 0.05
-
-
-def test_a_vec_normalize_outside_leaves_little_to_do():
-    model = make_model(VecNormalize(make_vec_env("Pendulum-v1", n_envs=2, seed=0))).learn(2000)
-    normalizer = model.policy.normalizer
-    assert normalizer is not None
-    np.testing.assert_allclose(normalizer.shift, 0.0, atol=0.25)
-    np.testing.assert_allclose(normalizer.scale, 1.0, atol=0.25)
 
 
 # --- policies of users ----------------------------------------------------------------------------------------------
@@ -295,16 +209,6 @@ class Passing(ActorPolicy):
         super().__init__(*args, **kwargs)
 
 
-class OwnLayers(ActorPolicy):
-    """Builds its layers by itself."""
-
-    def _build(self, lr_schedule: Any) -> None:
-        self.features_extractor = self.make_features_extractor()
-        self.policy_net = th.nn.Sequential(th.nn.Linear(self.features_extractor.features_dim, 4), th.nn.Tanh())
-        self.action_net, self.log_std = self.action_dist.proba_distribution_net(4)  # type: ignore[misc]
-        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1))  # type: ignore[call-arg]
-
-
 def test_a_policy_that_takes_no_normalisation_is_used_where_there_is_nothing_to_standardise():
     options: dict[str, Any] = dict(n_steps=8, batch_size=8, device="cpu")
     assert GRPO(Explicit, AnyEnv(spaces.Discrete(3)), **options).learn(8).policy.normalizer is None
@@ -316,33 +220,7 @@ def test_a_policy_that_takes_no_normalisation_is_used_where_there_is_nothing_to_
     assert GRPO(Passing, AnyEnv(), **options).learn(8).policy.normalizer is not None
 
 
-@pytest.mark.parametrize("normalizes", [True, False], ids=["with", "without"])
-def test_a_policy_that_builds_its_own_layers_standardises_as_asked(normalizes: bool):
-    model = GRPO(OwnLayers, "Pendulum-v1", n_steps=16, batch_size=16, normalize_observations=normalizes, device="cpu")
-    model.learn(16)
-    assert (model.policy.normalizer is not None) == normalizes
-    if normalizes:
-        assert model.policy.normalizer.count == 16  # type: ignore[union-attr]
-
-
 # --- saved and copied -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("normalizes", [True, False], ids=["with", "without"])
-def test_a_loaded_model_acts_as_the_saved_one(normalizes: bool, tmp_path: pathlib.Path):
-    model = make_model(normalize_observations=normalizes).learn(64)
-    model.save(tmp_path / "model.zip")
-    loaded = GRPO.load(tmp_path / "model.zip", device="cpu")
-    assert (loaded.policy.normalizer is not None) == normalizes
-    observations = np.stack([model.observation_space.sample() for _ in range(20)])
-    np.testing.assert_array_equal(
-        loaded.predict(observations, deterministic=True)[0], model.predict(observations, deterministic=True)[0]
-    )
-    model.policy.save(str(tmp_path / "policy.pth"))
-    policy = type(model.policy).load(str(tmp_path / "policy.pth"), device="cpu")
-    np.testing.assert_array_equal(
-        policy.predict(observations, deterministic=True)[0], model.predict(observations, deterministic=True)[0]
-    )
 
 
 @pytest.mark.parametrize("net_arch", [[8], []], ids=["hidden layer", "no hidden layer"])
@@ -379,24 +257,6 @@ def test_the_actor_of_ppo_goes_on_without_statistics(tmp_path: pathlib.Path):
     np.testing.assert_allclose(loaded.predict(observations, deterministic=True)[0], expected, rtol=1e-5)
     model.learn(32)
     assert model.policy.normalizer is None
-
-
-def test_statistics_that_cannot_be_folded_are_named():
-    env = make_vec_env("Pendulum-v1", n_envs=1)
-    space = spaces.Dict(a=wide_box(2), b=spaces.Discrete(3))
-
-    class Mixed(gym.Env):
-        observation_space, action_space = space, env.action_space
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            return space.sample(), {}
-
-    model = GRPO("MultiInputPolicy", Mixed(), normalize_observations=True, share_starts=False, device="cpu")
-    ppo = PPO("MultiInputPolicy", Mixed(), device="cpu")
-    with pytest.raises(
-        ValueError, match=r"The source standardises observations, .* train the source with normalize_observations=False"
-    ):
-        load_actor(ppo, model)
 
 
 class Squares(FlattenExtractor):
@@ -468,25 +328,6 @@ def test_images_and_vectors_of_a_dict_are_standardised_each_in_their_way():
         alone.observe(batch[name])
         th.testing.assert_close(seen[0][name], alone(th.from_numpy(batch[name])))
     assert (seen[0]["c"] == 51).all()
-
-
-class Looking(FlattenExtractor):
-    """Remembers the largest number that it has seen."""
-
-    largest = 0.0
-
-    def forward(self, observations: th.Tensor) -> th.Tensor:
-        self.largest = max(self.largest, float(observations.max()))
-        return super().forward(observations.float() / 255)
-
-
-@pytest.mark.parametrize("algorithm", [GRPO, PPO])
-def test_a_features_extractor_gets_images_as_they_come_if_it_asks_for_that(algorithm: type[GRPO] | type[PPO]):
-    policy_kwargs = dict(features_extractor_class=Looking, normalize_images=False)
-    model = algorithm(
-        "CnnPolicy", make_vec_env(BrightRoom, 2), n_steps=16, batch_size=32, policy_kwargs=policy_kwargs, device="cpu"
-    )
-    assert model.learn(64).policy.features_extractor.largest == 255
 
 
 class BrightRoom(gym.Env):

@@ -22,7 +22,6 @@ from helpers import (
     learned_in_context,
     make_envs,
     make_model,
-    reference_weights,
     reload,
     same,
     weights,
@@ -74,10 +73,6 @@ def endless_envs() -> DummyVecEnv:
     return make_envs(lengths=(ENDLESS, ENDLESS + 1))
 
 
-def falling(progress: float) -> float:
-    return 0.01 + 0.1 * progress
-
-
 def penalty(**kwargs: Any) -> dict[str, Any]:
     return dict(objective=dict(kl_coef=1.0, **kwargs))
 
@@ -117,7 +112,6 @@ IN_TORCH: dict[str, Any] = dict(policy_kwargs=dict(net_arch=[8], activation_fn=t
         pytest.param(box_envs, GROUP, of_buffer(tied_groups="skip"), {}, id="no-ties-to-skip"),
         pytest.param(component_envs, GROUP, of_buffer(reward_weights={"mean": 1.0}), {}, id="the-reward-as-component"),
         pytest.param(make_envs, {}, penalty(kl_reference=1), penalty(kl_reference="old"), id="renewed-each-update"),
-        pytest.param(make_envs, {}, penalty(kl_reference=1000), penalty(kl_reference="initial"), id="never-renewed"),
     ],
 )
 def test_an_option_at_its_limit_leaves_a_run_as_it_is_bit_for_bit(make_env: Any, kwargs: Any, option: Any, plain: Any):
@@ -128,15 +122,7 @@ def test_an_option_at_its_limit_leaves_a_run_as_it_is_bit_for_bit(make_env: Any,
     ("make_env", "kwargs", "option", "plain"),
     [
         pytest.param(make_envs, FAR, dict(objective=dict(clip_range_high=0.3)), {}, id="clip_range_high"),
-        pytest.param(
-            make_envs,
-            FAR,
-            dict(objective=dict(clip_range_high=falling)),
-            dict(objective=dict(clip_range_high=0.11)),
-            id="clip_range_high-falls",
-        ),
         pytest.param(make_envs, GROUP, dict(objective=dict(loss_aggregation="trajectory")), {}, id="different-lengths-groups"),
-        pytest.param(make_envs, GROUP, dict(objective=dict(loss_aggregation="constant")), {}, id="shorter-than-the-limit"),
         pytest.param(
             even_envs,
             {**GROUP, **IN_TORCH},
@@ -145,23 +131,12 @@ def test_an_option_at_its_limit_leaves_a_run_as_it_is_bit_for_bit(make_env: Any,
             id="whole-trajectories",
         ),
         pytest.param(make_envs, GROUP, of_buffer(tied_groups="skip"), {}, id="ties-to-skip"),
-        pytest.param(make_envs, GROUP, of_buffer(scale="none"), {}, id="scale-none"),
-        pytest.param(make_envs, OUTCOME, of_buffer(leave_one_out=True), {}, id="leave_one_out"),
-        pytest.param(component_envs, GROUP, of_buffer(reward_weights={"square": 1.0}), {}, id="another-component"),
-        pytest.param(make_envs, {}, penalty(kl_reference=2), penalty(kl_reference="old"), id="kl_reference-old"),
         pytest.param(make_envs, {}, penalty(kl_reference=2), penalty(kl_reference="initial"), id="kl_reference-initial"),
         pytest.param(make_envs, {}, penalty(adaptive_kl_target=1e-4), penalty(), id="adaptive_kl_target"),
     ],
 )
 def test_an_option_changes_a_run_where_it_should(make_env: Any, kwargs: Any, option: Any, plain: Any):
     assert not same(trained(make_env, **kwargs, **option), trained(make_env, **kwargs, **plain))
-
-
-@pytest.mark.parametrize(("level", "n_steps"), [("step", 4), ("trajectory", 2)])
-def test_minibatches_consist_of_whole_trajectories_only_if_these_have_a_ratio_of_their_own(level: str, n_steps: int):
-    """There are 32 transitions, of two trajectories, and minibatches of 8."""
-    model = make_model(endless_envs(), batch_size=8, n_epochs=1, objective=dict(importance_sampling_level=level)).learn(32)
-    assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {n_steps}
 
 
 # --- The KL penalty -----------------------------------------------------------------------------------------------------
@@ -202,40 +177,6 @@ def test_the_reference_is_renewed_when_it_is_due(reference: Any, lifetime: int):
         # Update n (from 1) starts from snapshot n - 1.
         assert same(watcher.references[update], watcher.weights[lifetime * ((update - 1) // lifetime)])
     assert all(not same(*pair) for pair in itertools.pairwise(watcher.weights))
-
-
-def test_the_penalty_draws_no_random_number():
-    """A penalty that is too small to change a weight changes nothing, except that autograd rounds differently."""
-    watchers = [Watcher(), Watcher()]
-    models = [
-        make_model(objective=dict(kl_coef=each)).learn(96, callback=watcher)
-        for each, watcher in zip((0, 1e-30), watchers, strict=True)
-    ]
-    np.testing.assert_array_equal(*(watcher.actions for watcher in watchers))
-    th.testing.assert_close(weights(models[0]), weights(models[1]))
-    assert reference_weights(models[0]) is None and reference_weights(models[1]) is not None
-    assert models[1].update_metrics["train/kl_loss"] > 0
-
-
-@pytest.mark.parametrize("estimator", ["exact", "k3"])
-@pytest.mark.parametrize("action_space", ACTION_SPACES[:2])
-def test_the_network_runs_once_per_minibatch_with_a_penalty(action_space: spaces.Space, estimator: str):
-    calls = {"policy": 0, "reference": 0}
-
-    class Counting(BaseCallback):
-        def _on_step(self) -> bool:
-            return True
-
-        def _on_rollout_end(self) -> None:
-            # Nothing else runs the network between here and the end of the update.
-            assert self.model.kl_penalty.policy is not None  # type: ignore[attr-defined]
-            modules = {"policy": self.model.policy, "reference": self.model.kl_penalty.policy}  # type: ignore[attr-defined]
-            for name, policy in modules.items():
-                policy.policy_net.register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
-
-    model = make_model(make_envs(action_space=action_space), objective=dict(kl_coef=0.1, kl_estimator=estimator)).learn(32)
-    model.learn(32, callback=Counting())
-    assert calls == {"policy": 4, "reference": 4}  # two epochs of two minibatches
 
 
 @pytest.mark.parametrize(("target", "factor"), [(1e-9, 2.0), (1e3, 0.5)], ids=["above", "below"])
@@ -421,13 +362,11 @@ def by_default(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
             {"train/kl_loss", "train/kl_coef", "train/kl_to_reference"},
             set(),
         ),
-        (dict(objective=dict(loss_aggregation="trajectory", importance_sampling_level="trajectory")), set(), set()),
         (dict(group_size=2), set(), {"rollout/group_size"}),
         (dict(share_starts=False), set(), {"rollout/start_mismatches", "rollout/group_size"}),
         (of_buffer(relative=False), set(), RELATIVE),
         (dict(env=component_envs(), **of_buffer(reward_weights={"mean": 1.0})), {"rollout/group_return_mean"}, set()),
         (OUTCOME, GROUPS, OF_KERNEL),
-        (GROUP, GROUPS, OF_KERNEL),
         (dict(rollout_buffer_class="stepwise"), GROUPS | {"rollout/steps_without_peer"}, OF_KERNEL),
     ],
     ids=lambda value: "-".join(f"{name}={text!s:.30}" for name, text in value.items()) if isinstance(value, dict) else "",

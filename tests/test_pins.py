@@ -34,7 +34,9 @@ from sb3_grpo.buffers import base, kernel
 # --- defaults -----------------------------------------------------------------------------------------------------------
 
 REQUIRED = inspect.Parameter.empty
-OF_EVERY_BUFFER = dict(gae_lambda=0.98, gamma=0.99, n_envs=1, group_size=2, horizon=None, reward_weights=None)
+OF_EVERY_BUFFER = dict(
+    gae_lambda=0.98, gamma=0.99, n_envs=1, group_size=2, horizon=None, reward_weights=None, sequence_length=None
+)
 OF_COMPLETE_GROUPS = dict(scale=None, max_waiting=None, tied_groups="keep", component_aggregation="sum_then_normalize")
 #: ``test_pages.py`` has those of GRPO.
 DEFAULTS: dict[Any, dict[str, Any]] = {

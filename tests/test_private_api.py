@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
-import pytest
 import torch as th
 from helpers import SMALL, AnyEnv, make_envs
 from stable_baselines3 import PPO
@@ -127,48 +125,9 @@ def test_methods_that_are_overridden_or_called_have_these_parameters():
         assert [name for name in inspect.signature(method).parameters if name != "self"] == expected, method
 
 
-class Order(BaseCallback):
-    """Records the order of hooks and updates, and the progress at each update."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[str] = []
-        self.progress: list[float] = []
-
-    def _init_callback(self) -> None:
-        train = self.model.train  # type: ignore[attr-defined]
-
-        def watched() -> None:
-            self.events.append("train")
-            self.progress.append(self.model._current_progress_remaining)
-            train()
-
-        self.model.train = watched  # type: ignore[attr-defined]
-
-    def _on_step(self) -> bool:
-        return True
-
-    def _on_rollout_start(self) -> None:
-        self.events.append("rollout starts")
-
-    def _on_rollout_end(self) -> None:
-        self.events.append("rollout ends")
-
-    def _on_training_end(self) -> None:
-        self.events.append("training ends")
-
-
 def ppo(env: Any = None, **kwargs: Any) -> Any:
     settings: dict[str, Any] = dict(n_steps=8, batch_size=8, n_epochs=1, policy_kwargs=SMALL, device="cpu")
     return PPO("MlpPolicy", env or Monitor(AnyEnv()), **{**settings, **kwargs})
-
-
-def test_ppo_trains_after_each_rollout_with_the_progress_at_its_end():
-    order = Order()
-    ppo().learn(16, callback=order)
-    rollout = ["rollout starts", "rollout ends", "train"]
-    assert order.events == [*rollout, *rollout, "training ends"]
-    assert order.progress == [0.5, 0.0]
 
 
 def test_setup_learn_resets_the_environment_if_the_run_is_new_or_no_observation_is_known():
@@ -181,25 +140,6 @@ def test_setup_learn_resets_the_environment_if_the_run_is_new_or_no_observation_
     model._last_obs = None
     model._setup_learn(8, reset_num_timesteps=False)
     assert model._last_obs is not None
-
-
-def test_setup_model_seeds_the_model_and_passes_the_arguments_of_the_buffer():
-    seeds: list[Any] = []
-
-    class Watched(PPO):
-        def set_random_seed(self, seed: int | None = None) -> None:
-            seeds.append(seed)
-            super().set_random_seed(seed)
-
-    model: Any = Watched("MlpPolicy", AnyEnv(), n_steps=8, batch_size=8, seed=3, device="cpu", _init_setup_model=False)
-    assert seeds == [] and not hasattr(model, "policy")
-    model.rollout_buffer_kwargs = dict(gae_lambda=0.5)
-    with pytest.raises(TypeError, match="gae_lambda"):  # it has been passed to the buffer, beside SB3's own
-        model._setup_model()
-    assert seeds == [3]
-    model.rollout_buffer_kwargs = {}
-    model._setup_model()
-    assert model.policy is not None and model.rollout_buffer.buffer_size == 8
 
 
 def test_wrap_env_makes_a_vec_env_of_any_environment():
@@ -217,27 +157,6 @@ def test_seeds_and_options_are_forgotten_and_indices_become_a_list():
     assert [list(env._get_indices(indices)) for indices in (None, 1, [1, 0])] == [[0, 1], [1], [1, 0]]
 
 
-def test_the_schedule_of_the_learning_rate_is_made_from_the_attribute():
-    model = ppo(learning_rate=0.1)
-    model.learning_rate = 0.2
-    assert model.lr_schedule(1.0) == 0.1
-    model._setup_lr_schedule()
-    assert model.lr_schedule(1.0) == 0.2
-
-
-def test_the_info_buffer_gets_the_episodes_of_the_monitor():
-    model = ppo()
-    model._setup_learn(8)
-    model._update_info_buffer([{"episode": {"r": 2.0, "l": 3}}, {}], np.array([True, False]))
-    assert [episode["r"] for episode in model.ep_info_buffer] == [2.0]
-
-
-def test_the_window_of_episodes_stands_under_this_name_and_takes_effect_when_a_run_begins():
-    model = ppo(stats_window_size=7)
-    model._stats_window_size = 3
-    assert model.learn(8).ep_info_buffer.maxlen == 3
-
-
 def test_excluded_attributes_are_not_saved_and_the_number_of_updates_is(tmp_path: Path):
     model = ppo().learn(8)
     assert {"policy", "env", "rollout_buffer"} <= set(model._excluded_save_params())
@@ -250,13 +169,6 @@ def test_a_policy_is_saved_with_a_dummy_schedule_and_its_constructor_parameters(
     assert policy._get_constructor_parameters()["lr_schedule"](0.5) == policy._dummy_schedule(0.5) == 0.0
     policy.save(tmp_path / "policy")
     assert type(policy).load(tmp_path / "policy").net_arch == policy.net_arch
-
-
-def test_the_recommendation_to_use_the_cpu_knows_the_policy_by_its_name():
-    model = ppo()
-    model.device = th.device("cuda")
-    with pytest.warns(UserWarning, match="primarily intended to run on the CPU"):
-        model._maybe_recommend_cpu(type(model.policy).__name__)
 
 
 # --- PyTorch and Gymnasium --------------------------------------------------------------------------------------------
@@ -279,13 +191,6 @@ def test_hooks_of_modules_and_parameters_stand_under_these_names():
         assert getattr(part, name), name
         handle.remove()
         assert not getattr(part, name)
-
-
-def test_a_hook_on_all_modules_is_noticed():
-    assert not nn.modules.module._has_any_global_hook()
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert nn.modules.module._has_any_global_hook()
-    handle.remove()
 
 
 def test_the_time_limit_of_an_environment_stands_under_this_name():

@@ -4,8 +4,6 @@ import copy
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +16,8 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from helpers import same, weights
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
 from sb3_grpo import GRPO, EnvironmentFault
 from sb3_grpo.arithmetic.choice import machine_policy
@@ -29,7 +26,6 @@ from sb3_grpo.arithmetic.machine_code.jit import UNAVAILABLE
 from sb3_grpo.buffers import BUFFERS
 
 BROKEN = 1  # index of the environment that fails
-Weights = dict[str, th.Tensor]
 
 
 def is_finite(model: GRPO) -> bool:
@@ -83,39 +79,6 @@ def test_a_loaded_model_goes_on_as_the_saved_one_bit_for_bit(settings: dict[str,
     assert loaded.num_timesteps == model.num_timesteps and loaded.kl_coef == coefficient
     # What starts from wrong statistics would differ only by what was learned since
     assert settings.get("rollout_buffer_class") == "process" or not same(before, expected)
-
-
-CONTINUE = """
-import sys, torch
-from stable_baselines3.common.env_util import make_vec_env
-from sb3_grpo import GRPO
-torch.set_num_threads(1)
-model = GRPO.load(sys.argv[1], env=make_vec_env("CartPole-v1", 1), device="cpu")
-model.learn(320, reset_num_timesteps=False)
-torch.save(model.policy.state_dict(), sys.argv[2])
-"""
-
-
-@pytest.mark.slow
-def test_a_model_loaded_in_a_new_process_goes_on_as_the_saved_one_bit_for_bit(tmp_path: Path):
-    model = make_model().learn(320)
-    model.save(tmp_path / "model.zip")
-    subprocess.run([sys.executable, "-c", CONTINUE, tmp_path / "model.zip", tmp_path / "weights.pt"], check=True)
-    restart(model)
-    model.learn(320, reset_num_timesteps=False)
-    assert same(th.load(tmp_path / "weights.pt"), weights(model))
-
-
-def test_waiting_transitions_are_dropped_by_a_reset_in_either_model(tmp_path: Path):
-    model = make_model(rollout_buffer_class="outcome", n_steps=7).learn(7)
-    buffer: Any = model.rollout_buffer
-    assert buffer._waiting is not None and len(buffer._waiting) > 0
-    model.save(tmp_path / "model")
-    loaded: Any = GRPO.load(tmp_path / "model", env=make_vec_env("CartPole-v1", 1), device="cpu")
-    assert loaded.rollout_buffer._waiting is None
-    restart(model)
-    model.learn(7, reset_num_timesteps=False)
-    assert model.rollout_buffer.metrics["rollout/transitions_dropped"] == 7
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -252,23 +215,6 @@ def test_an_update_whose_weights_are_not_finite_is_undone():
     assert same(before, weights(model))
 
 
-def test_what_a_wrapper_mends_is_no_fault():
-    class Mended(VecEnvWrapper):
-        def reset(self) -> Any:
-            return np.nan_to_num(np.asarray(self.venv.reset()))
-
-        def step_wait(self) -> Any:
-            observations, rewards, dones, infos = self.venv.step_wait()
-            for info in infos:
-                if "terminal_observation" in info:
-                    info["terminal_observation"] = np.nan_to_num(info["terminal_observation"])
-            return np.nan_to_num(np.asarray(observations)), rewards, dones, infos
-
-    env = VecNormalize(Mended(DummyVecEnv(env_functions("nan observation", 3))))
-    model = make_model(env, n_steps=16, batch_size=48).learn(96)
-    assert is_finite(model) and np.isfinite(env.obs_rms.mean).all()
-
-
 # --- interrupts -------------------------------------------------------------------------------------------------------
 
 
@@ -328,23 +274,3 @@ def test_an_interrupt_while_autograd_is_off_leaves_it_on_afterwards():
     is_enabled = th.is_grad_enabled()
     th.set_grad_enabled(True)
     assert is_enabled
-
-
-def test_workers_interrupted_in_a_step_are_reset_not_misunderstood(close):
-    """The answers to the step that nobody waited for are still in the pipes."""
-    env = close(SubprocVecEnv(env_functions("none", 0), start_method="fork"))
-    model = make_model(env, n_steps=16, batch_size=48)
-
-    class InterruptedStep(BaseCallback):
-        def _on_step(self) -> bool:
-            if self.num_timesteps > 100:
-                env.step_async(np.zeros(3, dtype=int))
-                raise KeyboardInterrupt
-            return True
-
-    with pytest.raises(KeyboardInterrupt):
-        model.learn(1000, callback=InterruptedStep())
-    assert env.waiting
-    before = weights(model)
-    model.learn(96, reset_num_timesteps=False)
-    assert is_finite(model) and not same(before, weights(model))

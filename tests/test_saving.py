@@ -1,8 +1,6 @@
 """Files: what they keep, how a run continues from one, and which are refused."""
 
-import importlib
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,6 @@ from helpers import (
 from stable_baselines3 import A2C, PPO, SAC
 
 from sb3_grpo import GRPO, GroupRolloutBuffer, load_actor
-from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.persistence import random_state, set_random_state
 
 
@@ -99,18 +96,6 @@ def test_continuing_takes_the_next_group_of_the_ledger_and_a_new_run_the_first()
 # --- What a file keeps ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer", KERNEL_AND_GROUPS)
-def test_a_loaded_model_predicts_the_same_and_continues_learning(buffer: str):
-    model = make_model(rollout_buffer_class=buffer).learn(64)
-    loaded = reload(model, env=make_envs())
-    assert same(weights(model), weights(loaded))
-    np.testing.assert_array_equal(*(m.predict(OBSERVED.numpy(), deterministic=True)[0] for m in (model, loaded)))
-    assert type(loaded.rollout_buffer) is BUFFERS[buffer]
-    before = weights(loaded)
-    assert_trained(loaded.learn(64, reset_num_timesteps=False), before)
-    assert loaded.num_timesteps == 128
-
-
 @pytest.mark.parametrize("n_envs", [1, 5])
 def test_a_model_continues_with_another_number_of_environments(n_envs: int):
     loaded, watcher = reload(make_model().learn(64), env=make_envs(n_envs)), Watcher()
@@ -139,34 +124,6 @@ def test_a_chosen_number_of_steps_follows_the_number_of_environments(
     assert reload(make_model(n_steps=8), env=make_envs(1), n_steps=None).n_steps == 1024
 
 
-def test_a_seed_that_is_given_as_an_object_is_that_of_the_starts():
-    loaded = reload(make_model().learn(64), env=make_envs(), custom_objects=dict(seed=3))
-    assert loaded.seed == loaded.ledger.seed == 3
-
-
-def test_the_options_of_the_buffer_can_be_left_out_again():
-    loaded = reload(make_model(rollout_buffer_kwargs=dict(relative=False)), env=make_envs(), rollout_buffer_kwargs=None)
-    assert loaded.rollout_buffer.relative_term is not None
-
-
-def test_the_kernel_baseline_is_kept_with_its_random_features():
-    model = make_model().learn(64)
-    observations, times = np.random.default_rng(1).normal(size=(5, 3)), np.linspace(0, 1, 5)
-
-    def fitted(each: Any) -> dict[str, th.Tensor]:
-        baseline = each.rollout_buffer.baseline
-        return {"weights": baseline.weights, "features": baseline.features(observations, times)}
-
-    other, loaded = fitted(make_model(seed=1).learn(64)), fitted(reload(model))
-    assert same(fitted(model), loaded)
-    assert not th.equal(other["weights"], loaded["weights"]) and not th.equal(other["features"], loaded["features"])
-
-
-def test_a_model_can_be_loaded_with_another_window_of_episodes():
-    loaded = reload(make_model(stats_window_size=100).learn(64), env=make_envs(), stats_window_size=3).learn(128)
-    assert loaded.ep_info_buffer is not None and loaded.ep_info_buffer.maxlen == 3
-
-
 @pytest.mark.parametrize(
     "kwargs", [dict(group_size=4), dict(rollout_buffer_class="outcome"), dict(objective=dict(kl_coef=0.1))], ids=str
 )
@@ -188,25 +145,6 @@ def test_a_model_with_a_buffer_of_the_user_can_be_loaded():
     assert_trained(loaded.learn(64), before)
 
 
-def test_a_model_whose_buffer_class_is_gone_can_be_loaded_with_another(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    tmp_path.joinpath("gone.py").write_text(
-        "from sb3_grpo import KernelRolloutBuffer\n\n\nclass Own(KernelRolloutBuffer):\n    pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    model = make_model(rollout_buffer_class=importlib.import_module("gone").Own).learn(64)
-    model.save(tmp_path / "model")
-    monkeypatch.delitem(sys.modules, "gone")
-    tmp_path.joinpath("gone.py").unlink()
-    with pytest.raises(ModuleNotFoundError, match="gone"):
-        GRPO.load(tmp_path / "model")
-    loaded = GRPO.load(tmp_path / "model", env=make_envs(), custom_objects=dict(rollout_buffer_class="kernel"))
-    before = weights(loaded)
-    assert same(before, weights(model))
-    assert_trained(loaded.learn(64), before)
-
-
 def test_the_initial_reference_is_kept_and_not_built_again():
     model = make_model(objective=dict(kl_coef=0.1, kl_reference="initial"))
     load_actor(model, make_model(seed=1))  # weights that do not come from the seed of the model
@@ -214,15 +152,6 @@ def test_the_initial_reference_is_kept_and_not_built_again():
     loaded = reload(model.learn(64), env=make_envs())
     assert same(reference_weights(loaded), initial) and not same(weights(loaded), initial)
     assert same(reference_weights(loaded.learn(64)), initial)
-
-
-def test_the_age_of_the_reference_is_kept():
-    model = make_model(objective=dict(kl_coef=0.1, kl_reference=3))
-    first = weights(model)
-    loaded = reload(model.learn(64), env=make_envs()).learn(32)  # the third update
-    assert same(reference_weights(loaded), first)
-    third = weights(loaded)
-    assert same(reference_weights(loaded.learn(32)), third)
 
 
 # --- Without an environment -------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from helpers import make_model, reload
-from stable_baselines3.common.callbacks import BaseCallback
+from helpers import make_model
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecNormalize
@@ -131,54 +130,8 @@ def test_the_first_members_of_all_workers_wait_for_their_peers_in_the_next_rollo
 # --- arguments and state ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Nothing was learned")  # because all rewards are equal
-def test_a_loaded_model_has_groups_of_the_size_that_load_was_given():
-    model = make_model(DummyVecEnv([TenSteps] * 4), group_size=None)
-    model = reload(model, env=DummyVecEnv([TenSteps] * 4), group_size=8, rollout_buffer_class="outcome")
-    assert model.ledger.group_size == 8
-    model.learn(256)
-    assert model.rollout_buffer.metrics["rollout/groups_completed"] > 0
-
-
-def test_load_refuses_another_policy_class():
-    with pytest.raises(TypeError, match=r"GRPO does not take `policy="):
-        reload(make_model(), policy="MlpPolicy")
-
-
-def test_the_policy_evaluates_when_a_callback_sees_the_beginning_of_a_rollout():
-    class Mode(BaseCallback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.training: list[bool] = []
-
-        def _on_rollout_start(self) -> None:
-            self.training.append(self.model.policy.training)
-
-        def _on_step(self) -> bool:
-            return True
-
-    mode = Mode()
-    make_model().learn(64, callback=mode)
-    assert len(mode.training) > 1 and not any(mode.training)
-
-
 def test_an_input_too_large_for_single_precision_keeps_its_sign():
     normalizer = ObservationNormalizer(spaces.Box(-np.inf, np.inf, (1,), np.float32))
     normalizer.observe(np.array([[1e20], [0.0]], dtype=np.float32))
     low, high = normalizer(th.tensor([[0.0], [1e20]])).flatten().tolist()
     assert low < 0 < high
-
-
-def test_the_reference_policy_is_saved_without_its_device(monkeypatch: pytest.MonkeyPatch):
-    """A run of a GPU is continued on a machine without one: the file names no device but the CPU."""
-    moved = []
-    original = th.Tensor.cpu
-
-    def cpu(tensor: th.Tensor) -> th.Tensor:
-        moved.append(tensor)
-        return original(tensor)
-
-    model = make_model(objective=dict(kl_coef=0.1)).learn(64)
-    monkeypatch.setattr(th.Tensor, "cpu", cpu)
-    state = model.kl_penalty.get_state()
-    assert len(moved) == len(state["weights"]) > 0

@@ -6,7 +6,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.env_util import make_vec_env
 
@@ -72,21 +71,6 @@ class SeedsTheGeneratorOfNumpy(Walk):
         return float(np.random.normal())
 
 
-class DrawsFromTheGeneratorOfTorch(Walk):
-    def shock(self, action: int) -> float:
-        return th.rand(()).item() if self.t == 9 else 0.0
-
-
-class DrawsFromASeededGeneratorOfPython(Walk):
-    """For some actions only."""
-
-    def begin(self) -> None:
-        self.rng = random.Random(int(self.np_random.integers(2**31)))
-
-    def shock(self, action: int) -> float:
-        return self.rng.gauss(0, 1) if action == 2 else 0.0
-
-
 class NeverReseedsItsGenerator(Walk):
     def begin(self) -> None:
         self.rng = getattr(self, "rng", np.random.default_rng(0))
@@ -125,11 +109,9 @@ class DrawsForAction2(gym.Wrapper[np.ndarray, int, np.ndarray, int]):
         pytest.param(DrawsInEachStep(), "shared", id="one draw in each step"),
         pytest.param(DrawsForSomeActions(), "lost", id="draws for some actions"),
         pytest.param(DrawsForAction2(DrawsAtReset()), "lost", id="a wrapper draws for some actions"),
-        pytest.param(DrawsFromASeededGeneratorOfPython(), "lost", id="Python's generator draws for some actions"),
         pytest.param(ExposesInputsOfTheActions(), "lost", id="exposed inputs depend on actions"),
         pytest.param(DrawsFromPythonsGenerator(), "not seeded", id="generator that the seed does not reach"),
         pytest.param(SeedsTheGeneratorOfNumpy(), "not seeded", id="global generator that resets seed"),
-        pytest.param(DrawsFromTheGeneratorOfTorch(), "not seeded", id="torch's generator"),
         pytest.param(NeverReseedsItsGenerator(), "not seeded", id="generator that resets do not seed"),
     ],
 )
@@ -153,7 +135,6 @@ def test_the_message_names_the_first_step_that_differs() -> None:
     [
         (SeedsTheGeneratorOfNumpy(), "The reset uses the global generator of `numpy.random`: its random numbers do not come"),
         (DrawsFromPythonsGenerator(), "Step 1 uses the global generator of Python's `random`"),
-        (DrawsFromTheGeneratorOfTorch(), "Step 10 uses the global generator of torch"),
     ],
 )
 def test_the_message_names_the_global_generator_and_the_step(env: gym.Env, message: str) -> None:

@@ -1,7 +1,5 @@
 """Shared starts in trainings, and what callbacks and users see of them: nothing."""
 
-import warnings
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from helpers import CHW, ENDLESS, HWC, VECTOR, AnyEnv, Evaluates, Starts, Watcher, flat, make_envs, make_model
-from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
@@ -21,7 +19,6 @@ from stable_baselines3.common.vec_env import (
     VecMonitor,
     VecNormalize,
     VecTransposeImage,
-    sync_envs_normalization,
 )
 
 forked = partial(SubprocVecEnv, start_method="fork")
@@ -35,14 +32,6 @@ class SeedBlind(AnyEnv):
 
 # By a lambda, so that the spec cannot be sent from a worker
 gym.register("SeedBlind-v0", entry_point=lambda **kwargs: SeedBlind(**kwargs))
-
-
-class HalfSeeded(AnyEnv):
-    """The seed determines one part of the observation."""
-
-    def reset(self, **kwargs: Any) -> Any:
-        observation, info = super().reset(**kwargs)
-        return {**observation, "far": int(np.random.default_rng().integers(100_000))}, info
 
 
 class PassThrough(VecEnvWrapper):
@@ -113,12 +102,6 @@ def test_an_environment_that_ignores_seeds_is_counted_and_warned_of_once_by_name
     n_groups = len({group for group, _ in starts.firsts})
     assert model.logger.name_to_value["rollout/start_mismatches"] == len(starts.firsts) - n_groups
     env.close()
-
-
-def test_one_differing_part_of_a_dict_is_a_mismatch():
-    model = make_model(DummyVecEnv([lambda: HalfSeeded(DICT)] * 2), "MultiInputPolicy")
-    with pytest.warns(UserWarning, match="'HalfSeeded' does not reproduce"):
-        model.learn(32)
 
 
 # --- nothing shows ------------------------------------------------------------------------------------------------------
@@ -207,52 +190,6 @@ def test_after_an_error_in_a_step_or_a_reset_the_users_own_objects_are_in_place(
         assert parts(env) == expected
     env.set_attr("fails", "")
     model.learn(64, reset_num_timesteps=False)
-
-
-def test_a_callback_may_reach_into_the_environments():
-    class Anneals(BaseCallback):
-        def _on_step(self) -> bool:
-            self.training_env.envs[0].env.lengths = (7, 8)  # type: ignore[attr-defined]  # envs[0] is the Monitor
-            self.training_env.set_attr("knob", 2)
-            return True
-
-    env = AnyEnv()
-    model = make_model(env, n_steps=32).learn(64, callback=Anneals())
-    assert env.lengths == (7, 8) and model.env.get_attr("knob") == [2]
-    assert model.ep_info_buffer[-1]["l"] == 7
-
-
-def test_a_copy_of_an_environment_that_a_callback_takes_can_be_stepped_then_and_later():
-    class LooksAhead(BaseCallback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.copies: list[Any] = []
-
-        def _on_step(self) -> bool:
-            self.copies = [deepcopy(self.training_env.envs[0]), deepcopy(self.training_env)]  # type: ignore[attr-defined]
-            deepcopy(self.copies[0]).step(1)
-            return True
-
-    looks = LooksAhead()
-    model = make_model(make_envs()).learn(32, callback=looks)
-    single, whole = looks.copies
-    for env, action in ((single, 1), (whole, np.array([1, 1]))):
-        env.reset()
-        env.step(action)
-    assert model.learn(32, reset_num_timesteps=False).num_timesteps == 64
-
-
-@pytest.mark.parametrize("wrap", [lambda venv: venv, VecNormalize], ids=["bare", "normalize"])
-def test_eval_callback_and_the_statistics_of_vec_normalize_work_without_a_warning(wrap: Any):
-    training, evaluation = (wrap(DummyVecEnv([lambda: Monitor(AnyEnv())])) for _ in range(2))
-    callback = EvalCallback(evaluation, eval_freq=4, verbose=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_model(training).learn(32, callback=callback)
-    assert np.isfinite(callback.last_mean_reward)
-    if isinstance(training, VecNormalize):
-        sync_envs_normalization(training, evaluation)
-        np.testing.assert_equal(vars(evaluation.obs_rms), vars(training.obs_rms))
 
 
 @pytest.mark.parametrize("venv_class", [DummyVecEnv, forked])

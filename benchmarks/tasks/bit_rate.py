@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from benchmarks.tasks.base import InputDrivenEnv
+from benchmarks.tasks import InputDrivenEnv
 
 #: Bit rates of the encoded video in Mbit/s
 BIT_RATES = (0.3, 0.75, 1.2, 1.85, 2.85, 4.3)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from benchmarks.tasks.base import InputDrivenEnv
+from benchmarks.tasks import InputDrivenEnv
 
 #: Mean of the log price in dollars per MWh, and the coefficients of its daily pattern: sine and cosine of once and twice a day
 LOG_PRICE_MEAN = 3.386

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from benchmarks.tasks.base import InputDrivenEnv
+from benchmarks.tasks import InputDrivenEnv
 
 #: Work that each server does per unit of time
 SERVICE_RATES = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 1.05)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from benchmarks.tasks.base import InputDrivenEnv
+from benchmarks.tasks import InputDrivenEnv
 from sb3_grpo.validation import require_at_least
 
 

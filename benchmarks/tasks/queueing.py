@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from benchmarks.tasks.base import InputDrivenEnv
+from benchmarks.tasks import InputDrivenEnv
 
 #: Events: arrivals of classes 1 and 3, and completions at the two servers if they have work
 ARRIVAL_1, ARRIVAL_3, COMPLETION_1, COMPLETION_2 = range(4)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from benchmarks.tasks.base import InputDrivenEnv
+from benchmarks.tasks import InputDrivenEnv
 
 
 class TokenArithmeticEnv(InputDrivenEnv):

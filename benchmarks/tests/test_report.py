@@ -3,8 +3,6 @@
 import functools
 import pathlib
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 
 import numpy as np
@@ -62,13 +60,6 @@ def test_the_interval_of_a_mean_over_seeds_is_narrower_than_their_range() -> Non
 def test_without_rows_every_table_says_so(tmp_path: pathlib.Path) -> None:
     contents = report.sections(tmp_path)
     assert {text() for text in contents.values()} == {tables.NO_ROWS}
-
-
-@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="there is no sha256sum")
-def test_the_checksums_are_those_of_the_packed_curves() -> None:
-    checked = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=RESULTS, capture_output=True, text=True)
-    assert checked.returncode == 0, f"run `python -m benchmarks.curves`: {checked.stdout}{checked.stderr}"
-    assert len(checked.stdout.splitlines()) == len(list(RESULTS.glob("*.npz")))
 
 
 def test_places_of_a_page_are_filled() -> None:

@@ -1,4 +1,4 @@
-"""Comparisons with several rivals: toys whose answer is known."""
+"""An arm against rivals: toys whose answer is known."""
 
 import pathlib
 
@@ -7,6 +7,7 @@ import pytest
 from rliable import metrics
 
 from benchmarks import versus
+from benchmarks.results import Suite, append_row
 from benchmarks.statistics import (
     Estimate,
     chance_of_improvement,
@@ -36,8 +37,8 @@ def test_ratios_are_of_what_is_above_random_and_an_environment_takes_the_rival_i
     line = versus.summary_table(suite, "grpo", RIVALS).splitlines()[2]
     assert cells(line) == ["PPO", "2 of 2", perfect[0], *perfect, "", ""]
     names = {"ours": ["grpo"], **RIVALS}
-    assert cells(versus.environments_table(suite, names, "auc").splitlines()[2])[2:] == [
-        "2", "10.0", "30.0 (30.0 to 30.0)", "20.0 (20.0 to 20.0)",
+    assert cells(versus.environments_table(suite, names, "auc").splitlines()[2])[1:] == [
+        "10.0", "30.0 (30.0 to 30.0)", "20.0 (20.0 to 20.0)",
     ]  # fmt: skip
 
 
@@ -51,6 +52,12 @@ def test_there_is_no_ratio_to_a_rival_that_does_not_learn_and_no_win_where_nobod
     assert line[1:] == ["1 of 2", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)", "0.50 (0.00 to 1.00)", "", ""]
     line = cells(versus.outcomes_table(suite, "grpo", {"PPO": ["ppo"]}).splitlines()[2])
     assert line[1:] == ["area", "1, 0, 1", "Pendulum-v1 -5.00 (-5.00 to -5.00)"]
+
+
+def test_steps_and_seeds_have_columns_where_they_differ(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [1.0, 1.0], "Acrobot-v1": [1.0]}}
+    header = cells(versus.environments_table(toy_suite(tmp_path, areas), {"ours": ["grpo"]}, "auc").splitlines()[0])
+    assert header == ["environment", "seeds", "random", "ours"]
 
 
 def test_nothing_is_said_before_there_are_rows(tmp_path: pathlib.Path) -> None:
@@ -122,8 +129,8 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
     areas = {"grpo": {"CartPole-v1": [40.0, 40.0]}, "ppo": {"CartPole-v1": [20.0, 20.0]}}
     suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
     assert versus.claim(suite, "grpo", ["ppo"], "It is") == (
-        "It is **better** by area, 2.00 (2.00 to 2.00), **better** by evaluation, 2.00 (2.00 to 2.00) and "
-        "**better** by seconds, 0.20 (0.20 to 0.20)."
+        "It is **better** by area, 2.00 (2.00 to 2.00), **better** by evaluation, 2.00 (2.00 to 2.00), "
+        "**better** by seconds, 0.20 (0.20 to 0.20) and **better** by steps, 0.60 (0.60 to 0.60), in 1 environments."
     )
     assert (
         versus.speed_claim(suite, "grpo", ["ppo"], "GRPO takes")
@@ -131,10 +138,11 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
     )
 
 
-def test_the_claim_is_silent_about_seconds_that_were_not_measured(tmp_path: pathlib.Path) -> None:
+def test_the_claim_is_silent_about_seconds_and_steps_that_were_not_measured(tmp_path: pathlib.Path) -> None:
     areas = {"grpo": {"CartPole-v1": [40.0, 40.0]}, "ppo": {"CartPole-v1": [20.0, 20.0]}}
     assert versus.claim(toy_suite(tmp_path, areas), "grpo", ["ppo"], "It is") == (
-        "It is **better** by area, 2.00 (2.00 to 2.00) and **better** by evaluation, 2.00 (2.00 to 2.00)."
+        "It is **better** by area, 2.00 (2.00 to 2.00) and **better** by evaluation, 2.00 (2.00 to 2.00), "
+        "in 1 environments."
     )
 
 
@@ -224,3 +232,57 @@ def test_the_interquartile_curve_has_at_each_point_the_mean_of_the_middle_half_o
     one_of_each = interquartile_curve([many, np.full((1, 2), 5.0)])  # counts as four runs
     assert one_of_each.values.tolist() == [(2 + 5 * 3) / 4, (5 * 2 + 10 + 11) / 4]
     assert np.all(one_of_each.low <= one_of_each.values) and np.all(one_of_each.values <= one_of_each.high)
+
+
+ONE_RIVAL = {"PPO": ["ppo"]}
+
+
+def suite_of(tmp_path: pathlib.Path, ours: float, theirs: float) -> Suite:
+    """Returns rise evenly from 0 to twice the area in 1,000 steps, and the evaluation is the area."""
+    areas = {"grpo": {"CartPole-v1": [ours, ours]}, "ppo": {"CartPole-v1": [theirs, theirs]}}
+    return toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
+
+
+def test_seconds_are_those_until_the_evaluation_of_the_rival(tmp_path: pathlib.Path) -> None:
+    suite = suite_of(tmp_path, ours=40.0, theirs=20.0)
+    race = versus.races(suite, "grpo", ["ppo"])["CartPole-v1"]
+    # Half of PPO's way and a quarter of GRPO's, and a mean of 20 episodes of 10 steps lags 100 steps behind
+    assert race.theirs.tolist() == [600 * 0.003] * 2 and race.ours.tolist() == [360 * 0.001] * 2
+    assert str(versus.seconds_ratio(suite, "grpo", ["ppo"])) == "0.20 (0.20 to 0.20)"
+    assert str(versus.seconds_ratio_per_step(suite, "grpo", ["ppo"])) == "0.33 (0.33 to 0.33)"
+    assert versus.seconds_table(suite, "grpo", ONE_RIVAL).endswith("| CartPole-v1 | 1,000 | 333; 0.20 |")
+
+
+def test_a_run_that_does_not_get_there_counts_as_never(tmp_path: pathlib.Path) -> None:
+    suite = suite_of(tmp_path, ours=5.0, theirs=20.0)
+    assert str(versus.seconds_ratio(suite, "grpo", ["ppo"])) == "never (never to never)"
+    assert versus.seconds_runs_table(suite, "grpo", ONE_RIVAL).endswith("| PPO | 1 | 0 of 2 | 2 of 2 |")
+
+
+def test_a_run_of_the_rival_counts_with_its_budget_at_most(tmp_path: pathlib.Path) -> None:
+    # The first run of PPO ends at 8, and the target is 20
+    areas = {"grpo": {"CartPole-v1": [40.0, 40.0]}, "ppo": {"CartPole-v1": [4.0, 36.0]}}
+    suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
+    race = versus.races(suite, "grpo", ["ppo"])["CartPole-v1"]
+    assert race.theirs.tolist() == [1000 * 0.003, 380 * 0.003] and race.n_there == 1
+
+
+def test_the_median_is_known_while_less_than_half_of_the_runs_do_not_get_there(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [40.0, 40.0, 5.0]}, "ppo": {"CartPole-v1": [20.0, 20.0, 20.0]}}
+    suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
+    assert str(versus.seconds_ratio(suite, "grpo", ["ppo"])) == "0.20 (0.20 to never)"
+
+
+def test_there_is_no_race_against_a_rival_that_does_not_learn(tmp_path: pathlib.Path) -> None:
+    areas = {"grpo": {"CartPole-v1": [40.0, 40.0]}, "ppo": {"CartPole-v1": [9.0, 11.0]}}
+    suite = toy_suite(tmp_path, areas, random=10.0, speeds={"grpo": 0.001, "ppo": 0.003})
+    assert versus.races(suite, "grpo", ["ppo"]) == {}
+
+
+def test_speeds_are_those_of_one_session(tmp_path: pathlib.Path) -> None:
+    suite = suite_of(tmp_path, ours=4.0, theirs=2.0)
+    settings = suite.runs("ppo", "CartPole-v1")[0].run.settings_hash()
+    row = {"session": 2, "env": "CartPole-v1", "settings_hash": settings, "seconds_per_step": 50.0}
+    append_row(tmp_path / "speed.csv", row, list(row))
+    assert versus.seconds_per_step(suite, ("grpo", "ppo"), "CartPole-v1") == {"grpo": 0.001, "ppo": 0.003}
+    assert versus.seconds_per_step(suite, ("ppo",), "CartPole-v1") == {"ppo": 50.0}

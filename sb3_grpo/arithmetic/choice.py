@@ -3,9 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
-
-import numpy as np
-import torch as th
+from typing import Any
 
 from sb3_grpo.arithmetic.conditions import is_from, parts_of, unusual_optimizer
 from sb3_grpo.arithmetic.machine import MachineLearner, MachinePolicy
@@ -17,8 +15,8 @@ from sb3_grpo.losses import UpdateRule
 from sb3_grpo.policies import ActorPolicy
 
 #: Maps observations, as arrays and as tensors, and ``action_masks`` if there are any, to actions, shape
-#: ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``.
-Actor = Callable[..., tuple[np.ndarray, th.Tensor]]
+#: ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``; with memory also to its states after the step.
+Actor = Callable[..., tuple[Any, ...]]
 
 #: Seconds of compiling that are worth a word. Loading from numba's cache takes about half a second.
 LONG = 1.0
@@ -113,7 +111,7 @@ def describe_choice(
     @functools.cache  # once for both
     def announce() -> None:
         if verbose >= 1:
-            print("Compiling machine code, which takes a few seconds the first time", flush=True)
+            print("Compiling machine code, which takes up to a minute the first time", flush=True)
 
     acting = machine_policy(policy, announce=announce)
     if isinstance(acting, str):

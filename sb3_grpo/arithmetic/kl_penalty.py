@@ -127,7 +127,7 @@ class KLPenalty:
         else:
             assert self.policy is not None, "renew() comes before estimate()"
             with th.no_grad():
-                reference = self.policy.get_distribution(batch.observations, **batch.masking)
+                reference = self.policy.get_distribution(batch.observations, **batch.context)
             if self.is_exact:
                 assert distribution is not None
                 return exact_kl(distribution, reference)
@@ -142,7 +142,7 @@ class KLPenalty:
         policy.set_training_mode(False)  # layers such as batch normalisation work differently in training
         divergences = []
         for batch in batches:
-            distribution = policy.get_distribution(batch.observations, **batch.masking)
+            distribution = policy.get_distribution(batch.observations, **batch.context)
             log_prob, _ = policy.evaluate_distribution(distribution, batch.actions)
             divergences.append(self.estimate(batch, log_prob, distribution))
         return th.cat(divergences).mean().item()

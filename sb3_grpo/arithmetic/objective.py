@@ -38,14 +38,14 @@ class Objective:
 
     def evaluate(self, policy: ActorPolicy, rollout_data: GroupRolloutBufferSamples) -> MinibatchLoss:
         """:return: The loss of a minibatch of ``n`` transitions, and its parts"""
-        observations, actions, masking = rollout_data.observations, rollout_data.actions, rollout_data.masking
+        observations, actions, context = rollout_data.observations, rollout_data.actions, rollout_data.context
         is_exact = self.kl_coef > 0 and self.kl_penalty.is_exact
-        distribution = policy.get_distribution(observations, **masking) if is_exact else None
+        distribution = policy.get_distribution(observations, **context) if is_exact else None
         if distribution is not None and is_unaltered(policy, ("evaluate_actions",)):
             # One pass of the policy serves the surrogate and the divergence.
             log_prob, entropy = policy.evaluate_distribution(distribution, actions)
         else:
-            log_prob, entropy = policy.evaluate_actions(observations, actions, **masking)
+            log_prob, entropy = policy.evaluate_actions(observations, actions, **context)
         return losses.minibatch_loss(
             log_prob,
             rollout_data.old_log_prob,

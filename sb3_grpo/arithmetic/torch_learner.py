@@ -38,9 +38,9 @@ def torch_actor(policy: ActorPolicy) -> Callable[..., tuple[np.ndarray, th.Tenso
         return _graph_actor(policy)
 
     @th.no_grad()
-    def act(_: Any, obs_tensor: Any, **masking: Any) -> tuple[np.ndarray, th.Tensor]:
-        actions, log_prob = policy(obs_tensor, **masking)
-        return actions.cpu().numpy(), log_prob.cpu()
+    def act(_: Any, obs_tensor: Any, **context: Any) -> tuple[np.ndarray, th.Tensor]:
+        actions, log_prob, *states = policy(obs_tensor, **context)
+        return actions.cpu().numpy(), log_prob.cpu(), *(each.cpu().numpy() for each in states)
 
     return act
 
@@ -54,11 +54,11 @@ def _graph_actor(policy: ActorPolicy) -> Callable[..., tuple[np.ndarray, th.Tens
         return [policy.action_net(policy._latent(dict(zip(names, tensors, strict=True)) if names else tensors[0]))]
 
     @th.no_grad()
-    def act(_: Any, obs_tensor: Any, **masking: Any) -> tuple[np.ndarray, th.Tensor]:
+    def act(_: Any, obs_tensor: Any, **context: Any) -> tuple[np.ndarray, th.Tensor]:
         tensors = [obs_tensor[name] for name in names] or [obs_tensor]
         graph = graphs_of(policy).get("acting", state, tensors, network, network)
         [output] = network(*tensors) if graph is None else graph(tensors)
-        actions, log_prob = policy._sample(policy._distribution_of(output.cpu(), **masking))
+        actions, log_prob = policy._sample(policy._distribution_of(output.cpu(), **context))
         return actions.numpy(), log_prob
 
     return act
@@ -172,7 +172,7 @@ class TorchLearner:
             loss = self._objective.evaluate(self._policy, batch).loss * (len(batch.advantages) / n)
             loss.backward()
             total += loss.item()
-        self._fisher_batch = self._rollout_buffer.update.take(slice(None, None, fisher_stride(n)))
+        self._fisher_batch = self._rollout_buffer.update.thin(fisher_stride(n))
         with th.no_grad():  # a policy has one distribution object, in which every call puts another distribution of torch
             self._rewind()
             self._before = [copy.copy(self._distribution(batch)) for batch in self._batches]
@@ -264,7 +264,7 @@ class TorchLearner:
         return _epoch([self._evaluated], [], self._objective.clip_range)
 
     def _distribution(self, batch: GroupRolloutBufferSamples) -> Distribution:
-        return self._policy.get_distribution(batch.observations, **batch.masking)
+        return self._policy.get_distribution(batch.observations, **batch.context)
 
     def _flat(self, tensors: Sequence[th.Tensor | None]) -> th.Tensor:
         """:return: Gradients with respect to the parameters in one vector; ``None`` is zero"""

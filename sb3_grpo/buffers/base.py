@@ -57,7 +57,10 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
     :param group_size: Number of trajectories per group
     :param horizon: Time limit of the environment in steps; ``None`` if it is unknown
     :param reward_weights: Weights of the components in ``info["reward_components"]``. Their weighted sum replaces the reward
-    :raises ValueError: If ``horizon`` or ``reward_weights`` is invalid; in :meth:`add`, if components are not reported
+    :param sequence_length: Largest number of steps through which the gradient of a policy with memory goes back; ``None`` for
+        all steps of an episode in a rollout. Policies without memory do not use it
+    :raises ValueError: If ``horizon``, ``reward_weights`` or ``sequence_length`` is invalid; in :meth:`add`, if components are
+        not reported
     """
 
     def __init__(
@@ -72,15 +75,19 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         group_size: int = 2,
         horizon: int | None = None,
         reward_weights: Mapping[str, float] | None = None,
+        sequence_length: int | None = None,
     ):
         super().__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         if horizon is not None:
             require_at_least("horizon", horizon, 1, "or None")
+        if sequence_length is not None:
+            require_at_least("sequence_length", sequence_length, 1, "or None")
         self.gae_lambda = gae_lambda
         self.gamma = gamma
         self.group_size = group_size
         self.horizon = horizon  # of the current environments
         self.reward_weights = checked_reward_weights(reward_weights)
+        self.sequence_length = sequence_length
         #: Metrics of the last rollout. GRPO logs those under ``rollout/`` at once and those under ``train/`` with the update.
         self.metrics: dict[str, float] = {}
         #: Returns of the members of each group that was completed in the last rollout, by the number of the group.
@@ -284,7 +291,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         """Go on as if the present policy had sampled the rollout: the log-probabilities of the actions become its own."""
         rollout = self._flatten(self.pos)
         batches = self._to_samples(rollout, np.zeros(len(rollout), dtype=np.float32)).split(policy.encoding_batch())
-        log_probs = [policy.evaluate_actions(each.observations, each.actions, **each.masking)[0] for each in batches]
+        log_probs = [policy.evaluate_actions(each.observations, each.actions, **each.context)[0] for each in batches]
         self.log_probs[:, : self.pos] = th.cat(log_probs).cpu().numpy().reshape(self.n_envs, self.pos)
 
     @abstractmethod
@@ -315,6 +322,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         # The log-probability of a Bernoulli distribution needs floats, and the other distributions accept them.
         actions = actions.long().flatten() if isinstance(self.action_space, spaces.Discrete) else actions.float()
         kept = {name: getattr(transitions, name) for name in OPTIONAL if name in GroupRolloutBufferSamples._fields}
+        has_memory = transitions.states.shape[-1] > 0
         return GroupRolloutBufferSamples(
             map_observations(to_device, transitions.observations),
             actions,
@@ -322,6 +330,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
             to_device(advantages),
             to_device(transitions.trajectories),
             **{name: to_device(column) for name, column in kept.items() if column.shape[-1] > 0},
+            sequences=to_device(transitions.sequences(self.sequence_length)) if has_memory else None,
         )
 
     def _loss_weights(self, trajectories: th.Tensor, aggregation: losses.LossAggregation) -> th.Tensor | None:
@@ -346,19 +355,23 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
 
     def get(self, batch_size: int | None = None, whole_trajectories: bool = False) -> Iterator[GroupRolloutBufferSamples]:
         """
-        One pass over the update in random order.
+        One pass over the update in random order. With memory, minibatches consist of whole sequences.
 
         :param batch_size: Number of transitions per minibatch; the last may have fewer. ``None`` for a single minibatch
         :param whole_trajectories: Whether each minibatch has as many whole trajectories as it needs for ``batch_size``
             transitions. Weights then make the mean of the losses of minibatches equal to the loss of the update
         """
         size = batch_size or max(self.n_samples, 1)
-        if whole_trajectories:
-            trajectories = A.label_by_appearance(self.update.trajectories.cpu().numpy())
+        labels = self.update.trajectories if whole_trajectories else self.update.sequences
+        if labels is not None:
+            trajectories = A.label_by_appearance(labels.cpu().numpy())
             order = np.random.permutation(len(np.unique(trajectories)))
             batches = A.batch_trajectories(trajectories, order, size)
             for batch in batches:
                 minibatch = self.update.take(th.as_tensor(batch, device=self.device))
+                if not whole_trajectories:
+                    yield minibatch
+                    continue
                 weights = th.ones_like(minibatch.advantages) if minibatch.weights is None else minibatch.weights
                 yield minibatch._replace(weights=weights * (len(batch) * len(batches) / max(self.n_samples, 1)))
             return

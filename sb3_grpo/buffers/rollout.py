@@ -11,6 +11,8 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from sb3_grpo.observations import Observations, map_observations, take_observations
 from sb3_grpo.validation import require_between
 
+#: Columns that are keyword arguments of the policy's methods
+CONTEXT = {"action_masks", "states", "sequences"}
 #: Rewards are stored in single precision; larger ones would become infinite.
 MAX_REWARD = float(np.finfo(np.float32).max)
 
@@ -26,6 +28,8 @@ class GroupRolloutBufferSamples(NamedTuple):
     :param trajectories: Label of each transition's trajectory
     :param weights: Weights in the loss; ``None`` for ones
     :param action_masks: The choices that were allowed, shape ``(n, n_choices)``; ``None`` without masks
+    :param states: States of the policy's memory before each step, shape ``(n, state_size)``; ``None`` without memory
+    :param sequences: Label of the sequence of each transition, see :meth:`Transitions.sequences`; ``None`` without memory
     """
 
     observations: PyTorchObs
@@ -35,11 +39,14 @@ class GroupRolloutBufferSamples(NamedTuple):
     trajectories: th.Tensor
     weights: th.Tensor | None = None
     action_masks: th.Tensor | None = None
+    states: th.Tensor | None = None
+    sequences: th.Tensor | None = None
 
     @property
-    def masking(self) -> dict[str, th.Tensor]:
-        """The masks as a keyword argument of the policy's methods. Without masks, there is none."""
-        return {} if self.action_masks is None else {"action_masks": self.action_masks}
+    def context(self) -> dict[str, Any]:
+        """What the policy needs besides observations, as keyword arguments of its methods."""
+        columns = zip(self._fields, self, strict=True)
+        return {name: column for name, column in columns if name in CONTEXT and column is not None}
 
     def map(self, function: Callable[..., th.Tensor], *others: "GroupRolloutBufferSamples") -> "GroupRolloutBufferSamples":
         """:return: Results of a function, which gets one tensor of these samples and the same tensor of each of the others"""
@@ -56,6 +63,10 @@ class GroupRolloutBufferSamples(NamedTuple):
     def take(self, index: th.Tensor | slice) -> "GroupRolloutBufferSamples":
         """:return: The transitions at an index"""
         return self.map(lambda tensor: tensor[index])
+
+    def thin(self, stride: int) -> "GroupRolloutBufferSamples":
+        """:return: Every ``stride``-th transition, or with memory the transitions of every ``stride``-th sequence"""
+        return self.take(slice(None, None, stride) if self.sequences is None else self.sequences % stride == 0)
 
     def split(self, size: int) -> Iterator["GroupRolloutBufferSamples"]:
         """:return: Parts of ``size`` transitions; the last may have fewer. They share the memory of the whole"""
@@ -95,6 +106,7 @@ class Columns:
     :param rollouts: Number of the rollout in which the transition was sampled, shape ``(n,)``
     :param components: Reward components, of which ``rewards`` is the weighted sum, shape ``(n, n_components)``, or ``(n, 0)``
     :param action_masks: The choices that were allowed, shape ``(n, n_choices)``, or ``(n, 0)`` without masks
+    :param states: States of the policy's memory before each step, shape ``(n, state_size)``, or ``(n, 0)`` without memory
     """
 
     observations: Observations
@@ -108,6 +120,7 @@ class Columns:
     rollouts: Annotated[np.ndarray, Column(np.int64)]
     components: Annotated[np.ndarray, Column(np.float32, (0,))]
     action_masks: Annotated[np.ndarray, Column(bool, (0,), fill=True)]
+    states: Annotated[np.ndarray, Column(np.float32, (0,))]
 
 
 #: Names of all columns; how those are stored that do not follow from the spaces; and names of those that may be missing.
@@ -129,6 +142,20 @@ class Transitions(Columns):
     def trajectories(self) -> np.ndarray:
         """Label of each transition's trajectory, an integer, shape ``(n,)``."""
         return self.groups * (self.members.max(initial=0) + 1) + self.members
+
+    def sequences(self, longest: int | None = None) -> np.ndarray:
+        """
+        :param longest: Largest number of transitions in a sequence; ``None`` for no limit
+        :return: Label of each transition's sequence, from 0, shape ``(n,)``. A sequence is the part of a trajectory that lies
+            in one rollout. Those that are too long are divided into parts of about the same length
+        """
+        n, labels = len(self), self.trajectories
+        follows = (np.diff(labels) == 0) & (np.diff(self.steps) == 1) & (np.diff(self.rollouts) == 0)
+        first = np.flatnonzero(np.append(True, ~follows)[:n])
+        lengths = np.diff(np.append(first, n))
+        size = lengths if longest is None else np.ceil(lengths / np.ceil(lengths / longest)).astype(int)
+        within = np.arange(n) - np.repeat(first, lengths)
+        return np.cumsum(within % np.repeat(size, lengths) == 0) - 1
 
     def take(self, index: np.ndarray) -> "Transitions":
         """:return: A copy of the transitions at integers or a mask"""

@@ -295,7 +295,13 @@ class RayVecEnv(VecEnv):
     # --- whole rollouts -----------------------------------------------------------------------------------------------
 
     def collect_by_workers(
-        self, make_policy: Callable[[], ActorPolicy], policy: ActorPolicy, starts: SeededVecEnv, obs: VecEnvObs, *settings: Any
+        self,
+        make_policy: Callable[[], ActorPolicy],
+        policy: ActorPolicy,
+        starts: SeededVecEnv,
+        obs: VecEnvObs,
+        states: np.ndarray,
+        *settings: Any,
     ) -> Iterator[ActedStep]:
         """
         Let the workers act by themselves, with policies from ``make_policy`` that have the weights of ``policy``, and yield
@@ -311,7 +317,7 @@ class RayVecEnv(VecEnv):
         for w, (own, part) in enumerate(zip(self._slices, ledger.split(), strict=True)):
             own_seed = int(np.random.SeedSequence((seed, w)).generate_state(1)[0])
             own_obs = take_observations(obs, own)
-            requests.append((w, "collect", sent, own_obs, part, starts.share_starts, own_seed, *settings))
+            requests.append((w, "collect", sent, own_obs, states[own], part, starts.share_starts, own_seed, *settings))
         parts, ledgers, mismatches, messages = zip(*self._ask(requests), strict=True)
         self._n_lost = [0] * self.n_workers
         ledger.join(ledgers)

@@ -101,15 +101,16 @@ class RolloutWorker:
         self,
         policy: tuple[bytes, dict[str, np.ndarray]],
         obs: VecEnvObs,
+        states: np.ndarray,
         ledger: Ledger,
         share_starts: bool,
         seed: int,
         *settings: Any,
     ) -> tuple[EnvStep, Ledger, int, list[str]]:
         """
-        Let a policy act, with a seed for its random numbers, and the other arguments of
-        :func:`~sb3_grpo.collection.run_policy`. It comes as a pickled function that makes it, used if it is another one than
-        last time, and its weights.
+        Let a policy act from the present observations and states of its memory, with a seed for its random numbers, and the
+        other arguments of :func:`~sb3_grpo.collection.run_policy`. The policy comes as a pickled function that makes it, used
+        if it is another one than last time, and its weights.
 
         :return: All steps in one, with the steps as the first axis of each array; the ledger, the number of starts that did
             not begin like their group's first member, and warnings
@@ -118,13 +119,13 @@ class RolloutWorker:
         if self.policy is None or make_policy != self.make_policy:
             self.policy, self.make_policy = cloudpickle.loads(make_policy)().to("cpu"), make_policy
         self.policy.load_state_dict({name: th.as_tensor(np.array(array)) for name, array in weights.items()})
-        obs = map_observations(np.array, obs)  # what Ray delivers cannot be written to
+        obs, states = map_observations(np.array, obs), np.array(states)  # what Ray delivers cannot be written to
         set_random_seed(seed)
         starts = SeededVecEnv(self.venv, ledger, share_starts, self.adapter)
         steps = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for _, _, step in run_policy(self.policy, starts, obs, *settings):
+            for _, _, step in run_policy(self.policy, starts, obs, states, *settings):
                 # The policy acts on observations before the model has seen them.
                 check_finite("observation", step.new_obs, settings[-1], step.position.steps, self.first_env)
                 steps.append(step)

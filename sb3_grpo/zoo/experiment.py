@@ -17,12 +17,12 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from sb3_grpo import GRPO, MaskableGRPO
+from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO
 from sb3_grpo.validation import require_at_least
 from sb3_grpo.zoo.search import convert_grpo_params, sample_grpo_params
 
 #: Names of the algorithms of this package in rl-zoo3
-ALGO, MASKED_ALGO = "grpo", "grpo_mask"
+ALGO, MASKED_ALGO, RECURRENT_ALGO = "grpo", "grpo_mask", "grpo_lstm"
 HYPERPARAMS = Path(__file__).with_name("hyperparams") / "grpo.yml"
 #: Entries that may be Python in a string.
 EVALUATED = ("policy_kwargs", "rollout_buffer_kwargs", "objective", "normalize", "monitor_kwargs")
@@ -34,10 +34,10 @@ LINEAR_SCHEDULE = re.compile(r"lin_[0-9.eE+-]*[0-9.]")
 
 class GRPOExperimentManager(ExperimentManager):
     """
-    :class:`rl_zoo3.exp_manager.ExperimentManager` with additions for ``grpo`` and ``grpo_mask``. It uses the hyperparameter
-    file of this package unless another one is given. It understands numbers as people write them, and ``objective`` and
-    ``rollout_buffer_kwargs`` in a string. It refuses wrong values with the file and the entry. With ``grpo_mask``, evaluation
-    uses masks.
+    :class:`rl_zoo3.exp_manager.ExperimentManager` with additions for the algorithms of this package. It uses the
+    hyperparameter file of this package unless another one is given. It understands numbers as people write them, and
+    ``objective`` and ``rollout_buffer_kwargs`` in a string. It refuses wrong values with the file and the entry. With
+    ``grpo_mask``, evaluation uses masks. With ``grpo_lstm``, policies have memory.
     """
 
     #: Keyword arguments of the ``RayVecEnv`` to train in; ``None`` for the class that ``--vec-env`` names.
@@ -53,7 +53,7 @@ class GRPOExperimentManager(ExperimentManager):
     @property
     def is_ours(self) -> bool:
         """Whether the algorithm is one of this package."""
-        return self.algo in (ALGO, MASKED_ALGO)
+        return self.algo in (ALGO, MASKED_ALGO, RECURRENT_ALGO)
 
     def create_callbacks(self) -> None:
         super().create_callbacks()
@@ -69,6 +69,8 @@ class GRPOExperimentManager(ExperimentManager):
             saved.update((name, plain_value(value)) for name, value in saved.items())  # `enjoy` reads them
             with self._errors_name_the_file():
                 hyperparams = processed(hyperparams)
+            if self.algo == RECURRENT_ALGO:  # the file has one entry for policies with and without memory
+                hyperparams["policy"] = re.sub("(?<!Lstm)Policy$", "LstmPolicy", hyperparams["policy"])
         return hyperparams, saved
 
     def setup_experiment(self) -> tuple[BaseAlgorithm, dict[str, Any]] | None:
@@ -140,8 +142,8 @@ def plain_value(value: Any, words: dict[str, Any] = WORDS) -> Any:
 
 def register(ray: dict[str, Any] | None = None) -> None:
     """
-    Add ``grpo``, and ``grpo_mask`` for :class:`~sb3_grpo.MaskableGRPO`, to the algorithms of rl-zoo3 and to its hyperparameter
-    search, before a function of rl-zoo3 parses its arguments::
+    Add ``grpo``, ``grpo_mask`` for :class:`~sb3_grpo.MaskableGRPO`, and ``grpo_lstm`` for :class:`~sb3_grpo.RecurrentGRPO`, to
+    the algorithms of rl-zoo3 and to its hyperparameter search, before a function of rl-zoo3 parses its arguments::
 
         from rl_zoo3.train import train
         from sb3_grpo.zoo import register
@@ -153,7 +155,7 @@ def register(ray: dict[str, Any] | None = None) -> None:
         ``dict(n_workers=2)``; ``None`` to train as ``--vec-env`` says
     """
     # All modules of rl-zoo3 share these dicts.
-    for name, algorithm in ((ALGO, GRPO), (MASKED_ALGO, MaskableGRPO)):
+    for name, algorithm in ((ALGO, GRPO), (MASKED_ALGO, MaskableGRPO), (RECURRENT_ALGO, RecurrentGRPO)):
         rl_zoo3.utils.ALGOS[name] = algorithm
         HYPERPARAMS_SAMPLER[name] = sample_grpo_params
         HYPERPARAMS_CONVERTER[name] = convert_grpo_params
