@@ -1,6 +1,7 @@
 """The metric of the value estimate: which inputs its features follow, when it is learned, and that a run continues with it."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def test_the_metric_is_the_outer_product_of_the_gradients_that_autograd_finds(ti
     given = doubled / 2, frequencies, phases, time_feature
     arguments = (inputs, doubled) if time_feature else (inputs,)
     gradients = th.autograd.grad((fourier_features(inputs, *given) @ value).sum(), arguments)
-    outer = sum(th.outer(each, each) for each in th.hstack([each.view(20, -1) for each in gradients]))
+    outer = th.stack([th.outer(each, each) for each in th.hstack([each.view(20, -1) for each in gradients])]).sum(dim=0)
     with th.no_grad():
         metric = gradient_metric(value, inputs, *given)
     assert metric is not None
@@ -40,8 +41,9 @@ def test_a_value_without_gradient_has_no_metric(value: float):
 
 def unexplained(n_metrics: int) -> tuple[float, KernelBaseline]:
     """
-    :return: Share of the variance of a function of one of ten inputs, which falls off sharply, that a fit with a metric learned
-        so often leaves in other samples, without discounting; and the fit
+    Fit a function of one of ten inputs, which falls off sharply.
+
+    :return: Share of its variance that a fit with a metric learned so often leaves in other samples, and the fit
     """
     baseline = KernelBaseline(n_features=200, time_feature=False, seed=1)
     inputs = numbers(1200, 10).numpy()
@@ -78,7 +80,12 @@ def test_the_metric_is_learned_each_time_that_the_number_of_rollouts_has_doubled
     model, learned = make_model(n_steps=64), []
     buffer = model.rollout_buffer
     learn_metric = KernelBaseline.learn_metric
-    monkeypatch.setattr(KernelBaseline, "learn_metric", lambda *args: (learned.append(buffer._n_fits), learn_metric(*args)))
+
+    def noted(*args: Any) -> None:
+        learned.append(buffer._n_fits)
+        learn_metric(*args)
+
+    monkeypatch.setattr(KernelBaseline, "learn_metric", noted)
     model.learn(64 * model.n_envs * 17)
     assert learned == [4, 8, 16]
 
@@ -100,7 +107,8 @@ def test_a_saved_run_continues_with_the_same_metric(n_before: int):
     loaded.learn(128 * 5, reset_num_timesteps=False)
     set_random_state(state)
     model.learn(128 * 5, reset_num_timesteps=False)
-    fits = [buffer.baseline for buffer in (model.rollout_buffer, loaded.rollout_buffer)]
+    buffers: list[Any] = [model.rollout_buffer, loaded.rollout_buffer]
+    fits = [buffer.baseline for buffer in buffers]
     assert th.equal(*(fit._frequencies for fit in fits)) and not th.equal(fits[0]._frequencies, fits[0]._draws)
     assert same(weights(model), weights(loaded))
 

@@ -288,7 +288,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             return
         self.baseline.set_state(state["baseline"])
         self._longest, self._n_fits = state["longest"], state["n_fits"]
-        self._recent = [FitData(*arrays, Segments(*segments)) for *arrays, segments in state["recent"]]
+        self._recent = [FitData._make([*arrays, Segments._make(last)]) for *arrays, last in state["recent"]]
         self._dtype = state["dtype"]
         self.inputs.set_state(state["extractor"])
         self._fixed_time_unit = state["time_unit"]
