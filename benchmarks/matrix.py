@@ -44,6 +44,7 @@ NEUTRAL: dict[str, Any] = dict(
     normalize_observations=False,
     lr_follows_std=False,
     update_rule="clipped",
+    sequence_length=None,
 )
 
 

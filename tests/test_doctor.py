@@ -107,7 +107,7 @@ def collapsed(action_space: Any) -> Any:
 
 def few_have_the_weight() -> Any:
     return make_model(
-        noisy_envs(action_space=BOX), n_steps=64, batch_size=128, learning_rate=0.1, n_epochs=10, clip_range=10.0
+        noisy_envs(action_space=BOX), n_steps=64, batch_size=128, learning_rate=0.2, n_epochs=10, clip_range=10.0
     )
 
 
