@@ -111,7 +111,7 @@ def describe_choice(
     @functools.cache  # once for both
     def announce() -> None:
         if verbose >= 1:
-            print("Compiling machine code, which takes up to a minute the first time", flush=True)
+            print("Compiling machine code, which takes some seconds the first time", flush=True)
 
     acting = machine_policy(policy, announce=announce)
     if isinstance(acting, str):
