@@ -20,7 +20,7 @@ from benchmarks.timing import take_turns
 from sb3_grpo import GRPO
 
 
-# The recipe of docs/speed.md begins here.
+# The recipe begins here.
 class EnvPoolVecEnv(VecEnv):
     """
     :param env_id: Environment of EnvPool, such as ``"HalfCheetah-v5"``
