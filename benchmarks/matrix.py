@@ -216,8 +216,7 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
         algo = settings["algo"]
         entry = entry_of(settings, env, matrix["environments"][env])
         entry["n_timesteps"] = timesteps
-        of_suite = chosen.get("set_of", {}).get(env, {})
-        for key, value in (*settings.get("set", {}).items(), *of_suite.items(), *(changes or {}).items()):
+        for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
             both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
             entry[key] = {**entry[key], **value} if both_mappings else value
         about = matrix["environments"][env]

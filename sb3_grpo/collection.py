@@ -109,7 +109,7 @@ def _names(callback: BaseCallback) -> list[str]:
     return own + [name for each in inner if isinstance(each, BaseCallback) for name in _names(each)]
 
 
-def describe_starts(starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool) -> dict[str, float]:
+def prepare_starts(starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool) -> dict[str, float]:
     """Choose how many members the groups to come have, and return what the log says about starts."""
     if not starts.share_starts:
         return {}
@@ -181,8 +181,8 @@ def run_policy(
         if policy.state_size > 0:
             states[position.steps == 0] = 0.0
             optional["states"] = states
-        acted = act(obs, obs_tensor, **optional)
-        (sampled, log_probs), states = acted[:2], acted[2] if policy.state_size > 0 else states
+        sampled, log_probs, *remembered = act(obs, obs_tensor, **optional)
+        states = remembered[0] if remembered else states
         if not math.isfinite(sum(log_probs.tolist())):  # in less time than a call of torch
             raise ValueError(
                 f"The output of the policy is not finite after {num_timesteps + n * n_envs} timesteps: the sampled actions "

@@ -25,7 +25,7 @@ from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.natural import default_limit
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
-from sb3_grpo.collection import collect, describe_starts
+from sb3_grpo.collection import collect, prepare_starts
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.observations import has_boards, has_images
@@ -412,7 +412,7 @@ class GRPO(PersistentAlgorithm):
             starts.release()
         if starts.share_starts and not self.use_sde:  # whose noise may be one for the whole rollout
             starts.note_copies(rollout_buffer, isinstance(self.action_space, spaces.Box))
-        start_metrics = describe_starts(starts, rollout_buffer, self.group_size is None)
+        start_metrics = prepare_starts(starts, rollout_buffer, self.group_size is None)
         self._log("rollout/", {**rollout_buffer.metrics, **start_metrics})
 
         callback.update_locals(locals())

@@ -276,9 +276,11 @@ class RecurrentGRPO(MaskableGRPO):
         super().__init__(policy, env, learning_rate, n_steps, batch_size, *args, **kwargs)
 
     def _setup_model(self) -> None:
-        is_maskable = isinstance(self.action_space, MaskableGRPO.supported_action_spaces)
-        self._uses_masks = self._uses_masks and is_maskable
-        (MaskableGRPO if is_maskable else GRPO)._setup_model(self)
+        self._uses_masks = self._uses_masks and self._is_maskable()
+        (MaskableGRPO if self._is_maskable() else GRPO)._setup_model(self)
+
+    def _is_maskable(self) -> bool:
+        return isinstance(self.action_space, MaskableGRPO.supported_action_spaces)
 
     def learn(  # type: ignore[override]
         self: SelfRecurrentGRPO,
@@ -295,6 +297,5 @@ class RecurrentGRPO(MaskableGRPO):
 
         :param use_masking: Whether to use the masks of environments that have ``action_masks``
         """
-        is_maskable = isinstance(self.action_space, MaskableGRPO.supported_action_spaces)
-        masked = use_masking and is_maskable and self.env is not None and self.env.has_attr("action_masks")
+        masked = use_masking and self._is_maskable() and self.env is not None and self.env.has_attr("action_masks")
         return super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, masked, progress_bar)

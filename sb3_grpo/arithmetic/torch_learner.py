@@ -38,7 +38,7 @@ def torch_actor(policy: ActorPolicy) -> Callable[..., tuple[np.ndarray, th.Tenso
         return _graph_actor(policy)
 
     @th.no_grad()
-    def act(_: Any, obs_tensor: Any, **context: Any) -> tuple[np.ndarray, th.Tensor]:
+    def act(_: Any, obs_tensor: Any, **context: Any) -> tuple[Any, ...]:
         actions, log_prob, *states = policy(obs_tensor, **context)
         return actions.cpu().numpy(), log_prob.cpu(), *(each.cpu().numpy() for each in states)
 

@@ -364,16 +364,15 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         size = batch_size or max(self.n_samples, 1)
         labels = self.update.trajectories if whole_trajectories else self.update.sequences
         if labels is not None:
-            trajectories = A.label_by_appearance(labels.cpu().numpy())
-            order = np.random.permutation(len(np.unique(trajectories)))
-            batches = A.batch_trajectories(trajectories, order, size)
+            appearance = A.label_by_appearance(labels.cpu().numpy())
+            order = np.random.permutation(len(np.unique(appearance)))
+            batches = A.batch_trajectories(appearance, order, size)
             for batch in batches:
                 minibatch = self.update.take(th.as_tensor(batch, device=self.device))
-                if not whole_trajectories:
-                    yield minibatch
-                    continue
-                weights = th.ones_like(minibatch.advantages) if minibatch.weights is None else minibatch.weights
-                yield minibatch._replace(weights=weights * (len(batch) * len(batches) / max(self.n_samples, 1)))
+                if whole_trajectories:
+                    weights = th.ones_like(minibatch.advantages) if minibatch.weights is None else minibatch.weights
+                    minibatch = minibatch._replace(weights=weights * (len(batch) * len(batches) / max(self.n_samples, 1)))
+                yield minibatch
             return
         permutation = th.as_tensor(self.permutation(), device=self.device)
         if self.has_images:  # a permuted copy of all images would take as much memory again

@@ -264,7 +264,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             "baseline": self.baseline.get_state(),
             "longest": self._longest,
             "n_fits": self._n_fits,
-            "recent": [(*each[:-1], tuple(each.segments)) for each in self._recent],
+            "recent": self._recent,
             "dtype": self._dtype,
             "time_unit": self._fixed_time_unit,
             "options": self._options_of_features(),
@@ -287,8 +287,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             )
             return
         self.baseline.set_state(state["baseline"])
-        self._longest, self._n_fits = state["longest"], state["n_fits"]
-        self._recent = [FitData._make([*arrays, Segments._make(last)]) for *arrays, last in state["recent"]]
+        self._longest, self._n_fits, self._recent = state["longest"], state["n_fits"], state["recent"]
         self._dtype = state["dtype"]
         self.inputs.set_state(state["extractor"])
         self._fixed_time_unit = state["time_unit"]

@@ -127,15 +127,11 @@ class Ledger:
 
     def seed_of(self, group: int) -> int:
         """:return: Seed with which the members of a group are reset"""
-        return self._derive_seed(group)
+        return derived_seed(self.seed, group)
 
     def seed_apart(self, number: int = 0) -> int:
         """:return: A seed for resets that are not starts of this run, unlike those of groups. It changes with each start"""
-        return self._derive_seed(self._next_group, 2 * number)
-
-    def _derive_seed(self, *spawn_key: int) -> int:
-        # 31 bits, because some environments pass the seed to functions that take signed 32-bit integers.
-        return int(random_numbers(self.seed, *spawn_key, size=1)[0] >> 1)
+        return derived_seed(self.seed, self._next_group, 2 * number)
 
     def is_open(self, group: int) -> bool:
         """:return: Whether a member of a group has not ended, or not even begun"""
@@ -179,6 +175,7 @@ class Ledger:
 
 
 @functools.lru_cache(maxsize=256)  # the members of a group have the same
-def random_numbers(seed: int, *spawn_key: int, size: int) -> np.ndarray:
-    """:return: Integers of 32 bits, a function of the seed of a run and further integers. Nobody may change the array"""
-    return np.random.SeedSequence(seed, spawn_key=spawn_key).generate_state(size)
+def derived_seed(seed: int, *spawn_key: int) -> int:
+    """:return: A seed for resets, a function of the seed of a run and further integers"""
+    # 31 bits, because some environments pass the seed to functions that take signed 32-bit integers.
+    return int(np.random.SeedSequence(seed, spawn_key=spawn_key).generate_state(1)[0] >> 1)
