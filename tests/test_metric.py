@@ -113,6 +113,16 @@ def test_a_saved_run_continues_with_the_same_metric(n_before: int):
     assert same(weights(model), weights(loaded))
 
 
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_a_run_continues_with_other_environments_and_the_rollouts_before(n_envs: int):
+    model = make_model(n_steps=64).learn(128 * 3)
+    loaded: Any = GRPO.load(saved(model), env=make_envs(n_envs), device="cpu")
+    loaded.learn(64 * n_envs * 2, reset_num_timesteps=False)  # the second fit is with a new metric
+    assert [len(data.steps) for data in loaded.rollout_buffer._recent] == [128] * 3 + [64 * n_envs] * 2
+    baseline = loaded.rollout_buffer.baseline
+    assert not th.equal(baseline._frequencies, baseline._draws)
+
+
 def test_an_advantage_far_from_the_others_counts_as_three_standard_deviations():
     buffer = make_model().rollout_buffer
     advantages = np.r_[np.zeros(99), 50.0]

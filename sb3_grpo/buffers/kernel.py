@@ -44,12 +44,14 @@ class Segments(NamedTuple):
     :param cuts: Indices of the transitions after which a time limit or the end of the rollout cut a trajectory, so that the
         baseline replaces the rewards that would follow, shape ``(n_cuts,)``
     :param gamma: Discount factor
+    :param n_envs: Number of environments, each with the same number of transitions, one environment after another
     """
 
     rewards: np.ndarray
     continues: np.ndarray
     cuts: np.ndarray
     gamma: float
+    n_envs: int
 
     def advantages(self, baseline: np.ndarray, cut_baseline: np.ndarray, lambda_: float) -> np.ndarray:
         """:return: Advantages for value estimates of the transitions and of the observations after the cuts, shape ``(n,)``"""
@@ -185,7 +187,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         cuts, cut_obs = self._cut_observations(last_obs)
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
-        segments = Segments(rollout.rewards.astype(np.float64), 1.0 - ends, cuts, self.gamma)
+        segments = Segments(rollout.rewards.astype(np.float64), 1.0 - ends, cuts, self.gamma, self.n_envs)
         # Copies, because the data outlive the storage of the rollout
         data = FitData(np.array(inputs), rollout.steps.copy(), np.array(self.inputs(cut_obs, policy)), segments)
         features, cut_features = self._features(data, time_unit)
@@ -238,8 +240,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         goes_on = th.as_tensor(segments.continues, dtype=features.dtype)
         following = features.roll(-1, dims=0).mul_(goes_on[:, None])
         following[segments.cuts] = cut_features
-        by_env = features.view(self.n_envs, self.buffer_size, -1)
-        traces = eligibility_traces(by_env, goes_on.view(self.n_envs, -1), self.gamma * self.gae_lambda)
+        by_env = features.view(segments.n_envs, -1, features.shape[1])
+        traces = eligibility_traces(by_env, goes_on.view(segments.n_envs, -1), self.gamma * self.gae_lambda)
         differences = following.mul_(-self.gamma).add_(features)
         return self.baseline.fit(features, th.as_tensor(segments.rewards), folds, traces.flatten(end_dim=1), differences)
 
