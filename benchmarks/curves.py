@@ -69,10 +69,7 @@ class LearningCurve:
 
 
 class TrainingCurve(LearningCurve, BaseCallback):
-    """
-    Records the learning curve of a training, and the second at which each episode ended. Episodes that repeat a start are left
-    out, because the start was chosen for how earlier ones ended.
-    """
+    """Records the learning curve of a training, and the second at which each episode ended."""
 
     steps: list[int]
     returns: list[float]
