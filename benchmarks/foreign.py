@@ -80,6 +80,21 @@ class OwnGenerators(gym.Wrapper[Any, Any, Any, Any]):
             set_random_state(state)
 
 
+class FreshSeeds(gym.Wrapper[Any, Any, Any, Any]):
+    """Draws a seed for each reset without one, in the place of an environment that then repeats its last scenario."""
+
+    def __init__(self, env: gym.Env[Any, Any]):
+        super().__init__(env)
+        self._seeds = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is None:
+            seed = int(self._seeds.integers(2**31 - 1))
+        else:
+            self._seeds = np.random.default_rng(seed)
+        return self.env.reset(seed=seed, options=options)
+
+
 class ShowsGenerator(gym.Wrapper[Any, Any, Any, Any]):
     """Has the generator of pyRDDLGym's simulator as an attribute, where ``check_shared_inputs`` looks for generators."""
 
@@ -175,6 +190,11 @@ def charging(config: str, state: str, reward: str) -> gym.Env[Any, Any]:
     return flat(OwnGenerators(env))
 
 
+def market(module: str, name: str, **kwargs: Any) -> gym.Env[Any, Any]:
+    """:return: An environment of sharpearena"""
+    return flat(FreshSeeds(getattr(importlib.import_module(f"sharpearena.{module}"), name)(**kwargs)))
+
+
 def by_id(module: str, env_id: str) -> gym.Env[Any, Any]:
     """:return: An environment that a package registers"""
     importlib.import_module(module)
@@ -209,6 +229,10 @@ REGISTRY: dict[str, Foreign] = {
     "hvac": Foreign(RDDL, partial(rddl, "HVAC", "0", (0.0, 10.0))),
     "recommender": Foreign(RDDL, partial(rddl, "RecSim_ippc2023", "0")),
     "option": Foreign(RDDL, partial(rddl, "Option_or", "0")),
+    "portfolio": Foreign("sharpearena", partial(market, "portfolio_env", "PortfolioEnv")),
+    "portfolio_hard": Foreign("sharpearena", partial(market, "portfolio_env", "PortfolioEnv", distribution_mode="hard")),
+    "market_making": Foreign("sharpearena", partial(market, "market_making", "MarketMakingEnv")),
+    "execution": Foreign("sharpearena", partial(market, "execution", "ExecutionEnv")),
     "charging": Foreign("ev2gym", partial(charging, "PublicPST.yaml", "PublicPST", "SquaredTrackingErrorReward")),
     "charging_profit": Foreign("ev2gym", partial(charging, "V2GProfitMax.yaml", "V2G_profit_max", "profit_maximization")),
     "power_grid": Foreign("gym-anm", partial(by_id, "gym_anm", "gym_anm:ANM6Easy-v0")),
