@@ -10,8 +10,6 @@ The packages are no requirements of the benchmarks: a message names the command 
 import argparse
 import importlib
 import importlib.metadata
-import pathlib
-import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +28,6 @@ from stable_baselines3.common.vec_env import VecNormalize
 from benchmarks.curves import TrainingCurve
 from benchmarks.results import RESULTS, append_row, provenance, read_rows
 from sb3_grpo import GRPO, check_shared_inputs
-from sb3_grpo.persistence import random_state, set_random_state
 
 ROWS = RESULTS / "foreign.csv"
 FIELDS = [
@@ -42,42 +39,6 @@ SCENARIOS = range(10_000, 10_020)
 #: Arguments of GRPO without groups, as those of `default, no groups` in `matrix.yml`
 ALONE: dict[str, Any] = dict(group_size=2, share_starts=False, rollout_buffer_kwargs=dict(relative=False))
 ARMS = ("grpo", "grpo_alone", "ppo")
-
-
-class OwnGenerators(gym.Wrapper[Any, Any, Any, Any]):
-    """
-    Gives an environment that draws from the global generators of numpy and Python a private state of both, which the seed of
-    a reset fixes.
-    """
-
-    def __init__(self, env: gym.Env[Any, Any]):
-        super().__init__(env)
-        self._own = random_state()
-        #: That of numpy in its present state, for ``check_shared_inputs``
-        self.generator = np.random.RandomState(0)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        def seeded_reset() -> tuple[Any, dict[str, Any]]:
-            if seed is not None:
-                np.random.seed(seed)
-                random.seed(seed)
-            # Some environments draw a seed of their own if they get none
-            return self.env.reset(seed=np.random.randint(2**31 - 1) if seed is None else seed, options=options)
-
-        return self._with_own(seeded_reset)
-
-    def step(self, action: Any) -> Any:
-        return self._with_own(lambda: self.env.step(action))
-
-    def _with_own(self, call: Callable[[], Any]) -> Any:
-        state = random_state()
-        set_random_state(self._own)
-        try:
-            return call()
-        finally:
-            self._own = random_state()
-            self.generator.set_state(self._own["numpy"])
-            set_random_state(state)
 
 
 class FreshSeeds(gym.Wrapper[Any, Any, Any, Any]):
@@ -131,7 +92,7 @@ class FlatBox(gym.ActionWrapper[Any, Any, Any]):
         low = np.where(np.abs(part.low) > limit, self._bounds[0], part.low)
         high = np.where(np.abs(part.high) > limit, self._bounds[1], part.high)
         values = low + shares.reshape(part.shape) * (high - low)
-        return np.round(values).astype(part.dtype) if part.dtype.kind in "iu" else values.astype(part.dtype)  # type: ignore[union-attr]
+        return np.round(values).astype(part.dtype) if part.dtype.kind in "iu" else values.astype(part.dtype)
 
 
 def flat(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
@@ -139,7 +100,7 @@ def flat(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     env = DtypeObservation(FlattenObservation(env), np.float32)
     if not isinstance(env.action_space, spaces.Box):
         return env
-    if env.action_space.dtype.kind in "iu":  # type: ignore[union-attr]
+    if env.action_space.dtype.kind in "iu":
         whole = env.action_space
         floats = spaces.Box(whole.low.astype(np.float32), whole.high.astype(np.float32), dtype=np.float32)
         env = gym.wrappers.TransformAction(env, lambda action: np.round(action).astype(whole.dtype), floats)
@@ -158,9 +119,8 @@ def supply_chain(scenario: str, largest_order: float = 100.0, **demand: Any) -> 
     :param demand: Configuration of the demand
     :return: An environment of gym-invmgmt
     """
-    from gym_invmgmt import CoreEnv
-
-    env = CoreEnv(scenario=scenario, demand_config={"base_mu": 20, "use_goodwill": False, **demand}, num_periods=30)
+    make = importlib.import_module("gym_invmgmt").CoreEnv
+    env = make(scenario=scenario, demand_config={"base_mu": 20, "use_goodwill": False, **demand}, num_periods=30)
     env.action_space = spaces.Box(0.0, largest_order, env.action_space.shape, np.float32)
     return flat(env)
 
@@ -172,22 +132,8 @@ def rddl(domain: str, instance: str, bounds: tuple[float, float] = (0.0, 1.0)) -
     :param bounds: Bounds of actions that have none
     :return: The environment of pyRDDLGym, which ends after the instance's horizon
     """
-    import pyRDDLGym
-
-    env = pyRDDLGym.make(domain, instance, vectorized=True, enforce_action_constraints=False)
+    env = importlib.import_module("pyRDDLGym").make(domain, instance, vectorized=True, enforce_action_constraints=False)
     return flat(FlatBox(TimeLimit(ShowsGenerator(env), env.horizon), bounds))
-
-
-def charging(config: str, state: str, reward: str) -> gym.Env[Any, Any]:
-    """:return: An environment of ev2gym, which draws from global generators"""
-    import ev2gym.rl_agent.reward
-    import ev2gym.rl_agent.state
-    from ev2gym.models.ev2gym_env import EV2Gym
-
-    folder = pathlib.Path(ev2gym.__file__).parent / "example_config_files"
-    states, rewards = ev2gym.rl_agent.state, ev2gym.rl_agent.reward
-    env = EV2Gym(str(folder / config), state_function=getattr(states, state), reward_function=getattr(rewards, reward))
-    return flat(OwnGenerators(env))
 
 
 def market(module: str, name: str, **kwargs: Any) -> gym.Env[Any, Any]:
@@ -227,16 +173,11 @@ REGISTRY: dict[str, Foreign] = {
     "power": Foreign(RDDL, partial(rddl, "PowerGen_Continuous", "0", (0.0, 10.0))),
     "power_2023": Foreign(RDDL, partial(rddl, "PowerGen_ippc2023", "1", (0.0, 10.0))),
     "hvac": Foreign(RDDL, partial(rddl, "HVAC", "0", (0.0, 10.0))),
-    "recommender": Foreign(RDDL, partial(rddl, "RecSim_ippc2023", "0")),
     "option": Foreign(RDDL, partial(rddl, "Option_or", "0")),
     "portfolio": Foreign("sharpearena", partial(market, "portfolio_env", "PortfolioEnv")),
     "portfolio_hard": Foreign("sharpearena", partial(market, "portfolio_env", "PortfolioEnv", distribution_mode="hard")),
     "market_making": Foreign("sharpearena", partial(market, "market_making", "MarketMakingEnv")),
     "execution": Foreign("sharpearena", partial(market, "execution", "ExecutionEnv")),
-    "charging": Foreign("ev2gym", partial(charging, "PublicPST.yaml", "PublicPST", "SquaredTrackingErrorReward")),
-    "charging_profit": Foreign("ev2gym", partial(charging, "V2GProfitMax.yaml", "V2G_profit_max", "profit_maximization")),
-    "power_grid": Foreign("gym-anm", partial(by_id, "gym_anm", "gym_anm:ANM6Easy-v0")),
-    "merge": Foreign("highway-env", partial(by_id, "highway_env", "merge-v1")),
 }
 
 

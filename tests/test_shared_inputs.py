@@ -206,8 +206,8 @@ def test_members_that_share_nothing_have_a_share_of_zero_and_equal_returns_have_
 
     class Costless(Stream):
         def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-            observation, _, *rest = super().step(action)
-            return observation, 0.0, *rest
+            observation, _, terminated, truncated, info = super().step(action)
+            return observation, 0.0, terminated, truncated, info
 
     assert check_shared_inputs(Unseeded()).share == pytest.approx(0.0, abs=0.1)
     assert check_shared_inputs(Costless()).share is None
