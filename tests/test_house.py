@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recurrent": {"grpo", "maskable", "policies", "validation"},
     "relative": {"advantages"},
     "scenarios": set(),
-    "shared_inputs": {"observations", "persistence", "validation"},
+    "shared_inputs": {"advantages", "baseline", "fit_inputs", "observations", "persistence", "relative", "validation"},
     "starts": {"masks", "observations", "starts", "validation", "vec_wrappers"},
     "collection": {"arithmetic", "buffers", "policies", "starts", "validation", "vec_wrappers"},
     "distributed": {"collection", "distributed", "observations", "persistence", "policies", "starts", "validation"},

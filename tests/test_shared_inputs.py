@@ -153,6 +153,66 @@ def test_environments_whose_steps_are_deterministic_share_their_inputs(env_id: s
     assert check_shared_inputs(gym.make(env_id)).verdict == "shared"
 
 
+class Stream(gym.Env[np.ndarray, Any]):
+    """
+    The reward is the number of a hidden stream plus a part that the action alone decides, both of mean zero.
+
+    :param own: Standard deviation of the actions' part of a reward; that of the stream's part is one
+    :param walk: Whether the stream is a random walk
+    :param visible: Whether observations say what the rest of the stream adds up to
+    """
+
+    def __init__(self, own: float = 0.0, walk: bool = False, visible: bool = False) -> None:
+        self.own, self.walk, self.visible = own, walk, visible
+        self.action_space = spaces.Discrete(2)
+        self.observation_space = spaces.Box(-np.inf, np.inf, (1,))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        stream = self.np_random.normal(size=50)
+        self.t, self.stream = 0, stream.cumsum() if self.walk else stream
+        return self.observe(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        reward = float(self.stream[self.t]) + self.own * (2 * int(action) - 1)
+        self.t += 1
+        return self.observe(), reward, False, self.t == 50, {}
+
+    def observe(self) -> np.ndarray:
+        return np.array([self.stream[self.t :].sum() * self.visible], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("env", "share"),
+    [
+        pytest.param(Stream(own=0.0), 1.0, id="nothing but a hidden stream"),
+        pytest.param(Stream(own=1.0), 0.5, id="actions matter as much"),
+        pytest.param(Stream(own=2.0), 0.2, id="actions matter twice as much"),
+        pytest.param(Stream(own=1.0, walk=True), 1.0, id="a hidden random walk dominates"),
+        pytest.param(Stream(own=1.0, walk=True, visible=True), 0.0, id="observations show the stream"),
+        pytest.param(gym.make("CartPole-v1"), 0.0, id="steps are deterministic"),
+    ],
+)
+def test_the_share_is_that_of_inputs_which_are_shared_and_hidden(env: gym.Env, share: float) -> None:
+    report = check_shared_inputs(env)
+    assert report.share == pytest.approx(share, abs=0.1)
+    assert f"{report.share:.0%} of the variance of returns is shared and not explained" in report.message
+
+
+def test_members_that_share_nothing_have_a_share_of_zero_and_equal_returns_have_none() -> None:
+    class Unseeded(Stream):
+        def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+            return super().reset(seed=None)
+
+    class Costless(Stream):
+        def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            observation, _, terminated, truncated, info = super().step(action)
+            return observation, 0.0, terminated, truncated, info
+
+    assert check_shared_inputs(Unseeded()).share == pytest.approx(0.0, abs=0.1)
+    assert check_shared_inputs(Costless()).share is None
+
+
 class EndsWithoutSaying(DrawsAtReset):
     """An environment whose time limit is left to `gym.make`."""
 
@@ -175,6 +235,8 @@ def test_the_arguments_of_the_check_are_checked() -> None:
             check_shared_inputs(several)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`n_members` must be an integer of at least 2, not 1"):
         check_shared_inputs(DrawsAtReset(), n_members=1)
+    with pytest.raises(ValueError, match="`n_groups` must be an integer of at least 2, not 1"):
+        check_shared_inputs(DrawsAtReset(), n_groups=1)
 
 
 @pytest.mark.parametrize(
