@@ -5,6 +5,7 @@ The experiments of the pages about real systems.
     python -m benchmarks.systems environments        # steps per second and memory with up to 1,024 environments
     python -m benchmarks.systems hidden-velocities   # CartPole without velocities, with stacked frames and with memory
     python -m benchmarks.systems demonstrations      # LunarLander after five demonstrations
+    python -m benchmarks.systems answers             # DeepSeek's setting: one step, a prompt, a group of answers
 
 Each makes the runs that ``benchmarks/results/systems_NAME.csv`` does not have yet, and prints the
 table of the page; ``demonstrations`` draws its figure as well. ``--table`` makes no runs. Seeds are
@@ -31,6 +32,7 @@ from rl_zoo3.wrappers import MaskVelocityWrapper
 from sb3_contrib import RecurrentPPO
 from sb3_contrib.common.maskable.evaluation import evaluate_policy as evaluate_masked
 from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
@@ -310,11 +312,52 @@ DEMONSTRATIONS = Experiment(
     draw=draw_demonstrations,
 )
 
+# --- one step, a prompt, a group of answers ---------------------------------------------------------------------------
+
+
+class Correct(BaseCallback):
+    """Counts the answers of a training that are correct."""
+
+    n_correct = 0
+
+    def _on_step(self) -> bool:
+        self.n_correct += sum(info["is_correct"] for info in self.locals["infos"])
+        return True
+
+
+def train_on_answers(seed: int, make: Callable[..., Any], mood: float) -> dict[str, float]:
+    """:return: Percentage of correct answers to the 100 prompts after the training and during it, and its CPU seconds"""
+    env = make_vec_env("sb3_grpo/Answers-v0", n_envs=8, seed=seed, env_kwargs=dict(mood=mood))
+    model, correct, n_steps = make("MlpPolicy", env, seed=seed, device="cpu"), Correct(), 100_000
+    began = time.process_time()
+    model.learn(n_steps, callback=correct)
+    seconds = time.process_time() - began
+    prompts = np.array([(first, second) for first in range(10) for second in range(10)])
+    answers = model.predict(np.eye(10, dtype=np.float32)[prompts].reshape(100, 20), deterministic=True)[0]
+    n_right = np.sum(answers @ [10, 1] == prompts.sum(axis=1))
+    return {"% correct": float(n_right), "% in training": 100 * correct.n_correct / n_steps, "seconds": seconds}
+
+
+#: The step size of each is its default
+ANSWERING = {
+    "GRPO": GRPO,
+    "GRPO without groups": partial(GRPO, share_starts=False, rollout_buffer_kwargs=dict(relative=False)),
+    "`outcome`, groups of 8": partial(GRPO, rollout_buffer_class="outcome", group_size=8),
+    "PPO": partial(PPO, n_steps=128),
+}
+ANSWERS = Experiment(
+    train_on_answers,
+    {f"{name}{'' if mood else ', no mood'}": (make, mood) for mood in (1.0, 0.0) for name, make in ANSWERING.items()},
+    n_seeds=5,
+    digits=0,
+)
+
 EXPERIMENTS = {
     "masks": MASKS,
     "environments": ENVIRONMENTS,
     "hidden-velocities": HIDDEN_VELOCITIES,
     "demonstrations": DEMONSTRATIONS,
+    "answers": ANSWERS,
 }
 
 # --- running and reporting --------------------------------------------------------------------------------------------

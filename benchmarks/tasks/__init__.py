@@ -24,6 +24,7 @@ TASKS = {
     "sb3_grpo/GustyHalfCheetah-v0": ("gusty_half_cheetah:GustyHalfCheetahEnv", 1000),
     "sb3_grpo/Queueing-v0": ("queueing:QueueingEnv", None),
     "sb3_grpo/TokenArithmetic-v0": ("token_arithmetic:TokenArithmeticEnv", None),
+    "sb3_grpo/Answers-v0": ("token_arithmetic:AnswersEnv", None),
 }
 #: The same of environments with action masks
 MASKED_TASKS = {

@@ -1,4 +1,4 @@
-"""Addition, digit by digit, with a reward that is checked at the end: GRPO's origin in miniature."""
+"""Addition with a reward that is checked at the end, digit by digit or at once: GRPO's origin in miniature."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class TokenArithmeticEnv(InputDrivenEnv):
         self.n_digits = n_digits
         self._max_episode_steps = n_digits + 1
         self._n_positions = 3 * n_digits + 1
-        self.action_space = spaces.Discrete(10)
+        self.action_space: spaces.Space[Any] = spaces.Discrete(10)
         self.observation_space = spaces.Box(0.0, 1.0, (10 * self._n_positions,), np.float32)
 
     def _draw_inputs(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -44,7 +44,7 @@ class TokenArithmeticEnv(InputDrivenEnv):
         #: Digits of the correct answer
         self.answer = [int(digit) for digit in f"{total:0{self.n_digits + 1}d}"]
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self.tokens.append(int(action))
         self.n_steps_taken += 1
         correct = self.tokens[2 * self.n_digits :] == self.answer
@@ -55,3 +55,32 @@ class TokenArithmeticEnv(InputDrivenEnv):
         for position, token in enumerate(self.tokens):
             observation[10 * position + token] = 1
         return observation
+
+
+class AnswersEnv(TokenArithmeticEnv):
+    """
+    The same with the whole answer as one action, so that an episode is one step: a contextual bandit. And whoever marks the
+    answer has a mood, which no observation shows and no answer changes.
+
+    **Input**: the prompt, and the mood.
+    **Action**: all digits of the answer, the highest first.
+    **Observation**: the digits of the prompt, each as a one-hot vector of length 10.
+    **Reward**: 1 if the answer is correct, else 0, and the mood.
+
+    :param n_digits: Number of digits of each number
+    :param mood: Standard deviation of the mood
+    """
+
+    def __init__(self, n_digits: int = 1, mood: float = 1.0):
+        super().__init__(n_digits)
+        self._mood, self._max_episode_steps, self._n_positions = mood, 1, 2 * n_digits
+        self.action_space = spaces.MultiDiscrete([10] * (n_digits + 1))
+        self.observation_space = spaces.Box(0.0, 1.0, (10 * self._n_positions,), np.float32)
+
+    def _draw_inputs(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return {**super()._draw_inputs(rng), "mood": self._mood * rng.standard_normal(1)}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.n_steps_taken += 1
+        is_correct = np.asarray(action).tolist() == self.answer
+        return self._observe(), float(is_correct + self.inputs["mood"][0]), True, False, {"is_correct": is_correct}
