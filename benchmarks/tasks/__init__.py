@@ -24,12 +24,12 @@ TASKS = {
     "sb3_grpo/GustyHalfCheetah-v0": ("gusty_half_cheetah:GustyHalfCheetahEnv", 1000),
     "sb3_grpo/Queueing-v0": ("queueing:QueueingEnv", None),
     "sb3_grpo/TokenArithmetic-v0": ("token_arithmetic:TokenArithmeticEnv", None),
-    "sb3_grpo/Answers-v0": ("token_arithmetic:AnswersEnv", None),
 }
-#: The same of environments with action masks
-MASKED_TASKS = {
+#: The same of environments of `benchmarks.systems`
+SYSTEMS_TASKS = {
     "sb3_grpo/FullServers-v0": ("load_balancing:FullServersEnv", None),
     "sb3_grpo/TMaze-v0": ("t_maze:TMazeEnv", None),
+    "sb3_grpo/Answers-v0": ("token_arithmetic:AnswersEnv", None),
 }
 
 
@@ -93,5 +93,5 @@ def make(task: str, **kwargs: Any) -> Any:
     return getattr(import_module(f"benchmarks.tasks.{module}"), name)(**kwargs)
 
 
-for env_id, (task, max_episode_steps) in {**TASKS, **MASKED_TASKS}.items():
+for env_id, (task, max_episode_steps) in {**TASKS, **SYSTEMS_TASKS}.items():
     register(env_id, entry_point="benchmarks.tasks:make", max_episode_steps=max_episode_steps, kwargs={"task": task})

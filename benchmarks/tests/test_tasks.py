@@ -24,7 +24,7 @@ from benchmarks.tasks.energy_storage import LOG_PRICE_MEAN, EnergyStorageEnv
 from benchmarks.tasks.load_balancing import FullServersEnv, LoadBalancingEnv
 from benchmarks.tasks.lost_sales import LostSalesEnv
 from benchmarks.tasks.queueing import QueueingEnv
-from benchmarks.tasks.token_arithmetic import TokenArithmeticEnv
+from benchmarks.tasks.token_arithmetic import AnswersEnv, TokenArithmeticEnv
 from sb3_grpo import check_shared_inputs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -134,7 +134,7 @@ print(*(name for name in sys.modules if name.startswith(("benchmarks.tasks.", "m
 """
     command = [sys.executable, "-c", code]
     modules = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
-    assert sorted(modules) == ["benchmarks.tasks", "benchmarks.tasks.lost_sales"]
+    assert modules == ["benchmarks.tasks.lost_sales"]
 
 
 def test_inputs_of_another_length_are_refused() -> None:
@@ -381,6 +381,14 @@ def test_only_the_whole_correct_answer_is_rewarded(prompt: list[list[int]], answ
     rewards, terminated, _ = play(env, answer, {"prompt": prompt})
     assert rewards == [0.0] * (len(answer) - 1) + [reward]
     assert terminated
+
+
+def test_a_whole_answer_earns_one_and_the_mood_of_who_marks_it() -> None:
+    env = AnswersEnv()
+    observation, _ = env.reset(options={"inputs": {"prompt": [[7], [5]], "mood": [-0.25]}})
+    assert np.flatnonzero(observation).tolist() == [7, 15]
+    outcomes = [env.step(np.array(answer))[1:] for answer in ([1, 2], [2, 1])]
+    assert outcomes == [(0.75, True, False, {"is_correct": True}), (-0.25, True, False, {"is_correct": False})]
 
 
 def test_tokens_are_shown_as_one_hot_vectors() -> None:
