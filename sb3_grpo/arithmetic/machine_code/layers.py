@@ -54,6 +54,23 @@ def standardise(shift: np.ndarray, scale: np.ndarray, observations: np.ndarray, 
 
 
 @inner
+def tanh(values: np.ndarray) -> None:
+    """
+    The hyperbolic tangent, in place.
+
+    :param values: Any numbers, one axis
+    """
+    for i in range(len(values)):
+        x = values[i]
+        x = TANH_LIMIT if x > TANH_LIMIT else x  # NaN stays NaN
+        x = -TANH_LIMIT if x < -TANH_LIMIT else x
+        u = x * x
+        p = (((P4 * u + P3) * u + P2) * u + P1) * u + P0
+        q = (((Q4 * u + Q3) * u + Q2) * u + Q1) * u + Q0
+        values[i] = x * p / q
+
+
+@inner
 def activate(values: np.ndarray, activation: int) -> None:
     """
     Apply the activation function in place.
@@ -62,14 +79,7 @@ def activate(values: np.ndarray, activation: int) -> None:
     :param activation: ``TANH`` or ``RELU``
     """
     if activation == TANH:
-        for i in range(len(values)):
-            x = values[i]
-            x = TANH_LIMIT if x > TANH_LIMIT else x  # NaN stays NaN
-            x = -TANH_LIMIT if x < -TANH_LIMIT else x
-            u = x * x
-            p = (((P4 * u + P3) * u + P2) * u + P1) * u + P0
-            q = (((Q4 * u + Q3) * u + Q2) * u + Q1) * u + Q0
-            values[i] = x * p / q
+        tanh(values)
     else:
         for i in range(len(values)):
             values[i] = ZERO if values[i] < ZERO else values[i]

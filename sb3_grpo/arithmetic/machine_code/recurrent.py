@@ -22,7 +22,7 @@ With ``s = W x + b + V h + c`` and ``'`` for the state before the step: an LSTM 
 import numpy as np
 
 from sb3_grpo.arithmetic.machine_code.jit import entry_point, inner
-from sb3_grpo.arithmetic.machine_code.layers import ONE, TANH, activate
+from sb3_grpo.arithmetic.machine_code.layers import ONE, tanh
 from sb3_grpo.arithmetic.machine_code.linear_algebra import (
     ZERO,
     add_products,
@@ -45,7 +45,7 @@ def sigmoid(values: np.ndarray) -> None:
     """``(1 + tanh(x / 2)) / 2``, in place, which loops can vectorise."""
     for i in range(len(values)):
         values[i] *= HALF
-    activate(values, TANH)
+    tanh(values)
     for i in range(len(values)):
         values[i] = HALF + HALF * values[i]
 
@@ -103,20 +103,20 @@ def forward(
             sigmoid(gate[: 2 * u])
             new, old = hidden[at + i], hidden[before + i]
             if cell == LSTM:
-                activate(gate[2 * u : 3 * u], TANH)
+                tanh(gate[2 * u : 3 * u])
                 sigmoid(gate[3 * u :])
                 state, old = cells[at + i], cells[before + i]
                 for j in range(u):
                     state[j] = gate[u + j] * old[j] + gate[j] * gate[2 * u + j]
                     new[j] = state[j]
-                activate(new, TANH)
+                tanh(new)
                 for j in range(u):
                     new[j] *= gate[3 * u + j]
             else:
                 for j in range(u):
                     gate[3 * u + j] = y[2 * u + j] + c[2 * u + j]
                     gate[2 * u + j] = x[2 * u + j] + b[2 * u + j] + gate[j] * gate[3 * u + j]
-                activate(gate[2 * u : 3 * u], TANH)
+                tanh(gate[2 * u : 3 * u])
                 for j in range(u):
                     new[j] = gate[2 * u + j] + gate[u + j] * (old[j] - gate[2 * u + j])
             row += 1
@@ -149,7 +149,7 @@ def backward(
     of_inputs = np.empty((n_rows, len(grad_b)), np.float32)  # gradient with respect to W x + b
     of_states = np.empty((n_rows, len(grad_b)), np.float32)  # and to V h + c
     squashed = cells[running[0] :].copy()
-    activate(squashed.reshape(-1), TANH)
+    tanh(squashed.reshape(-1))
     # What later steps add for each sequence: to the gradient with respect to h, and beside the gates, to c or to h
     later, beside = np.empty((running[0], u), np.float32), np.empty((running[0], u), np.float32)
     fill_with_zeros(later)
@@ -232,7 +232,7 @@ def forward_tangent(
     matmul_transposed(previous, along_v, of_states)
     transpose(v, transposed)
     squashed = cells[running[0] :].copy()
-    activate(squashed.reshape(-1), TANH)
+    tanh(squashed.reshape(-1))
     recurrent = np.empty((running[0], len(along_b)), np.float32)
     along_h, along_cell = np.empty((running[0], u), np.float32), np.empty((running[0], u), np.float32)
     fill_with_zeros(along_h)
