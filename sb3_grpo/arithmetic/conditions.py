@@ -60,8 +60,7 @@ DEVICES = {"cuda"}
 class Parts(NamedTuple):
     """
     :param network: Description of a policy's network
-    :param tensors: Its parameters: those of a recurrent layer, weight and bias of each other layer, and ``log_std`` if there is
-        one
+    :param tensors: Its parameters: those of a recurrent layer, weight and bias of each linear one, and ``log_std``
     """
 
     network: Network
@@ -123,16 +122,10 @@ def parts_of(policy: ActorPolicy) -> Parts | str:
         return "the layers are not linear with a bias and an activation between them"
     if len(kinds) > 1 or not kinds <= set(ACTIVATIONS):
         return f"the activation is {' and '.join(sorted(kind.__name__ for kind in kinds))}, not Tanh or ReLU"
-    memory: Any = getattr(policy, "memory", None) if policy.state_size > 0 else None
-    if memory is not None and type(memory) not in CELLS:
-        return f"the memory is a {type(memory).__name__}"
-    if memory is not None and (isinstance(extractor, SmallCNN) or len(memory.all_weights) > 1 or not memory.bias):
-        return "the memory is not one layer with a bias that gets the observations"
-    if any(
-        has_hooks(module) for module in (policy, *extractor.modules(), policy.policy_net, *modules, *filter(None, [memory]))
-    ):
+    memory: list[Any] = [policy.memory] if policy.state_size > 0 else []
+    if any(has_hooks(module) for module in (policy, *extractor.modules(), *memory, policy.policy_net, *modules)):
         return "there are hooks on the policy"
-    tensors = [] if memory is None else list(memory.all_weights[0])
+    tensors = [tensor for layer in memory for tensor in layer.all_weights[0]]
     tensors += [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
     if family is GAUSSIAN:
         tensors.append(policy.log_std)
@@ -152,16 +145,17 @@ def parts_of(policy: ActorPolicy) -> Parts | str:
     sizes, patches = [linear[0].in_features, *(layer.out_features for layer in linear)], NO_PATCHES
     if isinstance(extractor, SmallCNN):
         sizes, patches = [get_flattened_obs_dim(policy.observation_space), *sizes], extractor.patches()
-    if memory is not None:
-        sizes = [memory.input_size, *sizes]
-    cell, choices = CELLS.get(type(memory)), np.array(n_categories, dtype=np.int64)
+    sizes = [layer.input_size for layer in memory] + sizes
+    cell = CELLS[type(memory[0])] if memory else None
+    choices = np.array(n_categories, dtype=np.int64)
     return Parts(Network(np.array(sizes), patches, ACTIVATIONS[kinds.pop()], family, choices, cell), tensors)
 
 
 def _layers(policy: ActorPolicy) -> list[Any] | str:
     """
     :param policy: Policy
-    :return: The layers of its network, with what is between them, or a reason why they are not suitable
+    :return: The layers of its network that are not recurrent, with what is between them, or a reason why they or the memory
+        are not suitable
     """
     extractor = policy.features_extractor
     if type(extractor) is SmallCNN:
@@ -173,6 +167,13 @@ def _layers(policy: ActorPolicy) -> list[Any] | str:
         return "the observations are images"
     if type(policy.policy_net) is not nn.Sequential:
         return f"the hidden layers are a {type(policy.policy_net).__name__}"
+    memory: Any = policy.memory if policy.state_size > 0 else None
+    if memory is not None and type(memory) not in CELLS:
+        return f"the memory is a {type(memory).__name__}"
+    if memory is not None and ([len(each) for each in memory.all_weights] != [4] or memory.batch_first):
+        return "the memory is not a single layer with a bias"
+    if memory is not None and isinstance(extractor, SmallCNN):
+        return "there is a convolution before the memory"
     first = [extractor.cnn[0], extractor.cnn[1], *extractor.linear] if isinstance(extractor, SmallCNN) else []
     return [*first, *policy.policy_net, policy.action_net]
 

@@ -218,7 +218,7 @@ class Rows(NamedTuple):
     @property
     def n_sequences(self) -> int:
         """Number of sequences; 0 without memory."""
-        return np.count_nonzero(self.steps == 0)
+        return int(np.count_nonzero(self.steps == 0))
 
     def take(self, index: np.ndarray | slice) -> "Rows":
         """:return: The transitions at an index"""

@@ -81,9 +81,8 @@ class Distribution(NamedTuple):
 class Network:
     """
     A multilayer perceptron, of which the first layer may be a convolution or recurrent, with the action distribution on top of
-    it. The parameters of all layers are in one array, tensor after tensor, with ``log_std`` at the end. With a recurrent layer,
-    rows are the steps of sequences, in the order of :mod:`~sb3_grpo.arithmetic.machine_code.recurrent`, which also explains
-    ``running``.
+    it. The parameters of all layers are in one array, tensor after tensor, with ``log_std`` at the end. Where the first layer
+    is recurrent, rows are steps of sequences, in the order that :mod:`~sb3_grpo.arithmetic.machine_code.recurrent` explains.
 
     :param sizes: Number of inputs, of the units of each hidden layer, and of outputs
     :param patches: For a convolution, the inputs that each position sees, see
@@ -193,10 +192,11 @@ class Network:
         """:return: Views of the weights and biases of the recurrent layer, and of the parameters of the linear layers"""
         units = int(self.sizes[1])
         n_gates = (4 if self.cell == recurrent.LSTM else 3) * units
-        split = n_gates * self.n_inputs
-        weights, biases, linear = np.split(parameters, (split + n_gates * units, split + n_gates * (units + 2)))
-        w, v = weights[:split].reshape(n_gates, -1), weights[split:].reshape(n_gates, -1)
-        return w, v, biases[:n_gates], biases[n_gates:], linear
+        of_states = n_gates * self.n_inputs
+        biases = of_states + n_gates * units
+        linear = biases + 2 * n_gates
+        w, v = parameters[:of_states].reshape(n_gates, -1), parameters[of_states:biases].reshape(n_gates, -1)
+        return w, v, parameters[biases : biases + n_gates], parameters[biases + n_gates : linear], parameters[linear:]
 
     def _steps(self, values: np.ndarray, n: int, running: np.ndarray) -> tuple[np.ndarray, ...]:
         """:return: Views of inputs, gates, cells and hidden states, and of the numbers of the linear layers"""

@@ -354,7 +354,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         return np.random.permutation(self.n_samples)
 
     def whole_batches(self, labels: np.ndarray, batch_size: int) -> list[np.ndarray]:
-        """:return: Indices of the transitions of minibatches that consist of whole sequences or trajectories, in random order"""
+        """:return: Indices of the transitions of minibatches of whole sequences or trajectories, in random order"""
         appearance = A.label_by_appearance(labels)
         order = np.random.permutation(len(np.unique(appearance)))
         return A.batch_trajectories(appearance, order, batch_size)

@@ -6,8 +6,8 @@ function, and the identity for the inputs ``x_0``. The numbers ``x_l`` of all la
 so are the weights and biases, as in :class:`torch.nn.Linear`.
 
 A convolution comes before the linear layers. It has functions of its own, and its outputs are the inputs of the linear layers,
-which are then activated first (``is_hidden``). A recurrent layer may come before them as well, whose outputs are not activated,
-see :mod:`~sb3_grpo.arithmetic.machine_code.recurrent`.
+which are then activated first (``is_hidden``). So may a recurrent layer, whose outputs are not activated, see
+:mod:`~sb3_grpo.arithmetic.machine_code.recurrent`.
 """
 
 import numpy as np
@@ -109,7 +109,7 @@ def forward(sizes: np.ndarray, activation: int, is_hidden: bool, parameters: np.
 
     :param sizes: Number of inputs, of the units of each hidden layer, and of outputs
     :param activation: ``TANH`` or ``RELU``
-    :param is_hidden: Whether the inputs are the outputs of a convolution, which are activated first
+    :param is_hidden: Whether the inputs are those of a hidden layer, such as a convolution, which are activated first
     :param parameters: Weight and bias of each layer
     :param values: The inputs, row by row, and space for the numbers of the other layers
     :param n: Number of rows

@@ -7,14 +7,14 @@ first, so no row is empty. The functions take the same arguments:
 
 - ``cell``: ``LSTM`` or ``GRU``;
 - ``running``: number of sequences that have each step, not increasing;
-- ``W``, ``V``, ``b`` and ``c``: the layer's weights for inputs ``x`` and for hidden states ``h``, and their biases, with ``4u``
-  rows for an LSTM (in the order ``i, f, g, o``) and ``3u`` for a GRU (``r, z, n``);
+- ``w``, ``v``, ``b`` and ``c``: the weights ``W`` for inputs ``x``, ``V`` for hidden states ``h``, and their biases, with
+  ``4u`` rows for an LSTM (in the order ``i, f, g, o``) and ``3u`` for a GRU (``r, z, n``);
 - ``inputs``: ``x``, shape ``(n, n_inputs)``;
-- ``gates``: values of the gates, shape ``(n, 4u)``. For a GRU, the last quarter is ``q = V_n h + c_n``;
-- ``cells``: the states before the first steps, and those after each step, shape ``(m + n, u)``; no columns for a GRU;
+- ``gates``: values of the gates, shape ``(n, 4u)``. For a GRU, the last quarter is ``q = V_n h' + c_n``;
+- ``cells``: the cell states before the first steps, and after each step, shape ``(m + n, u)``; no columns for a GRU;
 - ``hidden``: hidden states likewise.
 
-With ``s = W x + b + V h + c`` and ``'`` for the state before the step: an LSTM (Hochreiter & Schmidhuber 1997) has
+With ``s = W x + b + V h' + c`` and ``'`` for the state before the step: an LSTM (Hochreiter & Schmidhuber 1997) has
 ``i, f, o = sigmoid(s)``, ``g = tanh(s)``, ``c = f c' + i g``, ``h = o tanh(c)``; a GRU (https://arxiv.org/abs/1406.1078) has
 ``r, z = sigmoid(s)``, ``n = tanh(W_n x + b_n + r q)``, ``h = (1 - z) n + z h'``.
 """
@@ -42,7 +42,11 @@ WEIGHTS = "f4[:, ::1], f4[:, ::1], f4[::1], f4[::1]"
 
 @inner
 def sigmoid(values: np.ndarray) -> None:
-    """``(1 + tanh(x / 2)) / 2``, in place, which loops can vectorise."""
+    """
+    ``(1 + tanh(x / 2)) / 2``, in place.
+
+    :param values: Any numbers, one axis
+    """
     for i in range(len(values)):
         values[i] *= HALF
     tanh(values)
@@ -53,6 +57,8 @@ def sigmoid(values: np.ndarray) -> None:
 @inner
 def take_states_before(running: np.ndarray, hidden: np.ndarray, previous: np.ndarray) -> None:
     """
+    :param running: See above
+    :param hidden: See above
     :param previous: Receives the hidden state before each step, shape ``(n, u)``
     """
     before, at, row = 0, running[0], 0
