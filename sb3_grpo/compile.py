@@ -6,11 +6,14 @@ Compile all machine code, so that no training has to wait for it: in a container
 
 import time
 
-from sb3_grpo.arithmetic.machine_code import distributions, layers, optimizer
+from sb3_grpo.arithmetic.machine_code import distributions, layers, optimizer, recurrent
 from sb3_grpo.arithmetic.machine_code.jit import EntryPoint, compile_functions
 
 ENTRY_POINTS = [
-    each for module in (layers, distributions, optimizer) for each in vars(module).values() if isinstance(each, EntryPoint)
+    each
+    for module in (layers, recurrent, distributions, optimizer)
+    for each in vars(module).values()
+    if isinstance(each, EntryPoint)
 ]
 
 

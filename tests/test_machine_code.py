@@ -24,20 +24,22 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import DiagGaussianDistribution, make_proba_distribution
 from torch import nn
 
-from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy, losses, normalization
+from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy, RecurrentGRPO, losses, normalization
 from sb3_grpo.arithmetic.choice import choose_actor, machine_policy
+from sb3_grpo.arithmetic.conditions import CELLS as CELLS_OF_TORCH
 from sb3_grpo.arithmetic.conditions import FAMILIES
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
 from sb3_grpo.arithmetic.machine import MachinePolicy
-from sb3_grpo.arithmetic.machine_code import distributions, jit, layers, linear_algebra, optimizer
+from sb3_grpo.arithmetic.machine_code import distributions, jit, layers, linear_algebra, optimizer, recurrent
 from sb3_grpo.arithmetic.machine_code.jit import EntryPoint, compile_functions
 from sb3_grpo.arithmetic.metrics import describe_update
-from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, NO_PATCHES, NO_ROWS, Network
+from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, NO_PATCHES, NO_ROWS, NO_STEPS, Network
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
 from sb3_grpo.arithmetic.update import clipped_update, natural_update
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.compile import ENTRY_POINTS
 from sb3_grpo.extractors import SmallCNN
+from sb3_grpo.recurrent import MlpLstmPolicy
 
 VECTOR = spaces.Box(-1.0, 1.0, (3,))
 DISCRETE = spaces.Discrete(4)
@@ -62,6 +64,17 @@ class InTorch(ActorPolicy):
         return super().evaluate_actions(*args)
 
 
+class InTorchWithMemory(MlpLstmPolicy):
+    """The same with memory."""
+
+    def evaluate_actions(self, *args: Any, **kwargs: Any) -> Any:
+        return super().evaluate_actions(*args, **kwargs)
+
+
+#: Arguments of policies with memory
+CELLS: dict[str, dict[str, Any]] = {name: dict(cell=name, lstm_hidden_size=9) for name in ("lstm", "gru")}
+
+
 def make_policy(action_space: spaces.Space = DISCRETE, cls: type[ActorPolicy] = ActorPolicy, **kwargs: Any) -> ActorPolicy:
     # With orthogonal initialisation, the action layer and most gradients start near zero.
     arguments: dict[str, Any] = {"observation_space": VECTOR, "ortho_init": False, **kwargs}
@@ -71,7 +84,8 @@ def make_policy(action_space: spaces.Space = DISCRETE, cls: type[ActorPolicy] = 
 
 def pair(action_space: spaces.Space, **kwargs: Any) -> tuple[ActorPolicy, ActorPolicy]:
     """A policy with random weights, and the same one that stays with torch."""
-    policy, in_torch = (make_policy(action_space, cls, **kwargs) for cls in (ActorPolicy, InTorch))
+    classes = (MlpLstmPolicy, InTorchWithMemory) if "cell" in kwargs else (ActorPolicy, InTorch)
+    policy, in_torch = (make_policy(action_space, cls, **kwargs) for cls in classes)
     if hasattr(policy, "log_std"):
         nn.init.normal_(policy.log_std, std=0.5)
     in_torch.load_state_dict(policy.state_dict())
@@ -93,9 +107,13 @@ class Samples(GroupRolloutBuffer):
 def random_update(policy: ActorPolicy, n: int, weighted: bool = False, observations: Any = None) -> GroupRolloutBufferSamples:
     """Transitions of a policy that differs from the given one, so that some ratios are clipped."""
     observations = th.randn(n, *policy.observation_space.shape) if observations is None else observations  # type: ignore[misc]
+    context: dict[str, Any] = {}
+    if policy.state_size > 0:
+        labels = np.repeat(np.arange(n), np.random.default_rng(0).integers(1, 30, n))[:n]
+        context = dict(states=th.randn(n, policy.state_size).tanh(), sequences=th.as_tensor(labels))
     with th.no_grad():
         actions = policy(observations)[0].reshape(n, -1)
-        log_prob = policy.evaluate_actions(observations, actions)[0]
+        log_prob = policy.evaluate_actions(observations, actions, **context)[0]
     return GroupRolloutBufferSamples(
         observations,
         actions.flatten() if isinstance(policy.action_space, spaces.Discrete) else actions.float(),
@@ -103,6 +121,7 @@ def random_update(policy: ActorPolicy, n: int, weighted: bool = False, observati
         th.randn(n),
         th.zeros(n, dtype=th.long),
         2.0 * th.rand(n) if weighted else None,
+        **context,
     )
 
 
@@ -228,10 +247,15 @@ def test_a_forbidden_action_spoils_neither_entropy_nor_divergence_nor_gradient()
 
 
 def assert_the_network_is_that_of_torch(
-    network: Network, parts: Sequence[nn.Module], x: th.Tensor, torch_network: Callable[[th.Tensor], th.Tensor]
+    network: Network,
+    parts: Sequence[nn.Module],
+    x: th.Tensor,
+    torch_network: Callable[[th.Tensor], th.Tensor],
+    running: np.ndarray = NO_STEPS,
+    states: np.ndarray = NO_ROWS,
 ) -> None:
     """Compare outputs, the gradient, and the derivative in a direction of parameters, with those of autograd."""
-    tensors: list[Any] = [tensor for layer in parts for tensor in (layer.weight, layer.bias)]
+    tensors: list[Any] = [tensor for layer in parts for tensor in layer.parameters()]
 
     def flat(of: Callable[[Any], Any]) -> np.ndarray:
         return th.cat([of(tensor).flatten() for tensor in tensors]).detach().numpy()
@@ -239,13 +263,13 @@ def assert_the_network_is_that_of_torch(
     expected = torch_network(x)
     up, vector, n = th.randn_like(expected), [th.randn_like(tensor) for tensor in tensors], len(x)
     (up * expected).sum().backward()
-    parameters, values = flat(lambda tensor: tensor), network.new_values(n)
+    parameters, values = flat(lambda tensor: tensor), network.new_values(n, len(states))
     values[: x.numel()] = x.flatten().numpy()
-    outputs = network.forward(parameters, values, n)
+    outputs = network.forward(parameters, values, n, NO_ROWS, running, states)
     np.testing.assert_allclose(outputs, expected.detach(), rtol=1e-5, atol=1e-6)
-    tangent = network.tangent(parameters, values, th.cat([each.flatten() for each in vector]).numpy(), n)
+    tangent = network.tangent(parameters, values, th.cat([each.flatten() for each in vector]).numpy(), n, running)
     gradient = np.full_like(parameters, np.nan)
-    network.backward(parameters, values, up.numpy(), gradient)
+    network.backward(parameters, values, up.numpy(), gradient, running)
     np.testing.assert_allclose(gradient, flat(lambda tensor: tensor.grad), rtol=1e-4, atol=1e-6)
     # Two derivatives backward are one forward: of v' J' u with respect to u
     weights = th.zeros_like(expected, requires_grad=True)
@@ -280,6 +304,23 @@ def test_a_convolution_and_its_derivatives_are_those_of_torch(shape: tuple[int, 
     assert_the_network_is_that_of_torch(network, [convolution, linear], th.randn(7, *shape), in_torch)
 
 
+@needs_numba
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("running", [[1], [1] * 6, [20, 5, 3, 3, 1]], ids=["step", "sequence", "sequences"])
+def test_a_recurrent_layer_and_its_derivatives_are_those_of_torch(layer: Any, running: list[int]):
+    memory, linear, m = layer(3, 5), nn.Linear(5, 2), running[0]
+    network = Network(np.array([3, 5, 2]), NO_PATCHES, layers.TANH, BERNOULLI, NO_CHOICES, CELLS_OF_TORCH[layer])
+    states = th.randn(m, network.state_size).tanh()
+    before = tuple(part[None].contiguous() for part in states.split(5, dim=1))
+
+    def in_torch(x: th.Tensor) -> th.Tensor:
+        packed = nn.utils.rnn.PackedSequence(x, th.as_tensor(running))  # the same order of rows
+        return linear(memory(packed, before if layer is nn.LSTM else before[0])[0].data)
+
+    x = th.randn(sum(running), 3)
+    assert_the_network_is_that_of_torch(network, [memory, linear], x, in_torch, np.array(running), states.numpy())
+
+
 # --- the same numbers ---
 
 #: Action spaces, activations and hidden layers
@@ -296,6 +337,8 @@ BOARD: dict[str, Any] = dict(
     activation_fn=nn.ReLU,
     normalize_observations=False,
 )
+#: A picture or a recurrent layer before the linear layers, or neither
+FIRST_LAYERS: dict[str, dict[str, Any]] = {"none": {}, "board": BOARD, **CELLS}
 PENALTIES = dict(ent_coef=st.sampled_from([0.0, 0.05]), kl_coef=st.sampled_from([0.0, 0.3]))
 
 
@@ -316,7 +359,7 @@ def assert_each_its_way(objective: Objective, policies: tuple[ActorPolicy, Actor
             target_kl=st.sampled_from([None, 0.002, 1.0]),
             weighted=st.booleans(),
             normalize=st.booleans(),
-            board=st.booleans(),
+            first=st.sampled_from(list(FIRST_LAYERS)),
             log_std_lr_factor=st.sampled_from([1.0, 3.0]),
             batch_size=st.sampled_from([7, 16, 64]),
             seed=st.integers(0, 100),
@@ -332,7 +375,7 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
         kwargs["normalize_observations"] = options["normalize"]
         if space in ("Box", "matrix of actions"):
             kwargs["log_std_lr_factor"] = options["log_std_lr_factor"]
-        kwargs.update(BOARD if options["board"] else {})
+        kwargs.update(FIRST_LAYERS[options["first"]])
         policies = pair(ACTION_SPACES[space], **kwargs)
         for policy in policies:
             policy.set_learning_rate(1e-3)
@@ -364,7 +407,7 @@ def test_an_update_gives_the_parameters_moments_and_metrics_of_torch(
         dict(
             **PENALTIES,
             weighted=st.booleans(),
-            board=st.booleans(),
+            first=st.sampled_from(list(FIRST_LAYERS)),
             limit=st.sampled_from([0.001, 0.02]),
             n=st.sampled_from([1, 40, 1500]),
             seed=st.integers(0, 100),
@@ -376,7 +419,7 @@ def test_a_natural_gradient_step_gives_the_parameters_and_metrics_of_torch(
 ):
     with th.random.fork_rng():
         th.manual_seed(options["seed"])
-        kwargs = {"net_arch": net_arch, "activation_fn": activation_fn, **(BOARD if options["board"] else {})}
+        kwargs = {"net_arch": net_arch, "activation_fn": activation_fn, **FIRST_LAYERS[options["first"]]}
         policies = pair(ACTION_SPACES[space], **kwargs)
         update = random_update(policies[1], options["n"], options["weighted"])
         penalty = distant_reference(policies[1])
@@ -427,6 +470,30 @@ def test_the_same_random_numbers_give_the_same_actions(space: spaces.Space, obse
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and not theirs.requires_grad
         th.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert isinstance(machine_policy(in_torch), str) and isinstance(machine_policy(policy), MachinePolicy)
+
+
+@needs_numba
+@pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+def test_the_same_states_give_the_same_actions_and_the_same_next_states(space: spaces.Space, cell: dict[str, Any]):
+    policies, obs, results = pair(space, **cell), np.random.default_rng(0).normal(size=(30, 3)), []
+    for policy in policies:
+        states = np.linspace(-0.9, 0.9, 30 * policy.state_size, dtype=np.float32).reshape(30, -1)
+        th.manual_seed(1)
+        results.append(choose_actor(policy)(obs, th.as_tensor(obs), states=states))
+    for ours, theirs in zip(*results, strict=True):
+        th.testing.assert_close(th.as_tensor(ours), th.as_tensor(theirs), rtol=1e-5, atol=1e-5)
+    assert results[0][2].dtype == np.float32 and isinstance(machine_policy(policies[0]), MachinePolicy)
+
+
+@needs_numba
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+def test_the_state_of_an_environment_does_not_depend_on_how_many_others_act(cell: dict[str, Any]):
+    policy, obs = make_policy(cls=MlpLstmPolicy, **cell), np.random.default_rng(0).normal(size=(15, 3))
+    states, act = np.full((15, policy.state_size), 0.5, np.float32), choose_actor(policy)
+    together = act(obs, obs, states=states)[2]
+    alone = [act(obs[i : i + 1], obs, states=states[:1])[2] for i in range(15)]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
 @needs_numba
@@ -491,20 +558,25 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @needs_numba
 @pytest.mark.parametrize(("env", "options"), RUNS.values(), ids=RUNS)
-def test_runs_are_the_same_in_machine_code_and_in_torch(env: str, options: dict[str, Any]):
+@pytest.mark.parametrize("memory", [False, True], ids=["no memory", "memory"])
+def test_runs_are_the_same_in_machine_code_and_in_torch(env: str, options: dict[str, Any], memory: bool):
+    if memory:
+        options = dict(options, policy_kwargs=CELLS["lstm"], update_rule="clipped")
+    algorithm: Any = RecurrentGRPO if memory else GRPO
     # Few and small steps: rounding grows with every update, and a single other action would make another run.
     settings: dict[str, Any] = dict(n_steps=64, batch_size=32, n_epochs=4, seed=3, device="cpu", **options)
     watchers = [Actions(), Actions()]
-    policies: list[Any] = ["MlpPolicy", InTorch]
+    policies: list[Any] = ["MlpLstmPolicy", InTorchWithMemory] if memory else ["MlpPolicy", InTorch]
     models = [
-        GRPO(policy, env, **settings).learn(192, callback=watcher) for policy, watcher in zip(policies, watchers, strict=True)
+        algorithm(policy, env, **settings).learn(192, callback=watcher)
+        for policy, watcher in zip(policies, watchers, strict=True)
     ]
     assert [isinstance(machine_policy(model.policy), str) for model in models] == [False, True]
     np.testing.assert_allclose(watchers[0].actions, watchers[1].actions, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(watchers[0].log_probs, watchers[1].log_probs, rtol=1e-3, atol=1e-4)
     th.testing.assert_close(*(dict(model.policy.named_parameters()) for model in models), rtol=1e-3, atol=1e-5)
     assert models[0].update_metrics == pytest.approx(models[1].update_metrics, rel=1e-2, abs=1e-4)
-    initial = GRPO("MlpPolicy", env, **settings).policy
+    initial = algorithm(policies[0], env, **settings).policy
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(initial.parameters(), models[0].policy.parameters(), strict=True))
 
 
@@ -516,14 +588,16 @@ def test_nothing_is_compiled_after_the_warm_up():
     assert [len(each.run.signatures) for each in ENTRY_POINTS] == [1] * len(ENTRY_POINTS)
 
 
-INNER = [each for of in (linear_algebra, layers, distributions) for each in vars(of).values() if hasattr(each, "py_func")]
+INNER = [
+    each for of in (linear_algebra, layers, recurrent, distributions) for each in vars(of).values() if hasattr(each, "py_func")
+]
 
 
 @needs_numba
 def test_inner_functions_are_compiled_once_each():
     """Each specialisation costs every user seconds at the first run. Functions from the cache do not count."""
     for each in ENTRY_POINTS:
-        if each.function.__module__ == layers.__name__:
+        if each.function.__module__ in (layers.__name__, recurrent.__name__):
             each._compile(uses_cache=False)
     counts = {each.py_func.__name__: len(each.signatures) for each in INNER}
     assert max(counts.values()) == 1, counts
@@ -531,7 +605,9 @@ def test_inner_functions_are_compiled_once_each():
 
 
 def needed(network: Network, rule: Any) -> set[str]:
-    return {each.function.__name__ for each in network.update_entry_points(rule)}
+    """:return: Names of functions; those of recurrent layers have the name of their module in front"""
+    functions = [each.function for each in network.update_entry_points(rule)]
+    return {("recurrent " if each.__module__ == recurrent.__name__ else "") + each.__name__ for each in functions}
 
 
 def test_a_run_needs_only_the_functions_of_its_policy_and_its_update():
@@ -547,6 +623,10 @@ def test_a_run_needs_only_the_functions_of_its_policy_and_its_update():
         assert needed(network, "natural") == common | own | {"forward_tangent", f"fisher_{name}"}
     pictures = Network(np.array([40, 24, 3]), np.zeros((18, 6), np.int64), layers.RELU, GAUSSIAN, NO_CHOICES)
     assert needed(pictures, "clipped") - needed(networks["gaussian"], "clipped") == {"convolve", "convolve_backward"}
+    memory = Network(np.array([3, 4, 2]), NO_PATCHES, layers.TANH, GAUSSIAN, NO_CHOICES, recurrent.GRU)
+    extra = {rule: needed(memory, rule) - needed(networks["gaussian"], rule) for rule in ("clipped", "natural")}
+    assert extra["clipped"] == {"recurrent forward", "recurrent backward"}
+    assert extra["natural"] == {*extra["clipped"], "recurrent forward_tangent"}
 
 
 # --- one memory ---
@@ -657,6 +737,15 @@ class OwnCNN(SmallCNN):
     pass
 
 
+class OwnMemory(MlpLstmPolicy):
+    def remember(self, obs: Any, states: Any, sequences: Any = None) -> Any:
+        return super().remember(2.0 * obs, states, sequences)
+
+
+def with_memory(cls: type[ActorPolicy] = MlpLstmPolicy, **kwargs: Any) -> Callable[[], ActorPolicy]:
+    return lambda: make_policy(cls=cls, **kwargs)
+
+
 def altered(change: Callable[[Any], Any], **kwargs: Any) -> Callable[[], ActorPolicy]:
     """:return: Function that makes a policy and changes it in place"""
 
@@ -706,6 +795,12 @@ NOT_FOR_MACHINE_CODE = {
         lambda policy: setattr(policy.features_extractor.cnn[0], "padding_mode", "circular"), **BOARD
     ),
     "subclass of the extractor": lambda: make_policy(**{**BOARD, "features_extractor_class": OwnCNN}),
+    "remember": with_memory(OwnMemory),
+    "two recurrent layers": with_memory(n_lstm_layers=2),
+    "recurrent layer without a bias": with_memory(lstm_kwargs=dict(bias=False)),
+    "memory after a convolution": with_memory(**BOARD),
+    "another memory": altered(lambda policy: setattr(policy, "memory", nn.RNN(3, 64)), cls=MlpLstmPolicy),
+    "hook on the memory": altered(lambda policy: listen(policy.memory), cls=MlpLstmPolicy),
     "images": lambda: make_policy(observation_space=spaces.Box(0, 255, (1, 36, 36), np.uint8)),
     "Dict observations": lambda: MultiInputPolicy(spaces.Dict({"a": VECTOR}), DISCRETE, lambda _: 1e-3),
 }
@@ -715,6 +810,7 @@ NOT_FOR_MACHINE_CODE = {
 @pytest.mark.parametrize("make", NOT_FOR_MACHINE_CODE.values(), ids=NOT_FOR_MACHINE_CODE)
 def test_an_unusual_policy_stays_with_torch(make: Callable[[], Any]):
     assert isinstance(machine_policy(make_policy()), MachinePolicy)
+    assert isinstance(machine_policy(make_policy(cls=MlpLstmPolicy)), MachinePolicy)
     assert isinstance(machine_policy(make()), str)
 
 

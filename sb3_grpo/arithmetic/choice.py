@@ -33,7 +33,8 @@ def machine_policy(
     - have linear layers with a bias, and tanh or ReLU between them, on a CPU and in single precision;
     - are not so large that torch is faster;
     - have a ``FlattenExtractor`` and no images, or a ``SmallCNN``, and distributions from ``FAMILIES``, so no gSDE;
-    - choose and evaluate actions as :class:`~sb3_grpo.policies.ActorPolicy` does, without hooks;
+    - have no memory, or one layer of an LSTM or a GRU, with a bias and without a convolution before it;
+    - choose and evaluate actions as the policies of this package do, without hooks;
     - have no other parameters, and train all of them;
 
     and for updates by Adam without extras, from minibatches that the buffer does not choose in its own way, with importance
@@ -61,7 +62,7 @@ def machine_policy(
 
 def _unusual_update(policy: ActorPolicy, objective: Objective, rollout_buffer: GroupRolloutBuffer) -> str:
     """:return: A reason why an update is not for machine code; empty if it is"""
-    own = [name for name in ("get", "permutation") if not is_from(rollout_buffer, GroupRolloutBuffer, name)]
+    own = [name for name in ("get", "permutation", "whole_batches") if not is_from(rollout_buffer, GroupRolloutBuffer, name)]
     if own:
         return f"{type(rollout_buffer).__name__} overrides `{own[0]}`"
     if objective.importance_sampling_level != "step":

@@ -17,6 +17,7 @@ from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtr
 from torch import nn
 
 from sb3_grpo.arithmetic.machine_code.layers import RELU, TANH
+from sb3_grpo.arithmetic.machine_code.recurrent import GRU, LSTM
 from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, NO_PATCHES, Family, Network
 from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.policies import ActorPolicy
@@ -30,6 +31,8 @@ FAMILIES: dict[type[Distribution], Family] = {
 }
 #: Keys are exact classes, as above.
 ACTIVATIONS: dict[type[nn.Module], int] = {nn.Tanh: TANH, nn.ReLU: RELU}
+#: Keys are exact classes, as above.
+CELLS: dict[type[nn.Module], int] = {nn.LSTM: LSTM, nn.GRU: GRU}
 #: With more weights, torch is faster. On one core of a server, machine code took 0.95 times torch's time with hidden layers of
 #: 512 and 512 units, and 1.4 times with 768 and 768; 0.87 times with ``SmallCNN`` on boards of 14 x 14, and 1.2 on 20 x 20.
 MAX_WEIGHTS = 300_000
@@ -37,7 +40,7 @@ MAX_WEIGHTS = 300_000
 #: Methods that choose actions. A subclass that overrides one of them acts in its own way.
 ACTING = (
     *("__call__", "forward", "extract_features", "get_distribution"),
-    *("_distribution", "_distribution_of", "_latent", "_sample"),
+    *("_distribution", "_distribution_of", "_latent", "_sample", "remember", "_run"),
 )
 #: Methods that evaluate actions.
 EVALUATING = ("evaluate_actions", "evaluate_distribution")
@@ -57,7 +60,7 @@ DEVICES = {"cuda"}
 class Parts(NamedTuple):
     """
     :param network: Description of a policy's network
-    :param tensors: Its parameters: weight and bias of each layer, and ``log_std`` if there is one
+    :param tensors: Its parameters: those of a recurrent layer, weight and bias of each linear one, and ``log_std``
     """
 
     network: Network
@@ -67,10 +70,14 @@ class Parts(NamedTuple):
 def is_unaltered(policy: ActorPolicy, methods: Sequence[str]) -> bool:
     """
     :param policy: Policy
-    :param methods: Names of methods of ``ActorPolicy``
+    :param methods: Names of methods of ``ActorPolicy`` and of policies with memory
     :return: Whether no subclass, no attribute of the policy and no wrapper of ``torch.compile`` replaces one of them
     """
-    return isinstance(policy, ActorPolicy) and all(is_from(policy, ActorPolicy, name) for name in methods)
+    if not isinstance(policy, ActorPolicy):
+        return False
+    package = __name__.split(".")[0]
+    own = next(each for each in type(policy).__mro__ if each.__module__.split(".")[0] == package)
+    return all(is_from(policy, own, name) for name in methods if hasattr(own, name))
 
 
 def is_from(instance: object, base: type, method: str) -> bool:
@@ -115,9 +122,11 @@ def parts_of(policy: ActorPolicy) -> Parts | str:
         return "the layers are not linear with a bias and an activation between them"
     if len(kinds) > 1 or not kinds <= set(ACTIVATIONS):
         return f"the activation is {' and '.join(sorted(kind.__name__ for kind in kinds))}, not Tanh or ReLU"
-    if any(has_hooks(module) for module in (policy, *extractor.modules(), policy.policy_net, *modules)):
+    memory: list[Any] = [policy.memory] if policy.state_size > 0 else []
+    if any(has_hooks(module) for module in (policy, *extractor.modules(), *memory, policy.policy_net, *modules)):
         return "there are hooks on the policy"
-    tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+    tensors = [tensor for layer in memory for tensor in layer.all_weights[0]]
+    tensors += [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
     if family is GAUSSIAN:
         tensors.append(policy.log_std)
     if len(tensors) != len(set(tensors)) or set(tensors) != set(policy.parameters()):
@@ -136,14 +145,17 @@ def parts_of(policy: ActorPolicy) -> Parts | str:
     sizes, patches = [linear[0].in_features, *(layer.out_features for layer in linear)], NO_PATCHES
     if isinstance(extractor, SmallCNN):
         sizes, patches = [get_flattened_obs_dim(policy.observation_space), *sizes], extractor.patches()
-    network = Network(np.array(sizes), patches, ACTIVATIONS[kinds.pop()], family, np.array(n_categories, dtype=np.int64))
-    return Parts(network, tensors)
+    sizes = [layer.input_size for layer in memory] + sizes
+    cell = CELLS[type(memory[0])] if memory else None
+    choices = np.array(n_categories, dtype=np.int64)
+    return Parts(Network(np.array(sizes), patches, ACTIVATIONS[kinds.pop()], family, choices, cell), tensors)
 
 
 def _layers(policy: ActorPolicy) -> list[Any] | str:
     """
     :param policy: Policy
-    :return: The layers of its network, with what is between them, or a reason why they are not suitable
+    :return: The layers of its network that are not recurrent, with what is between them, or a reason why they or the memory
+        are not suitable
     """
     extractor = policy.features_extractor
     if type(extractor) is SmallCNN:
@@ -155,6 +167,13 @@ def _layers(policy: ActorPolicy) -> list[Any] | str:
         return "the observations are images"
     if type(policy.policy_net) is not nn.Sequential:
         return f"the hidden layers are a {type(policy.policy_net).__name__}"
+    memory: Any = policy.memory if policy.state_size > 0 else None
+    if memory is not None and type(memory) not in CELLS:
+        return f"the memory is a {type(memory).__name__}"
+    if memory is not None and ([len(each) for each in memory.all_weights] != [4] or memory.batch_first):
+        return "the memory is not a single layer with a bias"
+    if memory is not None and isinstance(extractor, SmallCNN):
+        return "there is a convolution before the memory"
     first = [extractor.cnn[0], extractor.cnn[1], *extractor.linear] if isinstance(extractor, SmallCNN) else []
     return [*first, *policy.policy_net, policy.action_net]
 

@@ -12,7 +12,7 @@ update, and the flat arrays take over its numbers.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from sb3_grpo.arithmetic.conditions import Parts
 from sb3_grpo.arithmetic.machine_code import layers, optimizer
 from sb3_grpo.arithmetic.metrics import Epoch
 from sb3_grpo.arithmetic.natural import fisher_stride
-from sb3_grpo.arithmetic.network import CATEGORICAL, GAUSSIAN, NO_ROWS, Distribution, Network
+from sb3_grpo.arithmetic.network import CATEGORICAL, GAUSSIAN, NO_ROWS, NO_STEPS, Distribution, Network
 from sb3_grpo.arithmetic.objective import Objective
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.extractors import SmallCNN
@@ -117,14 +117,15 @@ class MachinePolicy:
         for tensor, gradient in zip(self.tensors, self._views["grad"], strict=True):
             tensor.grad = gradient
 
-    def actor(self, policy: ActorPolicy) -> Callable[..., tuple[np.ndarray, th.Tensor]]:
+    def actor(self, policy: ActorPolicy) -> Callable[..., tuple[Any, ...]]:
         """
         :param policy: The policy
         :return: A function that chooses actions as the policy does now: with its weights of any time, and with its present
             statistics of observations
         """
         network, parameters, log_std = self.network, self.parameters, self.network.log_std(self.parameters)
-        draw, values_for = self._noise(), functools.cache(network.new_values)
+        draw, running_for = self._noise(), functools.cache(lambda n: np.array([n]))
+        values_for = functools.cache(lambda n: network.new_values(n, n))
         is_vector = isinstance(policy.observation_space, spaces.Box) and not network.has_convolution
         shift = scale = np.zeros(0, np.float32)
         if is_vector and policy.normalizer is not None:
@@ -132,7 +133,7 @@ class MachinePolicy:
         dtype: type[np.generic] = np.int64 if network.family is CATEGORICAL else np.float32
         shape = (-1, *policy.action_space.shape)  # type: ignore[misc]
 
-        def choose(obs: Any, obs_tensor: Any, action_masks: Any = None) -> tuple[np.ndarray, th.Tensor]:
+        def choose(obs: Any, obs_tensor: Any, action_masks: Any = None, states: np.ndarray = NO_ROWS) -> tuple[Any, ...]:
             if not is_vector:  # numbers of categories, which the policy encodes, or pictures
                 obs = network_inputs(policy, obs_tensor).numpy()
             observations = np.array(obs, dtype=np.float64).reshape(len(obs), -1)
@@ -140,11 +141,13 @@ class MachinePolicy:
             values, actions = values_for(n), np.empty((n, network.n_components), np.float32)
             terms = np.empty((3, n), np.float32)
             layers.standardise.run(shift, scale, observations, values[: observations.size].reshape(n, -1))
-            outputs = network.forward(parameters, values, n, forced_outputs(policy, action_masks, n))
+            forced = forced_outputs(policy, action_masks, n)
+            outputs = network.forward(parameters, values, n, forced, running_for(n), states)
             distribution = network.distribution(outputs, log_std)
             network.family.sample.run(*distribution, draw(n), actions)
             network.family.evaluate.run(*distribution, NO_ROWS, NO_NUMBERS, actions, terms)
-            return actions.astype(dtype, copy=False).reshape(shape), th.from_numpy(terms[0])
+            after = (network.states_after(values, n),) if network.has_memory else ()
+            return actions.astype(dtype, copy=False).reshape(shape), th.from_numpy(terms[0]), *after
 
         return choose
 
@@ -193,6 +196,8 @@ class Rows(NamedTuple):
     :param weights: Weights in the loss, shape ``(n,)``
     :param forced: See :meth:`~sb3_grpo.arithmetic.network.Network.forward`
     :param reference: Outputs of the reference's network, shape ``(n, k)``; no rows without a penalty
+    :param states: States of the memory before each step, shape ``(n, state_size)``; no rows without memory
+    :param steps: Step of each transition within its sequence, shape ``(n,)``; empty without memory
     """
 
     features: np.ndarray
@@ -202,6 +207,18 @@ class Rows(NamedTuple):
     weights: np.ndarray
     forced: np.ndarray
     reference: np.ndarray
+    states: np.ndarray
+    steps: np.ndarray
+
+    @property
+    def running(self) -> np.ndarray:
+        """Number of sequences that have each step; empty without memory."""
+        return np.bincount(self.steps)
+
+    @property
+    def n_sequences(self) -> int:
+        """Number of sequences; 0 without memory."""
+        return int(np.count_nonzero(self.steps == 0))
 
     def take(self, index: np.ndarray | slice) -> "Rows":
         """:return: The transitions at an index"""
@@ -228,9 +245,9 @@ class Workspace(NamedTuple):
     grad_outputs: np.ndarray
 
     @classmethod
-    def of(cls, network: Network, n: int) -> "Workspace":
+    def of(cls, network: Network, n: int, n_sequences: int) -> "Workspace":
         """:return: Memory for ``n`` transitions"""
-        values, terms = network.new_values(n), np.empty((2, 3, n), np.float32)
+        values, terms = network.new_values(n, n_sequences), np.empty((2, 3, n), np.float32)
         inputs, outputs = values[: n * network.n_inputs].reshape(n, -1), network.outputs(values, n)
         return cls(values, inputs, outputs, terms[0], terms[1], np.empty_like(outputs))
 
@@ -260,12 +277,14 @@ class MachineLearner:
         self._max_kl = max_kl
         self._machine = machine
         self._network = machine.network
-        self._workspace = functools.cache(lambda n: Workspace.of(machine.network, n))
+        self._workspace = functools.lru_cache(2)(functools.partial(Workspace.of, machine.network))
         self._minibatches = functools.cache(self._minibatches_of)
         reference = objective.kl_penalty.policy if objective.kl_coef > 0 else None
         self._reference_log_std = NO_NUMBERS
         if reference is not None and self._network.family is GAUSSIAN:
             self._reference_log_std = array_of(reference.log_std.detach())
+        sequences = rollout_buffer.update.sequences
+        self._sequences = NO_STEPS if sequences is None else sequences.numpy()
         self._rows = self._rows_of(rollout_buffer.update, reference)
 
     @th.no_grad()
@@ -274,7 +293,8 @@ class MachineLearner:
         forced = forced_outputs(self._policy, samples.action_masks, n)
         outputs = NO_ROWS
         if reference is not None:
-            outputs = array_of(reference.action_net(reference._latent(samples.observations)))
+            context = {name: column for name, column in samples.context.items() if name != "action_masks"}
+            outputs = array_of(reference.action_net(reference._latent(samples.observations, **context)))
             if len(forced) > 0:
                 np.copyto(outputs, forced, where=forced != 0)
             self._network.distribution(outputs, self._reference_log_std)
@@ -286,6 +306,8 @@ class MachineLearner:
             np.ones(n, np.float32) if samples.weights is None else array_of(samples.weights),
             forced,
             outputs,
+            NO_ROWS if samples.states is None else array_of(samples.states),
+            np.arange(len(self._sequences)) - np.searchsorted(self._sequences, self._sequences),
         )
 
     def take_epoch(self, batch_size: int) -> tuple[Epoch, float]:
@@ -295,20 +317,31 @@ class MachineLearner:
         :param batch_size: Minibatch size; the last minibatch may be smaller
         :return: Metrics of the epoch, and the divergence of the last minibatch
         """
-        shuffled, minibatches = self._minibatches(batch_size)
-        order = self._rollout_buffer.permutation()
-        for array, target in zip(self._rows, shuffled, strict=True):
-            if len(array) > 0:
-                np.take(array, order, axis=0, out=target, mode="clip")  # which is the mode that needs no copy
         sums, norms = np.zeros(optimizer.N_SUMS), []
         approx_kl = 0.0
-        for minibatch in minibatches:
+        for minibatch in self._shuffled(batch_size):
             approx_kl = self._evaluate(minibatch, sums, self._machine.gradient)
             if approx_kl > self._max_kl:  # not NaN, which is left to the check of the gradient
                 break
             norms.append(self._machine.take_gradient_step(self._objective.max_grad_norm))
         self._machine.show_gradient()
         return self._epoch(sums)._replace(n_steps=len(norms), grad_norm=sum(norms) / max(len(norms), 1)), approx_kl
+
+    def _shuffled(self, batch_size: int) -> Iterable[Rows]:
+        """:return: The minibatches of an epoch, in random order"""
+        if self._network.has_memory:
+            return map(self._side_by_side, self._rollout_buffer.whole_batches(self._sequences, batch_size))
+        shuffled, minibatches = self._minibatches(batch_size)
+        order = self._rollout_buffer.permutation()
+        for array, target in zip(self._rows, shuffled, strict=True):
+            if len(array) > 0:
+                np.take(array, order, axis=0, out=target, mode="clip")  # which is the mode that needs no copy
+        return minibatches
+
+    def _side_by_side(self, index: np.ndarray) -> Rows:
+        """:return: The transitions of whole sequences, in the order of :mod:`~sb3_grpo.arithmetic.machine_code.recurrent`"""
+        labels = self._sequences[index]
+        return self._rows.take(index[np.lexsort((-np.bincount(labels)[labels], self._rows.steps[index]))])
 
     def _minibatches_of(self, batch_size: int) -> tuple[Rows, list[Rows]]:
         """:return: Memory for the transitions in the order of an epoch, and its minibatches, which are views of it"""
@@ -325,10 +358,10 @@ class MachineLearner:
         :return: Estimate of the divergence from the old policy
         """
         objective, network, parameters = self._objective, self._network, self._machine.parameters
-        family, n = network.family, len(rows.advantages)
-        values, inputs, outputs, terms, grad_terms, grad_outputs = self._workspace(n)
+        family, n, running = network.family, len(rows.advantages), rows.running
+        values, inputs, outputs, terms, grad_terms, grad_outputs = self._workspace(n, rows.n_sequences)
         inputs[:] = rows.features
-        network.forward(parameters, values, n, rows.forced)
+        network.forward(parameters, values, n, rows.forced, running, rows.states)
         distribution = network.distribution(outputs, network.log_std(parameters))
         known = *distribution, rows.reference, self._reference_log_std, rows.actions
         family.evaluate.run(*known, terms)
@@ -345,10 +378,15 @@ class MachineLearner:
         )
         if gradient is not None:
             family.backward.run(*known, grad_terms, grad_outputs, network.log_std(gradient))
-            network.backward(parameters, values, grad_outputs, gradient)
+            network.backward(parameters, values, grad_outputs, gradient, running)
         return approx_kl
 
     # --- the policy as a natural-gradient step sees it ----------------------------------------------------------------
+
+    @functools.cached_property
+    def _all(self) -> Rows:
+        """All transitions."""
+        return self._side_by_side(np.arange(len(self._sequences))) if self._network.has_memory else self._rows
 
     @property
     def n_components(self) -> int:
@@ -357,35 +395,39 @@ class MachineLearner:
     def loss_and_gradient(self) -> tuple[float, th.Tensor]:
         parameters = self._machine.parameters.copy()
         gradient, self._sums = np.empty_like(parameters), np.zeros(optimizer.N_SUMS)
-        self._evaluate(self._rows, self._sums, gradient)
-        n = len(self._rows.advantages)
+        self._evaluate(self._all, self._sums, gradient)
         # Outputs and log standard deviations before the step
-        self._before = self._workspace(n).outputs.copy(), self._network.log_std(parameters)
-        rows = self._rows.take(slice(None, None, fisher_stride(n)))
-        self._fisher = functools.partial(self._fisher_product, parameters, *self._evaluated(parameters, rows))
+        outputs = self._workspace(len(self._all.advantages), self._all.n_sequences).outputs
+        self._before = outputs.copy(), self._network.log_std(parameters)
+        stride = fisher_stride(len(self._all.advantages))
+        if self._network.has_memory:
+            rows = self._side_by_side(np.flatnonzero(self._sequences % stride == 0))
+        else:
+            rows = self._all.take(slice(None, None, stride))
+        self._fisher = functools.partial(self._fisher_product, parameters, rows.running, *self._evaluated(parameters, rows))
         return float(self._sums[optimizer.LOSS]), th.from_numpy(gradient)
 
     def _evaluated(self, parameters: np.ndarray, rows: Rows) -> tuple[np.ndarray, Distribution]:
         """:return: The numbers of all layers for some parameters, and the action distributions"""
         n = len(rows.advantages)
-        values = self._network.new_values(n)
+        values = self._network.new_values(n, rows.n_sequences)
         values[: rows.features.size] = np.ravel(rows.features)
-        outputs = self._network.forward(parameters, values, n, rows.forced)
+        outputs = self._network.forward(parameters, values, n, rows.forced, rows.running, rows.states)
         return values, self._network.distribution(outputs, self._network.log_std(parameters))
 
     def _fisher_product(
-        self, parameters: np.ndarray, values: np.ndarray, distribution: Distribution, vector: np.ndarray
+        self, parameters: np.ndarray, running: np.ndarray, values: np.ndarray, distribution: Distribution, vector: np.ndarray
     ) -> np.ndarray:
         """
         ``1/n sum_t J_t' M_t J_t v``, where ``J`` is the Jacobian of the outputs and ``M`` the Fisher matrix of the action
         distribution. That of ``log sigma`` is twice the identity.
         """
         n = len(distribution.outputs)
-        tangent = self._network.tangent(parameters, values, vector, n)
+        tangent = self._network.tangent(parameters, values, vector, n, running)
         self._network.family.fisher.run(*distribution, tangent)
         tangent *= np.float32(1.0) / np.float32(n)
         product = np.empty_like(parameters)
-        self._network.backward(parameters, values, tangent, product)
+        self._network.backward(parameters, values, tangent, product, running)
         self._network.log_std(product)[:] = np.float32(2.0) * self._network.log_std(vector)
         return product
 
@@ -403,11 +445,11 @@ class MachineLearner:
 
     def loss(self) -> float:
         self._sums = np.zeros(optimizer.N_SUMS)
-        self._evaluate(self._rows, self._sums)
+        self._evaluate(self._all, self._sums)
         return float(self._sums[optimizer.LOSS])
 
     def divergence(self) -> float:
-        distribution, actions = self._evaluated(self._machine.parameters, self._rows)[1], np.zeros_like(self._rows.actions)
+        distribution, actions = self._evaluated(self._machine.parameters, self._all)[1], np.zeros_like(self._all.actions)
         terms = np.empty((3, len(actions)), np.float32)
         self._network.family.evaluate.run(*distribution, *self._before, actions, terms)
         return float(terms[2].mean(dtype=np.float64))

@@ -353,6 +353,12 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         """:return: A random order of the transitions of the update"""
         return np.random.permutation(self.n_samples)
 
+    def whole_batches(self, labels: np.ndarray, batch_size: int) -> list[np.ndarray]:
+        """:return: Indices of the transitions of minibatches of whole sequences or trajectories, in random order"""
+        appearance = A.label_by_appearance(labels)
+        order = np.random.permutation(len(np.unique(appearance)))
+        return A.batch_trajectories(appearance, order, batch_size)
+
     def get(self, batch_size: int | None = None, whole_trajectories: bool = False) -> Iterator[GroupRolloutBufferSamples]:
         """
         One pass over the update in random order. With memory, minibatches consist of whole sequences.
@@ -364,9 +370,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         size = batch_size or max(self.n_samples, 1)
         labels = self.update.trajectories if whole_trajectories else self.update.sequences
         if labels is not None:
-            appearance = A.label_by_appearance(labels.cpu().numpy())
-            order = np.random.permutation(len(np.unique(appearance)))
-            batches = A.batch_trajectories(appearance, order, size)
+            batches = self.whole_batches(labels.cpu().numpy(), size)
             for batch in batches:
                 minibatch = self.update.take(th.as_tensor(batch, device=self.device))
                 if whole_trajectories:

@@ -6,7 +6,8 @@ function, and the identity for the inputs ``x_0``. The numbers ``x_l`` of all la
 so are the weights and biases, as in :class:`torch.nn.Linear`.
 
 A convolution comes before the linear layers. It has functions of its own, and its outputs are the inputs of the linear layers,
-which are then activated first (``is_hidden``).
+which are then activated first (``is_hidden``). So may a recurrent layer, whose outputs are not activated, see
+:mod:`~sb3_grpo.arithmetic.machine_code.recurrent`.
 """
 
 import numpy as np
@@ -53,6 +54,23 @@ def standardise(shift: np.ndarray, scale: np.ndarray, observations: np.ndarray, 
 
 
 @inner
+def tanh(values: np.ndarray) -> None:
+    """
+    The hyperbolic tangent, in place.
+
+    :param values: Any numbers, one axis
+    """
+    for i in range(len(values)):
+        x = values[i]
+        x = TANH_LIMIT if x > TANH_LIMIT else x  # NaN stays NaN
+        x = -TANH_LIMIT if x < -TANH_LIMIT else x
+        u = x * x
+        p = (((P4 * u + P3) * u + P2) * u + P1) * u + P0
+        q = (((Q4 * u + Q3) * u + Q2) * u + Q1) * u + Q0
+        values[i] = x * p / q
+
+
+@inner
 def activate(values: np.ndarray, activation: int) -> None:
     """
     Apply the activation function in place.
@@ -61,14 +79,7 @@ def activate(values: np.ndarray, activation: int) -> None:
     :param activation: ``TANH`` or ``RELU``
     """
     if activation == TANH:
-        for i in range(len(values)):
-            x = values[i]
-            x = TANH_LIMIT if x > TANH_LIMIT else x  # NaN stays NaN
-            x = -TANH_LIMIT if x < -TANH_LIMIT else x
-            u = x * x
-            p = (((P4 * u + P3) * u + P2) * u + P1) * u + P0
-            q = (((Q4 * u + Q3) * u + Q2) * u + Q1) * u + Q0
-            values[i] = x * p / q
+        tanh(values)
     else:
         for i in range(len(values)):
             values[i] = ZERO if values[i] < ZERO else values[i]
@@ -98,7 +109,7 @@ def forward(sizes: np.ndarray, activation: int, is_hidden: bool, parameters: np.
 
     :param sizes: Number of inputs, of the units of each hidden layer, and of outputs
     :param activation: ``TANH`` or ``RELU``
-    :param is_hidden: Whether the inputs are the outputs of a convolution, which are activated first
+    :param is_hidden: Whether the inputs are those of a hidden layer, such as a convolution, which are activated first
     :param parameters: Weight and bias of each layer
     :param values: The inputs, row by row, and space for the numbers of the other layers
     :param n: Number of rows
@@ -119,10 +130,11 @@ def forward(sizes: np.ndarray, activation: int, is_hidden: bool, parameters: np.
         at = split + n_out
 
 
-@entry_point("void(i8[::1], i8, f4[::1], f4[::1], f4[:, ::1], f4[::1], f4[:, ::1])")
+@entry_point("void(i8[::1], i8, b1, f4[::1], f4[::1], f4[:, ::1], f4[::1], f4[:, ::1])")
 def backward(
     sizes: np.ndarray,
     activation: int,
+    is_hidden: bool,
     parameters: np.ndarray,
     values: np.ndarray,
     grad_outputs: np.ndarray,
@@ -135,11 +147,12 @@ def backward(
 
     :param sizes: As for :func:`forward`
     :param activation: As for :func:`forward`
+    :param is_hidden: As for :func:`forward`
     :param parameters: As for :func:`forward`
     :param values: As :func:`forward` has left them
     :param grad_outputs: Gradient with respect to the outputs, shape ``(n, k)``
     :param gradient: Receives the gradient with respect to the weights and biases
-    :param grad_inputs: Receives the gradient with respect to the outputs of a convolution, shape ``(n, n_inputs)``; no rows
+    :param grad_inputs: Receives the gradient with respect to the outputs of the layer before, shape ``(n, n_inputs)``; no rows
         without one
     """
     n = len(grad_outputs)
@@ -162,15 +175,17 @@ def backward(
         if layer > 1 or len(grad_inputs) > 0:
             below = grad_inputs if layer == 1 else np.empty((n, n_in), np.float32)
             matmul(grad, parameters[at:split].reshape(n_out, n_in), below)
-            activate_backward(below.reshape(-1), values[start:stop], activation)
+            if layer > 1 or is_hidden:
+                activate_backward(below.reshape(-1), values[start:stop], activation)
             grad = below
         stop = start
 
 
-@entry_point("void(i8[::1], i8, f4[::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])")
+@entry_point("void(i8[::1], i8, b1, f4[::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])")
 def forward_tangent(
     sizes: np.ndarray,
     activation: int,
+    is_hidden: bool,
     parameters: np.ndarray,
     values: np.ndarray,
     vector: np.ndarray,
@@ -184,11 +199,12 @@ def forward_tangent(
 
     :param sizes: As for :func:`forward`
     :param activation: As for :func:`forward`
+    :param is_hidden: As for :func:`forward`
     :param parameters: As for :func:`forward`
     :param values: As :func:`forward` has left them
     :param vector: Direction, shape of ``parameters``
-    :param tangent_inputs: Derivatives ``t_0`` of the outputs of a convolution, shape ``(n, n_inputs)``, which are overwritten;
-        no rows without one, where ``t_0 = 0``
+    :param tangent_inputs: Derivatives ``t_0`` of the outputs of the layer before, shape ``(n, n_inputs)``, which are
+        overwritten; no rows without one, where ``t_0 = 0``
     :param tangent: Receives the derivatives, shape ``(n, k)``
     """
     n = len(tangent)
@@ -200,7 +216,8 @@ def forward_tangent(
         above = tangent if layer == len(sizes) - 1 else np.empty((n, n_out), np.float32)
         matmul_transposed(values[start:stop].reshape(n, n_in), vector[at:split].reshape(n_out, n_in), above)
         if len(below) > 0:
-            activate_backward(below.reshape(-1), values[start:stop], activation)
+            if layer > 1 or is_hidden:
+                activate_backward(below.reshape(-1), values[start:stop], activation)
             from_below = np.empty((n, n_out), np.float32)
             matmul_transposed(below, parameters[at:split].reshape(n_out, n_in), from_below)
             for i in range(n):
