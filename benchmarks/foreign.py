@@ -36,7 +36,7 @@ FIELDS = [
 N_ENVS = 8
 #: Seeds of the scenarios of the evaluation, which no training uses
 SCENARIOS = range(10_000, 10_020)
-#: Arguments of GRPO without groups, as those of `now, no groups` in `matrix.yml`
+#: Arguments of GRPO without groups, as those of `default, no groups` in `matrix.yml`
 ALONE: dict[str, Any] = dict(group_size=2, share_starts=False, rollout_buffer_kwargs=dict(relative=False))
 ARMS = ("grpo", "grpo_alone", "ppo")
 
