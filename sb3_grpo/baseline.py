@@ -265,22 +265,15 @@ class FitStatistics:
         """:return: Weights of the fit to all samples, shape ``(p,)``"""
         return lstd_weights(self.gram, self.moment, self.count, metric_factor(self.metric, self.count, ridge), ridge)
 
-    def leave_fold_out(
-        self,
-        features: th.Tensor,
-        rewards: th.Tensor,
-        folds: th.Tensor,
-        ridge: float,
-        traces: th.Tensor,
-        differences: th.Tensor,
-    ) -> th.Tensor:
+    def add(
+        self, features: th.Tensor, rewards: th.Tensor, folds: th.Tensor, traces: th.Tensor, differences: th.Tensor
+    ) -> list[tuple[th.Tensor, th.Tensor, th.Tensor]]:
         """
-        Add samples, and compute for each fold the weights of the fit to all other samples. The statistics of the fold are
-        subtracted, so no second pass over the data is needed. Symbols are those of :func:`lstd_weights`.
+        Add samples. Symbols are those of :func:`lstd_weights`.
 
         :param features: ``Phi``, shape ``(n, p)``, as are the traces ``Z`` and the differences ``Phi - gamma Phi'``
         :param folds: Fold of each sample, an integer in ``[0, n_folds)``, shape ``(n,)``
-        :return: Weights, shape ``(n_folds, p)``
+        :return: Statistics of the samples of each fold: their ``gram``, ``moment`` and ``count``
         """
         rewards = rewards.to(traces)
         # One fold after the other: with hundreds of features, matrices of all folds at once take more memory than the rollout.
@@ -294,6 +287,16 @@ class FitStatistics:
         self.moment += sum(moments)
         self.count += sum(counts)
         self.metric += lower_gram(features)
+        return own
+
+    def leave_fold_out(self, own: list[tuple[th.Tensor, th.Tensor, th.Tensor]], ridge: float) -> th.Tensor:
+        """
+        Compute for each fold of the samples that were added last the weights of the fit to all other samples. The statistics
+        of the fold are subtracted, so no second pass over the data is needed.
+
+        :param own: What :meth:`add` returned
+        :return: Weights, shape ``(n_folds, p)``
+        """
         factor = metric_factor(self.metric, self.count, ridge)
         others = ((self.gram - gram, self.moment - moment, self.count - count) for gram, moment, count in own)
         return th.stack([lstd_weights(*problem, factor, ridge) for problem in others])
@@ -398,39 +401,47 @@ class KernelBaseline:
             return slice(None)
         return np.flatnonzero(np.append(self._varies, [True] * self.time_feature))
 
-    def learn_metric(self, inputs: np.ndarray, times: np.ndarray) -> None:
+    def with_metric(self, inputs: np.ndarray, times: np.ndarray) -> "KernelBaseline | None":
         """
-        Give the frequencies the metric of the present fit, see :func:`gradient_metric`, and forget all samples, whose features
-        were others.
-
         :param inputs: Inputs at which the gradients of the fit are taken, shape ``(n, d)``
         :param times: Step within the episode in units of time, shape ``(n,)``
+        :return: A copy whose frequencies have the metric of the present fit, see :func:`gradient_metric`, and whose fit starts
+            anew; ``None`` if there is no such metric
         """
         z, tau = self._standardised(inputs, th.float64), th.as_tensor(times, dtype=th.float64)
         rows, frequencies = self._rows(), self._draws.clone()
         metric = gradient_metric(self.weights, z, tau, self._frequencies[rows], self._phases, self.time_feature)
         if metric is None:
-            return
+            return None
         frequencies[rows] = th.linalg.cholesky(metric) @ self._draws[rows]
-        self._frequencies, self._statistics = frequencies, FitStatistics(len(self._statistics.moment))
+        copied = copy.copy(self)
+        copied._frequencies, copied._statistics = frequencies, FitStatistics(len(self._statistics.moment))
+        return copied
 
     @property
     def weights(self) -> th.Tensor:
         """Weights of the fit to all samples so far, shape ``(p,)``; zero before the first fit."""
         return self._statistics.weights(self.ridge)
 
-    def fit(
+    def add(
         self, features: th.Tensor, rewards: th.Tensor, folds: th.Tensor, traces: th.Tensor, differences: th.Tensor
-    ) -> th.Tensor:
-        """
-        Forget a part of the earlier rollouts, and add one as :meth:`FitStatistics.leave_fold_out` does. With a single fold,
-        the weights are those of the earlier rollouts.
-        """
+    ) -> list[tuple[th.Tensor, th.Tensor, th.Tensor]]:
+        """Forget a part of the earlier rollouts, and add one, see :meth:`FitStatistics.add`."""
         updated = copy.deepcopy(self._statistics)
         updated.decay(self.forgetting)
-        weights = updated.leave_fold_out(features, rewards, folds, self.ridge, traces, differences)
+        own = updated.add(features, rewards, folds, traces, differences)
         self._statistics = updated
-        return weights
+        return own
+
+    def fit(self, *rollout: th.Tensor) -> th.Tensor:
+        """
+        :meth:`add` a rollout.
+
+        :return: Weights by fold, see :meth:`FitStatistics.leave_fold_out`. With a single fold, they are those of the earlier
+            rollouts
+        """
+        own = self.add(*rollout)
+        return self._statistics.leave_fold_out(own, self.ridge)
 
     def get_state(self) -> dict[str, Any]:
         """:return: Everything that a fit depends on, for :meth:`set_state`"""

@@ -135,7 +135,7 @@ def test_lstd_finds_the_value_of_a_chain(lambda_: float):
     traces = eligibility_traces(features[None], tensor([[1.0, 1.0, 0.0]]), 0.5 * lambda_)[0]
     statistics = FitStatistics(3)
     rewards, fold = tensor([1.0, 2.0, 3.0]), th.zeros(3, dtype=th.int64)
-    statistics.leave_fold_out(features, rewards, fold, 1e-3, traces, features - 0.5 * following)
+    statistics.add(features, rewards, fold, traces, features - 0.5 * following)
     th.testing.assert_close(statistics.weights(1e-12), tensor([2.75, 3.5, 3.0]))
 
 
@@ -196,7 +196,8 @@ def test_leaving_a_fold_out_equals_a_weighted_fit_from_scratch_without_it(folds:
         traces, differences = features + rng.normal(size=(2, n, 4))
         statistics.decay(forgetting)
         given = (tensor(each) for each in (traces, differences))
-        weights = statistics.leave_fold_out(tensor(features), tensor(targets), th.as_tensor(labels), RIDGE, *given)
+        own = statistics.add(tensor(features), tensor(targets), th.as_tensor(labels), *given)
+        weights = statistics.leave_fold_out(own, RIDGE)
         samples[0][:], samples[1] = -1, forgetting * samples[1]
         samples = [
             np.concatenate(p) for p in zip(samples, [labels, np.ones(n), features, traces, differences, targets], strict=True)

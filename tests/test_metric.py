@@ -57,7 +57,9 @@ def unexplained(n_metrics: int) -> tuple[float, KernelBaseline]:
 
     fit()
     for _ in range(n_metrics):
-        baseline.learn_metric(inputs[:600], times)
+        with_metric = baseline.with_metric(inputs[:600], times)
+        assert with_metric is not None
+        baseline = with_metric
         fit()
     predictions = (baseline.features(inputs[600:], times, th.float64) @ baseline.weights).numpy()
     return float(np.var(values[600:] - predictions) / np.var(values)), baseline
@@ -76,16 +78,15 @@ def test_directions_that_do_not_matter_keep_a_part_of_their_frequencies():
     assert shares.min() >= 0.9 * ISOTROPIC
 
 
-def test_the_metric_is_learned_each_time_that_the_number_of_rollouts_has_doubled(monkeypatch: pytest.MonkeyPatch):
+def test_a_metric_is_learned_each_time_that_the_number_of_rollouts_has_doubled(monkeypatch: pytest.MonkeyPatch):
     model, learned = make_model(n_steps=64), []
-    buffer = model.rollout_buffer
-    learn_metric = KernelBaseline.learn_metric
+    with_metric = KernelBaseline.with_metric
 
-    def noted(*args: Any) -> None:
-        learned.append(buffer._n_fits)
-        learn_metric(*args)
+    def noted(*args: Any) -> KernelBaseline | None:
+        learned.append(model.rollout_buffer._n_fits)
+        return with_metric(*args)
 
-    monkeypatch.setattr(KernelBaseline, "learn_metric", noted)
+    monkeypatch.setattr(KernelBaseline, "with_metric", noted)
     model.learn(64 * model.n_envs * 17)
     assert learned == [4, 8, 16]
 

@@ -190,9 +190,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         segments = Segments(rollout.rewards.astype(np.float64), 1.0 - ends, cuts, self.gamma, self.n_envs)
         # Copies, because the data outlive the storage of the rollout
         data = FitData(np.array(inputs), rollout.steps.copy(), np.array(self.inputs(cut_obs, policy)), segments)
-        features, cut_features = self._features(data, time_unit)
+        features, cut_features = self._features(self.baseline, data, time_unit)
         folds = th.as_tensor((np.cumsum(ends) - ends) % self.n_folds)  # the same for all transitions of a trajectory
-        weights = self._fit(features, cut_features, segments, folds)
+        weights = self.baseline.fit(*self._for_fit(features, cut_features, segments, folds))
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
         baseline, cut_baseline = self._shrink(baseline, cut_baseline, segments)
@@ -219,31 +219,37 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns(baseline, cut_baseline))
         return baseline, cut_baseline
 
-    def _features(self, data: FitData, time_unit: float) -> tuple[th.Tensor, th.Tensor]:
-        """:return: Features of the transitions, and of the observations after the cuts"""
-        features = self.baseline.features(data.inputs, data.steps / time_unit, self._dtype)
-        cut_steps = data.steps[data.segments.cuts] + 1
-        return features, self.baseline.features(data.cut_inputs, cut_steps / time_unit, self._dtype)
-
     def _learn_metric(self, time_unit: float) -> None:
         """Give the fit the metric of its value whenever the number of rollouts has doubled."""
         if self._n_fits < FIRST_METRIC or self._n_fits & (self._n_fits - 1):
             return
         last = self._recent[-1]
-        self.baseline.learn_metric(last.inputs, last.steps / time_unit)
+        baseline = self.baseline.with_metric(last.inputs, last.steps / time_unit)
+        if baseline is None:
+            return
         for data in self._recent:
-            no_folds = th.zeros(len(data.steps), dtype=th.int64)
-            self._fit(*self._features(data, time_unit), data.segments, no_folds)
+            features, cut_features = self._features(baseline, data, time_unit)
+            no_folds = th.zeros(len(features), dtype=th.int64)
+            baseline.add(*self._for_fit(features, cut_features, data.segments, no_folds))
+        self.baseline = baseline
 
-    def _fit(self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor) -> th.Tensor:
-        """:return: Weights of LSTD(lambda), ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w) ~ 0``, by fold"""
+    def _features(self, baseline: KernelBaseline, data: FitData, time_unit: float) -> tuple[th.Tensor, th.Tensor]:
+        """:return: Features of the transitions, and of the observations after the cuts"""
+        features = baseline.features(data.inputs, data.steps / time_unit, self._dtype)
+        cut_steps = data.steps[data.segments.cuts] + 1
+        return features, baseline.features(data.cut_inputs, cut_steps / time_unit, self._dtype)
+
+    def _for_fit(
+        self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor
+    ) -> tuple[th.Tensor, ...]:
+        """:return: What LSTD(lambda) takes, which solves ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w) ~ 0``"""
         goes_on = th.as_tensor(segments.continues, dtype=features.dtype)
         following = features.roll(-1, dims=0).mul_(goes_on[:, None])
         following[segments.cuts] = cut_features
         by_env = features.view(segments.n_envs, -1, features.shape[1])
         traces = eligibility_traces(by_env, goes_on.view(segments.n_envs, -1), self.gamma * self.gae_lambda)
         differences = following.mul_(-self.gamma).add_(features)
-        return self.baseline.fit(features, th.as_tensor(segments.rewards), folds, traces.flatten(end_dim=1), differences)
+        return features, th.as_tensor(segments.rewards), folds, traces.flatten(end_dim=1), differences
 
     def _time_unit(self, steps: np.ndarray) -> float:
         if self._fixed_time_unit is not None:
