@@ -11,7 +11,7 @@ import argparse
 import importlib
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from benchmarks.curves import TrainingCurve
 from benchmarks.results import RESULTS, append_row, provenance, read_rows
+from benchmarks.statistics import difference_of_means
+from benchmarks.tables import NO_ROWS, markdown_table
+from benchmarks.versus import outcome
 from sb3_grpo import GRPO, check_shared_inputs
 
 ROWS = RESULTS / "foreign.csv"
@@ -179,6 +182,8 @@ REGISTRY: dict[str, Foreign] = {
     "market_making": Foreign("sharpearena", partial(market, "market_making", "MarketMakingEnv")),
     "execution": Foreign("sharpearena", partial(market, "execution", "ExecutionEnv")),
 }
+#: Those of the comparison, see PROTOCOL.md
+CHOSEN = ("reservoir", "reservoir_2023", "portfolio_hard", "portfolio", "network_chain", "execution")
 
 
 def made(name: str) -> gym.Env[Any, Any]:
@@ -268,6 +273,27 @@ def run(name: str, arm: str, seed: int, timesteps: int) -> None:
     row["versions"] += "".join(f" {each}={importlib.metadata.version(each)}" for each in REGISTRY[name].package.split())
     append_row(ROWS, row, FIELDS)
     print(f"{name}, {arm}, seed {seed}: area {row['auc']}, evaluation {row['eval_mean']}")
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """:return: Means over seeds of GRPO with and without groups, and :func:`~benchmarks.versus.outcome`, by environment"""
+    lines = []
+    for name in CHOSEN:
+        line = [f"`{name}`"]
+        for column in ("auc", "eval_mean"):
+            ours, alone = (
+                np.array([float(row[column]) for row in rows if (row["env"], row["arm"]) == (name, arm)]) for arm in ARMS[:2]
+            )
+            if min(len(ours), len(alone)) > 1:
+                line += [three_digits(ours.mean()), three_digits(alone.mean()), outcome(difference_of_means(ours, alone))]
+        lines.append([*line, str(len(ours))])
+    columns = [f"{measure}{what}" for measure in ("area", "evaluation") for what in (", groups", ", none", "")]
+    return markdown_table(["environment", *columns, "seeds"], [line for line in lines if len(line) == 8]) if rows else NO_ROWS
+
+
+def three_digits(value: float) -> str:
+    """:return: The number with about three digits that count"""
+    return f"{value:,.{max(0, 2 - int(np.floor(np.log10(abs(value)))))}f}"
 
 
 def main() -> None:

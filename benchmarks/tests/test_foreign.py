@@ -69,3 +69,23 @@ def test_a_run_leaves_one_row_and_is_not_repeated(
     assert (row["arm"], row["env"], row["seed"]) == (arm, "toy", "0") and 0.0 <= float(row["eval_mean"]) <= 10.0
     assert float(row["auc"]) == pytest.approx(5.0, abs=1.0) and (row["correlation"] != "") is (arm == "grpo")
     assert "There is a row of" in capsys.readouterr().out
+
+
+def test_the_table_says_where_groups_are_ahead() -> None:
+    scores = {
+        ("execution", "grpo"): [0.02, 0.021, 0.019],
+        ("execution", "grpo_alone"): [0.01, 0.011, 0.012],
+        ("portfolio", "grpo"): [-1234.0, 5.0],
+        ("portfolio", "grpo_alone"): [1.0, 2.0],
+        ("reservoir", "grpo"): [1.0, 2.0],  # nothing to compare it with
+    }
+    rows = [
+        {"env": env, "arm": arm, "auc": str(score), "eval_mean": str(-score)}
+        for (env, arm), values in scores.items()
+        for score in values
+    ]
+    assert foreign.table(rows).splitlines()[2:] == [
+        "| `portfolio` | -614 | 1.50 | level | 614 | -1.50 | level | 2 |",
+        "| `execution` | 0.0200 | 0.0110 | ahead | -0.0200 | -0.0110 | behind | 3 |",
+    ]
+    assert foreign.table([]) == foreign.NO_ROWS

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import torch as th
 
-from benchmarks.systems import NumpyCartPole, SeededNumpyCartPole, clone, demonstrations
+from benchmarks.systems import NumpyCartPole, SeededNumpyCartPole, clone, demonstrations, train_on_answers
 from sb3_grpo import GRPO
 
 
@@ -54,3 +54,23 @@ def test_a_clone_prefers_the_demonstrated_actions() -> None:
     before = agreement()
     clone(model.policy, observations, actions, n_epochs=40)
     assert agreement() > max(0.8, before)
+
+
+class KnowsTheSums:
+    """In the place of a model: answers all prompts but those whose sum is below 10, which it answers with 10."""
+
+    def __init__(self, policy: str, env: Any, seed: int, device: str):
+        self.env = env
+
+    def learn(self, n_steps: int, callback: Any) -> None:
+        callback.locals = {"infos": [{"is_correct": True}] * (n_steps // 4)}
+        callback._on_step()
+
+    def predict(self, observations: Any, deterministic: bool) -> tuple[Any, None]:
+        sums = np.maximum(observations.reshape(-1, 2, 10).argmax(axis=2).sum(axis=1), 10)
+        return np.stack([sums // 10, sums % 10], axis=1), None
+
+
+def test_answers_are_marked_over_all_prompts_and_during_the_training() -> None:
+    scores = train_on_answers(0, KnowsTheSums, mood=1.0)
+    assert scores["% correct"] == 45 and scores["% in training"] == 25  # 45 of 100 sums are at least 10
