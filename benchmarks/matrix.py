@@ -115,7 +115,7 @@ class Run:
             "num_timesteps": 0,
         }
         settings["update_rule"] = settings["update_rule"] or chosen_update_rule(
-            about, inspect.signature(GRPO).parameters, self.is_continuous, self.has_boards
+            about, defaults(GRPO), self.is_continuous, self.has_boards
         )
         chosen = buffer_class.defaults(settings["update_rule"])
         if settings["gae_lambda"] is None:

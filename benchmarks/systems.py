@@ -3,7 +3,7 @@ The experiments of the pages about real systems.
 
     python -m benchmarks.systems masks               # servers that can be full, with and without action masks
     python -m benchmarks.systems environments        # steps per second and memory with up to 1,024 environments
-    python -m benchmarks.systems hidden-velocities   # CartPole without velocities, with stacked frames and with memory
+    python -m benchmarks.systems hidden-velocities   # CartPole and Pendulum without velocities, with frames and with memory
     python -m benchmarks.systems demonstrations      # LunarLander after five demonstrations
     python -m benchmarks.systems answers             # DeepSeek's setting: one step, a prompt, a group of answers
 
@@ -209,11 +209,13 @@ RECURRENT: dict[str, Any] = dict(
 )
 
 
-def train_without_velocities(seed: int, make: Callable[..., Any], policy: str, n_frames: int) -> dict[str, float]:
+def train_without_velocities(
+    seed: int, make: Callable[..., Any], policy: str, n_frames: int, env_id: str = "CartPole-v1"
+) -> dict[str, float]:
     """:return: Mean return of the last policy over 50 episodes, and seconds of training"""
 
     def make_env(env_seed: int) -> VecEnv:
-        env = make_vec_env("CartPole-v1", n_envs=8, seed=env_seed, wrapper_class=MaskVelocityWrapper)
+        env = make_vec_env(env_id, n_envs=8, seed=env_seed, wrapper_class=MaskVelocityWrapper)
         return env if n_frames == 1 else VecFrameStack(env, n_frames)
 
     model = make(policy, make_env(seed), seed=seed, device="cpu")
@@ -234,6 +236,8 @@ HIDDEN_VELOCITIES = Experiment(
         "PPO, 4 frames": (partial(PPO, n_steps=256), "MlpPolicy", 4),
         "RecurrentGRPO": (RecurrentGRPO, "MlpLstmPolicy", 1),
         "RecurrentPPO": (partial(RecurrentPPO, **RECURRENT), "MlpLstmPolicy", 1),
+        "RecurrentGRPO, Pendulum": (RecurrentGRPO, "MlpLstmPolicy", 1, "Pendulum-v1"),
+        "the same, clipped": (partial(RecurrentGRPO, update_rule="clipped"), "MlpLstmPolicy", 1, "Pendulum-v1"),
     },
     n_seeds=5,
     digits=0,

@@ -105,6 +105,7 @@ class GRPO(PersistentAlgorithm):
     }
     supported_action_spaces: ClassVar[Any] = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
     _uses_masks = False  # whether the environments are asked for action masks, see `MaskableGRPO`
+    _own_defaults: ClassVar[dict[str, Any]] = {}  # of arguments whose default is another than that of GRPO
 
     def __init__(
         self,
@@ -211,7 +212,8 @@ class GRPO(PersistentAlgorithm):
         self.objective = ObjectiveOptions.of(self.objective, parameters)
         self.kl_coef = self.objective.kl_coef if self.kl_coef is None else self.kl_coef
         kinds = isinstance(self.action_space, spaces.Box), has_boards(self.observation_space)
-        self.update_rule = self.update_rule or settings.chosen_update_rule(vars(self), parameters, *kinds)
+        standard = {**{name: each.default for name, each in parameters.items()}, **self._own_defaults}
+        self.update_rule = self.update_rule or settings.chosen_update_rule(vars(self), standard, *kinds)
         settings.check_values(vars(self), parameters)
         settings.check_options(vars(self), parameters, self._standardises())
         defaults = buffer_class.defaults(self.update_rule)

@@ -18,6 +18,8 @@ from sb3_grpo.validation import require_at_least, require_one_of
 Cell = Literal["lstm", "gru"]
 SelfRecurrentGRPO = TypeVar("SelfRecurrentGRPO", bound="RecurrentGRPO")
 
+#: Larger than those of ``GRPO``, because minibatches have whole sequences, and there are fewer of them
+LEARNING_RATE, BATCH_SIZE = 1e-3, 256
 #: Arguments that ``lstm_kwargs`` may have. Others would let the policy see later steps, or change the shape of its state.
 LSTM_OPTIONS = {"bias", "dropout"}
 
@@ -248,11 +250,11 @@ class RecurrentGRPO(MaskableGRPO):
         :class:`~sb3_grpo.recurrent.RecurrentActorPolicy`. Its arguments ``lstm_hidden_size``, ``n_lstm_layers``,
         ``lstm_kwargs`` and ``cell`` are given as ``policy_kwargs``
     :param env: Environment to learn from, or its Gymnasium id
-    :param learning_rate: Learning rate, a number or a function of the remaining progress (from 1 to 0)
+    :param learning_rate: Learning rate of clipped updates, a number or a function of the remaining progress (from 1 to 0)
     :param n_steps: Number of steps per environment and rollout, as for :class:`GRPO`
     :param batch_size: Number of transitions of a minibatch, which has as many whole sequences as it needs for them
     :param args: Further arguments of :class:`GRPO`
-    :param kwargs: Further arguments of :class:`GRPO`. Without ``update_rule="natural"``, updates are clipped
+    :param kwargs: Further arguments of :class:`GRPO`
     :raises ValueError: If an argument is out of range, or does not fit the environment
     """
 
@@ -262,14 +264,15 @@ class RecurrentGRPO(MaskableGRPO):
         "MultiInputLstmPolicy": MultiInputLstmPolicy,
     }
     supported_action_spaces: ClassVar[Any] = GRPO.supported_action_spaces
+    _own_defaults: ClassVar[dict[str, Any]] = dict(learning_rate=LEARNING_RATE, batch_size=BATCH_SIZE)
 
     def __init__(
         self,
         policy: str | type[RecurrentActorPolicy],
         env: GymEnv | str | None,
-        learning_rate: float | Schedule = 1e-3,
+        learning_rate: float | Schedule = LEARNING_RATE,
         n_steps: int | None = None,
-        batch_size: int = 256,
+        batch_size: int = BATCH_SIZE,
         *args: Any,
         **kwargs: Any,
     ):

@@ -220,11 +220,11 @@ OPTIMIZER_OPTIONS = {"optimizer_class", "optimizer_kwargs", "lr_follows_std"}
 
 
 def chosen_update_rule(
-    settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], is_continuous: bool, has_boards: bool
+    settings: Mapping[str, Any], defaults: Mapping[str, Any], is_continuous: bool, has_boards: bool
 ) -> losses.UpdateRule:
     """:return: The update rule for a buffer and spaces; ``"clipped"`` with gSDE or an argument that only that one uses"""
     objective: ObjectiveOptions = settings["objective"]
-    is_default = all(settings[name] == parameters[name].default for name in CLIPPED_ONLY)
+    is_default = all(settings[name] == defaults[name] for name in CLIPPED_ONLY)
     is_default &= objective.clip_range_high is None and objective.importance_sampling_level == "step"
     if not is_default or OPTIMIZER_OPTIONS & set(settings["policy_kwargs"]) or settings["use_sde"]:
         return "clipped"

@@ -297,3 +297,18 @@ def t_maze_score(cls: type[GRPO], policy: str, n: int, **kwargs: Any) -> float:
 def test_a_maze_that_needs_masks_and_memory_is_learned_with_both_and_not_with_one_of_them():
     assert t_maze_score(RecurrentGRPO, "MlpLstmPolicy", 12_000) > 0.95
     assert t_maze_score(MaskableGRPO, "MlpPolicy", 12_000) < 0.75
+
+
+@pytest.mark.parametrize(
+    ("env_id", "arguments", "rule"),
+    [
+        ("Pendulum-v1", {}, "natural"),
+        ("Pendulum-v1", dict(learning_rate=3e-4), "clipped"),
+        ("Pendulum-v1", dict(batch_size=64), "clipped"),
+        ("CartPole-v1", {}, "clipped"),
+    ],
+)
+def test_continuous_actions_have_natural_steps_unless_an_argument_is_for_others(
+    env_id: str, arguments: dict[str, Any], rule: str
+) -> None:
+    assert RecurrentGRPO("MlpLstmPolicy", env_id, device="cpu", **arguments).update_rule == rule
