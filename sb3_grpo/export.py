@@ -9,7 +9,7 @@ import torch as th
 from gymnasium import spaces
 from torch import nn
 
-from sb3_grpo.arithmetic.conditions import ACTING, is_from
+from sb3_grpo.arithmetic.conditions import ACTING, is_unaltered
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.maskable import MaskableGRPO
 from sb3_grpo.masks import choices_of, masked_logits
@@ -90,11 +90,11 @@ def export_onnx(model: GRPO, path: str | os.PathLike[str]) -> None:
             "pip install -e '.[export]'."
         ) from error
     policy = model.policy
-    base, outputs = (RecurrentActorPolicy if isinstance(policy, RecurrentActorPolicy) else ActorPolicy), ["action"]
-    if not all(is_from(policy, base, name) for name in (*ACTING, *(("remember",) if policy.state_size > 0 else ()))):
+    if not is_unaltered(policy, ACTING):
         raise ValueError(
             f"{type(policy).__name__} chooses actions in its own way: export the policy with `torch.onnx.export`."
         )
+    outputs = ["action"]
     is_masked = model._uses_masks if isinstance(model, RecurrentGRPO) else isinstance(model, MaskableGRPO)
     batch = th.export.Dim("batch")
     parts = space_parts(policy.observation_space)
