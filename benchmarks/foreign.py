@@ -39,9 +39,13 @@ FIELDS = [
 N_ENVS = 8
 #: Seeds of the scenarios of the evaluation, which no training uses
 SCENARIOS = range(10_000, 10_020)
-#: Arguments of GRPO without groups, as those of `default, no groups` in `matrix.yml`
-ALONE: dict[str, Any] = dict(group_size=2, share_starts=False, rollout_buffer_kwargs=dict(relative=False))
-ARMS = ("grpo", "grpo_alone", "ppo")
+#: Arguments of GRPO as it comes, with pairs also where members share much, and without groups
+OURS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "grpo_pairs": dict(group_size=2),
+    "grpo_alone": dict(group_size=2, share_starts=False, rollout_buffer_kwargs=dict(relative=False)),
+}
+ARMS = (*OURS, "ppo")
 
 
 class FreshSeeds(gym.Wrapper[Any, Any, Any, Any]):
@@ -225,14 +229,14 @@ def seconds_per_step(env: gym.Env[Any, Any], n_steps: int = 200) -> float:
 def make_model(name: str, arm: str, seed: int) -> BaseAlgorithm:
     """
     :param name: Name in ``REGISTRY``
-    :param arm: One of ``ARMS``: GRPO as it comes, GRPO without groups, or SB3's PPO with normalised observations and rewards
+    :param arm: One of ``ARMS``: GRPO, or SB3's PPO with normalised observations and rewards
     :param seed: Seed of the run
     :return: The model, with eight environments
     """
     envs = make_vec_env(partial(made, name), n_envs=N_ENVS, seed=seed)
     if arm == "ppo":  # with as many transitions a rollout as its default has with one environment
         return PPO("MlpPolicy", VecNormalize(envs), n_steps=2048 // N_ENVS, seed=seed, device="cpu")
-    return GRPO("MlpPolicy", envs, seed=seed, device="cpu", **(ALONE if arm == "grpo_alone" else {}))
+    return GRPO("MlpPolicy", envs, seed=seed, device="cpu", **OURS[arm])
 
 
 def evaluate(model: BaseAlgorithm, env: gym.Env[Any, Any]) -> np.ndarray:
@@ -276,19 +280,25 @@ def run(name: str, arm: str, seed: int, timesteps: int) -> None:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """:return: Means over seeds of GRPO with and without groups, and :func:`~benchmarks.versus.outcome`, by environment"""
+    """:return: Means over seeds by environment, with :func:`~benchmarks.versus.outcome` against GRPO without groups"""
     lines = []
     for name in CHOSEN:
         line = [f"`{name}`"]
         for column in ("auc", "eval_mean"):
-            ours, alone = (
-                np.array([float(row[column]) for row in rows if (row["env"], row["arm"]) == (name, arm)]) for arm in ARMS[:2]
-            )
-            if min(len(ours), len(alone)) > 1:
-                line += [three_digits(ours.mean()), three_digits(alone.mean()), outcome(difference_of_means(ours, alone))]
-        lines.append([*line, str(len(ours))])
-    columns = [f"{measure}{what}" for measure in ("area", "evaluation") for what in (", groups", ", none", "")]
-    return markdown_table(["environment", *columns, "seeds"], [line for line in lines if len(line) == 8]) if rows else NO_ROWS
+            runs = {arm: [float(row[column]) for row in rows if (row["env"], row["arm"]) == (name, arm)] for arm in OURS}
+            scores = {arm: np.array(values) for arm, values in runs.items() if len(values) > 1}
+            if "grpo_alone" not in scores:
+                continue
+            alone = scores.pop("grpo_alone")
+            for arm in list(OURS)[:-1]:
+                ours = scores.get(arm)
+                word = "" if ours is None else outcome(difference_of_means(ours, alone))
+                line.append("" if ours is None else f"{three_digits(ours.mean())}{'' if word == 'level' else f', {word}'}")
+            line.append(three_digits(alone.mean()))
+        if len(line) > 1:
+            lines.append([*line, str(len(runs["grpo"]))])
+    columns = [f"{measure}, {arm}" for measure in ("area", "evaluation") for arm in ("default", "pairs", "none")]
+    return markdown_table(["environment", *columns, "seeds"], lines) if rows else NO_ROWS
 
 
 def three_digits(value: float) -> str:

@@ -74,6 +74,7 @@ def test_a_run_leaves_one_row_and_is_not_repeated(
 def test_the_table_says_where_groups_are_ahead() -> None:
     scores = {
         ("execution", "grpo"): [0.02, 0.021, 0.019],
+        ("execution", "grpo_pairs"): [0.008, 0.012],
         ("execution", "grpo_alone"): [0.01, 0.011, 0.012],
         ("portfolio", "grpo"): [-1234.0, 5.0],
         ("portfolio", "grpo_alone"): [1.0, 2.0],
@@ -85,7 +86,7 @@ def test_the_table_says_where_groups_are_ahead() -> None:
         for score in values
     ]
     assert foreign.table(rows).splitlines()[2:] == [
-        "| `portfolio` | -614 | 1.50 | level | 614 | -1.50 | level | 2 |",
-        "| `execution` | 0.0200 | 0.0110 | ahead | -0.0200 | -0.0110 | behind | 3 |",
+        "| `portfolio` | -614 |  | 1.50 | 614 |  | -1.50 | 2 |",
+        "| `execution` | 0.0200, ahead | 0.0100 | 0.0110 | -0.0200, behind | -0.0100 | -0.0110 | 3 |",
     ]
     assert foreign.table([]) == foreign.NO_ROWS
