@@ -1,5 +1,6 @@
-"""Environments of others, with toys in their place: the packages need not be installed."""
+"""Environments of others, with toys in their place: the packages need not be installed. EnvPool's, where it is."""
 
+import importlib.util
 import pathlib
 from typing import Any
 
@@ -9,7 +10,11 @@ import pytest
 from gymnasium import spaces
 
 from benchmarks import foreign
+from benchmarks.pool import EnvPoolVecEnv
 from benchmarks.results import read_rows
+from sb3_grpo import GRPO
+
+needs_envpool = pytest.mark.skipif(importlib.util.find_spec("envpool") is None, reason="EnvPool is not installed")
 
 
 class RepeatsItsScenario(gym.Env[np.ndarray, Any]):
@@ -67,7 +72,7 @@ def test_a_run_leaves_one_row_and_is_not_repeated(
         foreign.run("toy", arm, seed=0, timesteps=2048)
     [row] = read_rows(foreign.ROWS)
     assert (row["arm"], row["env"], row["seed"]) == (arm, "toy", "0") and 0.0 <= float(row["eval_mean"]) <= 10.0
-    assert float(row["auc"]) == pytest.approx(5.0, abs=1.0) and (row["correlation"] != "") is (arm == "grpo")
+    assert float(row["auc"]) == pytest.approx(5.0, abs=1.0) and (row["correlation"] != "") is (arm in ("grpo", "grpo_pairs"))
     assert "There is a row of" in capsys.readouterr().out
 
 
@@ -90,3 +95,49 @@ def test_the_table_says_where_groups_are_ahead() -> None:
         "| `execution` | 0.0200, ahead | 0.0100 | 0.0110 | -0.0200, behind | -0.0100 | -0.0110 | 3 |",
     ]
     assert foreign.table([]) == foreign.NO_ROWS
+
+
+# -- EnvPool ----------------------------------------------------------------------------------------------------------
+
+
+@needs_envpool
+def test_an_episode_ends_and_the_next_begins_in_the_same_step() -> None:
+    env = EnvPoolVecEnv("Hopper-v5", 3, seed=0)
+    env.reset()
+    rng, last, lengths, n_steps = np.random.default_rng(0), None, [], np.zeros(3, int)
+    for _ in range(200):
+        actions = rng.uniform(-1, 1, (3, 3)).astype(np.float32)
+        obs, rewards, dones, infos = env.step(actions)
+        assert isinstance(obs, np.ndarray)
+        n_steps += 1
+        assert (rewards != 0).all()  # a step that only resets would have none
+        for i in np.flatnonzero(dones).tolist():
+            assert not infos[i]["TimeLimit.truncated"]  # it fell
+            assert np.abs(infos[i]["terminal_observation"] - obs[i]).max() > 0.01
+            assert obs[i][0] == pytest.approx(1.25, abs=0.01)  # the height at which Hopper begins
+            lengths.append(n_steps[i])
+            n_steps[i] = 0
+        last = obs
+    env.close()
+    assert last is not None and len(lengths) >= 9
+    assert np.std(lengths) > 0
+
+
+@needs_envpool
+def test_a_time_limit_is_a_truncation() -> None:
+    env = EnvPoolVecEnv("HalfCheetah-v5", 2, seed=0, max_episode_steps=5)
+    env.reset()
+    for step in range(1, 11):
+        _, _, dones, infos = env.step(np.zeros((2, 6), np.float32))
+        assert dones.tolist() == [step % 5 == 0] * 2
+        assert [info.get("TimeLimit.truncated", False) for info in infos] == dones.tolist()
+    env.close()
+
+
+@needs_envpool
+def test_grpo_trains_with_it() -> None:
+    env = EnvPoolVecEnv("InvertedPendulum-v5", 4, seed=0)
+    with pytest.warns(UserWarning, match="cannot reset single environments with a seed"):
+        model = GRPO("MlpPolicy", env, n_steps=32, seed=0).learn(256)
+    assert model.num_timesteps == 256
+    env.close()
