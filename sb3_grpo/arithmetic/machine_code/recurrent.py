@@ -8,9 +8,9 @@ first, so no row is empty. The functions take the same arguments:
 - ``cell``: ``LSTM`` or ``GRU``;
 - ``running``: number of sequences that have each step, not increasing;
 - ``w``, ``v``, ``b`` and ``c``: the weights ``W`` for inputs ``x``, ``V`` for hidden states ``h``, and their biases, with
-  ``4u`` rows for an LSTM (in the order ``i, f, g, o``) and ``3u`` for a GRU (``r, z, n``);
+  ``4 u`` rows for an LSTM (in the order ``i, f, g, o``) and ``3 u`` for a GRU (``r, z, n``);
 - ``inputs``: ``x``, shape ``(n, n_inputs)``;
-- ``gates``: values of the gates, shape ``(n, 4u)``. For a GRU, the last quarter is ``q = V_n h' + c_n``;
+- ``gates``: values of the gates, shape ``(n, 4 u)``. For a GRU, the last quarter is ``q = V_n h' + c_n``;
 - ``cells``: the cell states before the first steps, and after each step, shape ``(m + n, u)``; no columns for a GRU;
 - ``hidden``: hidden states likewise.
 
