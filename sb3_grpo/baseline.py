@@ -423,25 +423,26 @@ class KernelBaseline:
         """Weights of the fit to all samples so far, shape ``(p,)``; zero before the first fit."""
         return self._statistics.weights(self.ridge)
 
-    def add(
-        self, features: th.Tensor, rewards: th.Tensor, folds: th.Tensor, traces: th.Tensor, differences: th.Tensor
-    ) -> list[tuple[th.Tensor, th.Tensor, th.Tensor]]:
-        """Forget a part of the earlier rollouts, and add one, see :meth:`FitStatistics.add`."""
-        updated = copy.deepcopy(self._statistics)
-        updated.decay(self.forgetting)
-        own = updated.add(features, rewards, folds, traces, differences)
-        self._statistics = updated
-        return own
+    def add(self, *rollout: th.Tensor) -> None:
+        """Forget a part of the earlier rollouts, and add one without a fit, as :meth:`FitStatistics.add` takes it."""
+        self._statistics, _ = self._updated(*rollout)
 
     def fit(self, *rollout: th.Tensor) -> th.Tensor:
         """
-        :meth:`add` a rollout.
+        :meth:`add` a rollout, unless its fit fails.
 
         :return: Weights by fold, see :meth:`FitStatistics.leave_fold_out`. With a single fold, they are those of the earlier
             rollouts
         """
-        own = self.add(*rollout)
-        return self._statistics.leave_fold_out(own, self.ridge)
+        updated, own = self._updated(*rollout)
+        weights = updated.leave_fold_out(own, self.ridge)
+        self._statistics = updated
+        return weights
+
+    def _updated(self, *rollout: th.Tensor) -> tuple[FitStatistics, list[tuple[th.Tensor, th.Tensor, th.Tensor]]]:
+        updated = copy.deepcopy(self._statistics)
+        updated.decay(self.forgetting)
+        return updated, updated.add(*rollout)
 
     def get_state(self) -> dict[str, Any]:
         """:return: Everything that a fit depends on, for :meth:`set_state`"""

@@ -1,7 +1,7 @@
 """A check whether the members of a group, which act differently, still live through the same inputs, and how much they do."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -151,7 +151,8 @@ def _measure_share(env: gym.Env, n_steps: int, n_members: int, seed: int, n_grou
     """:return: The share of :class:`SharedInputs`; ``None`` if returns do not vary or a number is not finite"""
     parts = []
     for start in range(n_groups * n_members):
-        outcomes = _outcomes(env, n_steps, seed + start // n_members, member=start)
+        group_seed = seed + start // n_members
+        outcomes = _outcomes(env, group_seed, _random_actions(env, n_steps, group_seed, member=start))
         observations, rewards = [np.array(gym.spaces.flatten(env.observation_space, next(outcomes)))], []
         for observation, reward, *_ in outcomes:
             observations.append(np.array(gym.spaces.flatten(env.observation_space, observation)))
@@ -178,25 +179,30 @@ def _measure_share(env: gym.Env, n_steps: int, n_members: int, seed: int, n_grou
 
 
 def _play(env: gym.Env, n_steps: int, seed: int, member: int) -> list[_Step]:
+    actions = list(_random_actions(env, n_steps, seed, member))  # drawn before, as a space may use a global generator
     play, before = [], _global_states()
-    for outcome in _outcomes(env, n_steps, seed, member):
+    for outcome in _outcomes(env, seed, actions):
         play.append(_look(env, outcome, before))
         before = _global_states()
     return play
 
 
-def _outcomes(env: gym.Env, n_steps: int, seed: int, member: int) -> Iterator[Any]:
+def _random_actions(env: gym.Env, n_steps: int, seed: int, member: int) -> Iterator[Any]:
+    action_space = deepcopy(env.action_space)  # other environments may have the same one
+    # With the seed of the reset, the actions would come from the same random numbers as the inputs
+    action_space.seed(1_000_003 + seed + member)
+    return (action_space.sample() for _ in range(n_steps))
+
+
+def _outcomes(env: gym.Env, seed: int, actions: Iterable[Any]) -> Iterator[Any]:
     """Yield the first observation of an episode, and then what each step returns, without the info."""
     try:
         yield env.reset(seed=seed)[0]
     except TypeError as error:
         raise ValueError(f"The environment cannot be reset with a seed ({error}): let `reset` accept `seed`.") from error
-    action_space = deepcopy(env.action_space)  # other environments may have the same one
-    # With the seed of the reset, the actions would come from the same random numbers as the inputs
-    action_space.seed(1_000_003 + seed + member)
-    for step in range(1, n_steps + 1):
+    for step, action in enumerate(actions, start=1):
         try:
-            *outcome, _ = env.step(action_space.sample())
+            *outcome, _ = env.step(action)
         except Exception as error:
             raise ValueError(
                 f"The environment failed in step {step} of an episode ({error!r}). If `gym.make` gives it a time limit, pass "

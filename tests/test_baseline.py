@@ -254,6 +254,16 @@ def draw_regression(n: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return 100.0 + np.array([1000.0, 0.01]) * standard, times, targets
 
 
+def test_a_fit_that_fails_leaves_the_one_before():
+    inputs, times, targets = draw_regression(200, seed=0)
+    baseline = fitted(inputs, times, targets)
+    before = baseline.weights
+    features, folds = baseline.features(inputs, times), th.zeros(200, dtype=th.int64)
+    with pytest.raises(th.linalg.LinAlgError):
+        regress(baseline, th.full_like(features, th.nan), tensor(targets), folds)
+    assert th.equal(baseline.weights, before)
+
+
 def test_inputs_are_standardised_by_what_was_observed_and_clipped():
     rng = np.random.default_rng(0)
     first, second = 50.0 + 3.0 * rng.normal(size=(300, 2)), 60.0 + 7.0 * rng.normal(size=(200, 2))

@@ -141,6 +141,18 @@ def test_the_message_names_the_global_generator_and_the_step(env: gym.Env, messa
     assert message in check_shared_inputs(env, seed=1).message
 
 
+def test_a_space_that_draws_its_samples_from_a_global_generator_is_no_input() -> None:
+    class DrawsFromNumpy(spaces.Discrete):
+        def sample(self, *_: Any) -> np.int64:
+            return np.int64(np.random.randint(3))
+
+    env = DrawsAtReset()
+    env.action_space = DrawsFromNumpy(3)
+    state = np.random.get_state()
+    assert "global generator" not in check_shared_inputs(env).message
+    np.random.set_state(state)
+
+
 def test_the_check_leaves_the_action_space_as_it_is_because_other_environments_may_have_the_same() -> None:
     env, same_seed = DrawsAtReset(), spaces.Discrete(3, seed=7)
     env.action_space.seed(7)
