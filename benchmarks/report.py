@@ -45,7 +45,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 #: Names of the pages of `docs` with places to fill
 TABLES_ON = (
-    "benchmark", "benchmark_details", "how_it_works", "variants", "speed", "zoo", "games",
+    "benchmark", "benchmark_details", "variants", "speed", "zoo", "games",
 )  # fmt: skip
 PAGES = (
     ROOT / "README.md",

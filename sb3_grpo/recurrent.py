@@ -74,7 +74,8 @@ class RecurrentActorPolicy(ActorPolicy):
     :param lstm_hidden_size: Number of units of each recurrent layer
     :param n_lstm_layers: Number of recurrent layers
     :param lstm_kwargs: Further arguments of the recurrent layers, ``bias`` or ``dropout``
-    :param cell: ``"lstm"`` or ``"gru"``, which is as fast in machine code. On a CPU, PyTorch's LSTM is several times as fast
+    :param cell: ``"lstm"`` or ``"gru"``. On a CPU, PyTorch's LSTM is several times as fast as its GRU; in machine code, both
+        take the same time
     :param kwargs: Further arguments of :class:`~sb3_grpo.ActorPolicy`
     :raises ValueError: If an argument is out of range, or does not fit the spaces
     """
