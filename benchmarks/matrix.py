@@ -226,8 +226,13 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
     thresholds = {**{env: about["threshold"] for env, about in matrix["environments"].items()}, **chosen.get("thresholds", {})}
     seeds = {env: chosen.get("seeds_of", {}).get(env, chosen["seeds"]) for env in chosen["timesteps"]}
     own_seeds = chosen.get("seeds_of_arm", {})
+
+    def seeds_for(arm: str, env: str) -> list[int]:
+        own = own_seeds.get(arm, {})
+        return own if isinstance(own, list) else own.get(env, seeds[env])
+
     return [
-        (cell(arm, env, timesteps, thresholds[env], matrix["arms"][arm]), own_seeds.get(arm, {}).get(env, seeds[env]))
+        (cell(arm, env, timesteps, thresholds[env], matrix["arms"][arm]), seeds_for(arm, env))
         for env, timesteps in chosen["timesteps"].items()
         for arm in chosen.get("arms_of", {}).get(env, chosen["arms"])
         if has_entry(matrix["arms"][arm], env, matrix["environments"][env])

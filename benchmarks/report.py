@@ -51,9 +51,8 @@ PAGES = (
     ROOT / "README.md",
     *(DOCS / f"{name}.md" for name in TABLES_ON),
 )
-#: GRPO as it comes, GRPO in the first comparison, and what both are compared with, by their names in tables and figures
+#: GRPO as it comes, and what it is compared with, by their names in tables and figures
 OURS = "now"
-FIRST = "default"
 CRITICS = {
     "PPO, our settings": ["ppo, our settings"],
     "PPO, our settings, rewards normalised": ["ppo, our settings, rewards normalised"],
@@ -61,17 +60,16 @@ CRITICS = {
     "PPO, rl-zoo3": ["ppo", "ppo, not normalized", "ppo, entry of Ant-v4"],
     "TRPO, rl-zoo3": ["trpo"],
 }
-WITHOUT_GROUPS = {"GRPO without groups": ["default, no groups"]}
+WITHOUT_GROUPS = {"GRPO without groups": ["now, no groups"]}
 DEEPSEEK = {"GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
-EARLIER = {"GRPO, first comparison": [FIRST]}
-RIVALS = {**CRITICS, **EARLIER, **DEEPSEEK}
+RIVALS = {**CRITICS, **DEEPSEEK}
 #: Environments that are also reported apart: those whose seed fixes inputs, and those on which no setting was chosen
 GROUPS = {
     "inputs": [f"sb3_grpo/{name}" for name in (
         "LoadBalancing-v0", "LostSales-v0", "EnergyStorage-v0", "BitRate-v0", "GustyHalfCheetah-v0", "Queueing-v0"
     )],
     "untouched": [
-        "Reacher-v5", "InvertedPendulum-v5", "MountainCar-v0", "MiniGrid-FourRooms-v0", "MiniGrid-LavaGapS5-v0",
+        "InvertedPendulum-v5", "MountainCar-v0", "MiniGrid-FourRooms-v0", "MiniGrid-LavaGapS5-v0",
         "sb3_grpo/Queueing-v0", "sb3_grpo/GustyHalfCheetah-v0",
     ],
 }  # fmt: skip
@@ -96,7 +94,7 @@ GROUPS_CLAIMS = {
     "others": "On the other environments, it is",
 }
 #: Arms where the seed fixes the inputs
-SHARED_INPUTS = {"GRPO": [FIRST], **WITHOUT_GROUPS, **CRITICS}
+SHARED_INPUTS = {"GRPO": [OURS], **WITHOUT_GROUPS, **CRITICS}
 #: Lines of the figure
 DRAWN = {"GRPO": [OURS], **{name: arms for name, arms in CRITICS.items() if name != "TRPO, rl-zoo3"}}
 #: Lines of the figure that has time as its axis
@@ -105,19 +103,13 @@ SBX = {"PPO of sbx, our settings": ["sbx, our settings"]}
 RACE = {"GRPO": [OURS], **SBX, **ZOO_RIVALS}
 #: What GRPO is compared with at a million steps
 MILLION_RIVALS = {"PPO, our settings": CRITICS["PPO, our settings"], **ZOO_RIVALS}
-#: GRPO with the entry of the package's hyperparameter file, where it differs from the default
-ENTRY = {"GRPO, entry of the zoo": ["grpo"]}
-#: The same with a limit of the steps that does not fall
-CONSTANT = {"GRPO, constant limit": ["now, constant limit"]}
-ENTRY_CONSTANT = {"the same, constant limit": ["grpo, constant limit"]}
-LIMITS = {**CONSTANT, **ENTRY, **ENTRY_CONSTANT}
 #: What GRPO is compared with on boards
 BOARD_RIVALS = {"PPO, same settings": ["ppo, boards"]}
 #: Columns of the tables of Atari games
 ATARI = {"GRPO": ["grpo"], "PPO, same rate": ["ppo, our rate"], "PPO, 7.5e-4": ["ppo, 7.5e-4"], "PPO, rl-zoo3": ["ppo"]}
 #: The same in other units
 CHANGES = ("rewards times 1e-3", "rewards times 1e3", "observations in other units")
-UNITS = {"GRPO": [FIRST], "PPO": ["ppo, defaults"]}
+UNITS = {"GRPO": [OURS], "PPO": ["ppo, defaults"]}
 UNITS |= {f"{name}, {what}": [f"{arm}, {what}"] for name, (arm,) in UNITS.items() for what in CHANGES}
 
 
@@ -138,7 +130,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "progress": lambda: progress(proof),
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
-        "inputs_summary": lambda: summary_table(groups["inputs"], FIRST, {**CRITICS, **WITHOUT_GROUPS, **DEEPSEEK}),
+        "inputs_summary": lambda: summary_table(groups["inputs"], OURS, {**CRITICS, **WITHOUT_GROUPS, **DEEPSEEK}),
         "outcomes_by_environment": lambda: outcomes_by_environment(proof, OURS, CRITICS),
         "outcomes": lambda: outcomes_table(proof, OURS, CRITICS),
         "deepseek_outcomes": lambda: outcomes_table(proof, OURS, DEEPSEEK),
@@ -146,19 +138,15 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "losses": lambda: losses_table(proof, OURS, RIVALS),
         "critics_area": lambda: environments_table(proof, {**ours, **CRITICS}, "auc"),
         "critics_evaluation": lambda: environments_table(proof, {**ours, **CRITICS}, "eval_mean"),
-        "grpo_area": lambda: environments_table(proof, {**ours, **EARLIER, **WITHOUT_GROUPS, **DEEPSEEK}, "auc"),
-        "grpo_evaluation": lambda: environments_table(proof, {**ours, **EARLIER, **WITHOUT_GROUPS, **DEEPSEEK}, "eval_mean"),
-        "at_a_million": lambda: environments_table(million, {**ours, **ENTRY, **MILLION_RIVALS}, "eval_mean"),
-        "short_million": lambda: environments_table(million, {**ours, **ENTRY, **ZOO_RIVALS}, "eval_mean"),
-        "million_area": lambda: environments_table(million, {**ours, **ENTRY, **MILLION_RIVALS}, "auc"),
+        "grpo_area": lambda: environments_table(proof, {**ours, **WITHOUT_GROUPS, **DEEPSEEK}, "auc"),
+        "grpo_evaluation": lambda: environments_table(proof, {**ours, **WITHOUT_GROUPS, **DEEPSEEK}, "eval_mean"),
+        "at_a_million": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "eval_mean"),
+        "short_million": lambda: environments_table(million, {**ours, **ZOO_RIVALS}, "eval_mean"),
+        "million_area": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "auc"),
         "million_outcomes": lambda: outcomes_table(million, OURS, {**MILLION_RIVALS, **SBX}),
-        "entry_outcomes": lambda: outcomes_by_environment(million, "grpo", {"GRPO's default": [OURS], **MILLION_RIVALS}),
         "million_seconds": lambda: seconds_table(million, OURS, {**MILLION_RIVALS, **SBX}),
-        "three_million": lambda: environments_table(Suite("three_million", results), {**ours, **CONSTANT}, "eval_mean"),
-        "limits": lambda: environments_table(million, {**ours, **LIMITS}, "eval_mean"),
-        "limits_area": lambda: environments_table(million, {**ours, **LIMITS}, "auc"),
-        "limits_outcomes": lambda: outcomes_by_environment(million, OURS, CONSTANT),
-        "large_bodies": lambda: environments_table(bodies, {**ours, **CONSTANT, "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),
+        "three_million": lambda: environments_table(Suite("three_million", results), ours, "eval_mean"),
+        "large_bodies": lambda: environments_table(bodies, {**ours, "PPO, rl-zoo3": ["ppo"]}, "eval_mean"),
         "boards_evaluation": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "eval_mean"),
         "boards_area": lambda: environments_table(boards, {**ours, **BOARD_RIVALS}, "auc"),
         "boards_summary": lambda: summary_table(boards, OURS, BOARD_RIVALS),
@@ -171,14 +159,14 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "zoo": lambda: zoo_table(Suite("zoo", results)),
         "groups_claim": lambda: listed(
             [
-                claim(groups[name], FIRST, WITHOUT_GROUPS["GRPO without groups"], opening)
+                claim(groups[name], OURS, WITHOUT_GROUPS["GRPO without groups"], opening)
                 for name, opening in GROUPS_CLAIMS.items()
             ]
         ),
-        "groups_outcomes": lambda: outcomes_by_environment(groups["inputs"], FIRST, {**WITHOUT_GROUPS, **CRITICS}),
+        "groups_outcomes": lambda: outcomes_by_environment(groups["inputs"], OURS, {**WITHOUT_GROUPS, **CRITICS}),
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
-        "variance_removed": lambda: variance_table(groups["inputs"], FIRST),
+        "variance_removed": lambda: variance_table(groups["inputs"], OURS),
         "tokens": lambda: variants_table(Suite("tokens", results)),
         "foreign": lambda: foreign.table(read_rows(results / foreign.ROWS.name)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
