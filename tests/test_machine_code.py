@@ -28,12 +28,13 @@ from sb3_grpo import GRPO, ActorPolicy, MultiInputPolicy, RecurrentGRPO, losses,
 from sb3_grpo.arithmetic.choice import choose_actor, machine_policy
 from sb3_grpo.arithmetic.conditions import CELLS as CELLS_OF_TORCH
 from sb3_grpo.arithmetic.conditions import FAMILIES
+from sb3_grpo.arithmetic.first_layers import NO_ROWS, NO_STEPS, Convolution, FirstLayer, Recurrent
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
 from sb3_grpo.arithmetic.machine import MachinePolicy
 from sb3_grpo.arithmetic.machine_code import distributions, jit, layers, linear_algebra, optimizer, recurrent
 from sb3_grpo.arithmetic.machine_code.jit import EntryPoint, compile_functions
 from sb3_grpo.arithmetic.metrics import describe_update
-from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, NO_PATCHES, NO_ROWS, NO_STEPS, Network
+from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, Network
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
 from sb3_grpo.arithmetic.update import clipped_update, natural_update
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
@@ -286,7 +287,7 @@ def test_a_network_and_its_derivatives_are_those_of_torch(activation: int, hidde
     linear = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     between = nn.Tanh if activation == layers.TANH else nn.ReLU
     in_torch = nn.Sequential(linear[0], *(each for layer in linear[1:] for each in (between(), layer)))
-    network = Network(np.array(sizes), NO_PATCHES, activation, BERNOULLI, NO_CHOICES)
+    network = Network(np.array(sizes), FirstLayer(), activation, BERNOULLI, NO_CHOICES)
     assert_the_network_is_that_of_torch(network, linear, th.randn(7, 3), in_torch)
 
 
@@ -300,7 +301,9 @@ def test_a_convolution_and_its_derivatives_are_those_of_torch(shape: tuple[int, 
     def in_torch(x: th.Tensor) -> th.Tensor:
         return linear(extractor.cnn(x if extractor.channels_first else x.permute(0, 3, 1, 2)))
 
-    network = Network(np.array([40, 4 * 6, 3]), extractor.patches(), layers.RELU, BERNOULLI, NO_CHOICES)
+    network = Network(
+        np.array([40, 4 * 6, 3]), Convolution(40, 4 * 6, extractor.patches()), layers.RELU, BERNOULLI, NO_CHOICES
+    )
     assert_the_network_is_that_of_torch(network, [convolution, linear], th.randn(7, *shape), in_torch)
 
 
@@ -309,8 +312,8 @@ def test_a_convolution_and_its_derivatives_are_those_of_torch(shape: tuple[int, 
 @pytest.mark.parametrize("running", [[1], [1] * 6, [20, 5, 3, 3, 1]], ids=["step", "sequence", "sequences"])
 def test_a_recurrent_layer_and_its_derivatives_are_those_of_torch(layer: Any, running: list[int]):
     memory, linear, m = layer(3, 5), nn.Linear(5, 2), running[0]
-    network = Network(np.array([3, 5, 2]), NO_PATCHES, layers.TANH, BERNOULLI, NO_CHOICES, CELLS_OF_TORCH[layer])
-    states = th.randn(m, network.state_size).tanh()
+    network = Network(np.array([3, 5, 2]), Recurrent(3, 5, CELLS_OF_TORCH[layer]), layers.TANH, BERNOULLI, NO_CHOICES)
+    states = th.randn(m, network.first.state_size).tanh()
     before = tuple(part[None].contiguous() for part in states.split(5, dim=1))
 
     def in_torch(x: th.Tensor) -> th.Tensor:
@@ -613,7 +616,7 @@ def needed(network: Network, rule: Any) -> set[str]:
 def test_a_run_needs_only_the_functions_of_its_policy_and_its_update():
     families = {"gaussian": GAUSSIAN, "categorical": CATEGORICAL, "bernoulli": BERNOULLI}
     networks = {
-        name: Network(np.array([3, 4, 2]), NO_PATCHES, layers.TANH, family, NO_CHOICES) for name, family in families.items()
+        name: Network(np.array([3, 4, 2]), FirstLayer(), layers.TANH, family, NO_CHOICES) for name, family in families.items()
     }
     common = {"standardise", "forward", "surrogate", "backward"}
     for name, network in networks.items():
@@ -621,9 +624,11 @@ def test_a_run_needs_only_the_functions_of_its_policy_and_its_update():
         own |= {"log_softmax"} if name == "categorical" else set()
         assert needed(network, "clipped") == common | own | {"clip_gradient", "adam"}
         assert needed(network, "natural") == common | own | {"forward_tangent", f"fisher_{name}"}
-    pictures = Network(np.array([40, 24, 3]), np.zeros((18, 6), np.int64), layers.RELU, GAUSSIAN, NO_CHOICES)
+    pictures = Network(
+        np.array([40, 24, 3]), Convolution(40, 24, np.zeros((18, 6), np.int64)), layers.RELU, GAUSSIAN, NO_CHOICES
+    )
     assert needed(pictures, "clipped") - needed(networks["gaussian"], "clipped") == {"convolve", "convolve_backward"}
-    memory = Network(np.array([3, 4, 2]), NO_PATCHES, layers.TANH, GAUSSIAN, NO_CHOICES, recurrent.GRU)
+    memory = Network(np.array([3, 4, 2]), Recurrent(3, 4, recurrent.GRU), layers.TANH, GAUSSIAN, NO_CHOICES)
     extra = {rule: needed(memory, rule) - needed(networks["gaussian"], rule) for rule in ("clipped", "natural")}
     assert extra["clipped"] == {"recurrent forward", "recurrent backward"}
     assert extra["natural"] == {*extra["clipped"], "recurrent forward_tangent"}

@@ -16,9 +16,10 @@ from stable_baselines3.common.preprocessing import get_flattened_obs_dim, is_ima
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from torch import nn
 
+from sb3_grpo.arithmetic.first_layers import Convolution, FirstLayer, Recurrent
 from sb3_grpo.arithmetic.machine_code.layers import RELU, TANH
 from sb3_grpo.arithmetic.machine_code.recurrent import GRU, LSTM
-from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, NO_PATCHES, Family, Network
+from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, Family, Network
 from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.policies import ActorPolicy
 
@@ -142,13 +143,21 @@ def parts_of(policy: ActorPolicy) -> Parts | str:
         n_categories = [policy.action_dist.action_dim]
     elif isinstance(policy.action_dist, MultiCategoricalDistribution):
         n_categories = list(policy.action_dist.action_dims)
-    sizes, patches = [linear[0].in_features, *(layer.out_features for layer in linear)], NO_PATCHES
-    if isinstance(extractor, SmallCNN):
-        sizes, patches = [get_flattened_obs_dim(policy.observation_space), *sizes], extractor.patches()
-    sizes = [layer.input_size for layer in memory] + sizes
-    cell = CELLS[type(memory[0])] if memory else None
+    n_inputs, first = _first_layer(policy, linear[0].in_features)
+    sizes = [*n_inputs, linear[0].in_features, *(layer.out_features for layer in linear)]
     choices = np.array(n_categories, dtype=np.int64)
-    return Parts(Network(np.array(sizes), patches, ACTIVATIONS[kinds.pop()], family, choices, cell), tensors)
+    return Parts(Network(np.array(sizes), first, ACTIVATIONS[kinds.pop()], family, choices), tensors)
+
+
+def _first_layer(policy: ActorPolicy, n_units: int) -> tuple[list[int], FirstLayer]:
+    """:return: The number of inputs of what comes before the linear layers, if there is anything, and that layer"""
+    if isinstance(policy.features_extractor, SmallCNN):
+        n_inputs = get_flattened_obs_dim(policy.observation_space)
+        return [n_inputs], Convolution(n_inputs, n_units, policy.features_extractor.patches())
+    if policy.state_size > 0:
+        memory: Any = policy.memory
+        return [memory.input_size], Recurrent(memory.input_size, n_units, CELLS[type(memory)])
+    return [], FirstLayer()
 
 
 def _layers(policy: ActorPolicy) -> list[Any] | str:

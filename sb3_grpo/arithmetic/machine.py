@@ -22,10 +22,11 @@ from stable_baselines3.common.preprocessing import get_action_dim
 from stable_baselines3.common.type_aliases import PyTorchObs
 
 from sb3_grpo.arithmetic.conditions import Parts
+from sb3_grpo.arithmetic.first_layers import NO_ROWS, NO_STEPS
 from sb3_grpo.arithmetic.machine_code import layers, optimizer
 from sb3_grpo.arithmetic.metrics import Epoch
 from sb3_grpo.arithmetic.natural import fisher_stride
-from sb3_grpo.arithmetic.network import CATEGORICAL, GAUSSIAN, NO_ROWS, NO_STEPS, Distribution, Network
+from sb3_grpo.arithmetic.network import CATEGORICAL, GAUSSIAN, Distribution, Network
 from sb3_grpo.arithmetic.objective import Objective
 from sb3_grpo.buffers import GroupRolloutBuffer, GroupRolloutBufferSamples
 from sb3_grpo.extractors import SmallCNN
@@ -126,7 +127,7 @@ class MachinePolicy:
         network, parameters, log_std = self.network, self.parameters, self.network.log_std(self.parameters)
         draw, running_for = self._noise(), functools.cache(lambda n: np.array([n]))
         values_for = functools.cache(lambda n: network.new_values(n, n))
-        is_vector = isinstance(policy.observation_space, spaces.Box) and not network.has_convolution
+        is_vector = isinstance(policy.observation_space, spaces.Box) and not isinstance(policy.features_extractor, SmallCNN)
         shift = scale = np.zeros(0, np.float32)
         if is_vector and policy.normalizer is not None:
             shift, scale = policy.normalizer.shift.numpy(), policy.normalizer.scale.numpy()

@@ -19,7 +19,7 @@ from sb3_grpo.validation import require_at_least, require_between, require_bool,
 
 #: Group size if members of a group have more than ``LARGE_GROUP_ABOVE`` of the variance of their advantages in common. Larger
 #: groups estimate what their inputs did more accurately, and leave fewer different starts in a rollout.
-LARGE_GROUP = 8
+LARGE_GROUP = 4
 LARGE_GROUP_ABOVE = 1 / 3
 #: With a smaller penalty, the equations of dependent features, whose products have single precision, can be singular.
 MIN_RIDGE = 1e-5
