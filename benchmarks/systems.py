@@ -4,15 +4,16 @@ The experiments of the pages about real systems.
     python -m benchmarks.systems masks               # servers that can be full, with and without action masks
     python -m benchmarks.systems environments        # steps per second and memory with up to 1,024 environments
     python -m benchmarks.systems hidden-velocities   # CartPole and Pendulum without velocities, with frames and with memory
+    python -m benchmarks.systems t-maze              # what was seen at the start decides at the end of a corridor
     python -m benchmarks.systems demonstrations      # LunarLander after five demonstrations
     python -m benchmarks.systems answers             # DeepSeek's setting: one step, a prompt, a group of answers
 
-Each makes the runs that ``benchmarks/results/systems_NAME.csv`` does not have yet, and prints the
-table of the page; ``demonstrations`` draws its figure as well. ``--table`` makes no runs. Seeds are
-development seeds, below 100.
+Each makes the runs that ``benchmarks/results/systems.csv`` does not have yet, and prints the table of the page;
+``demonstrations`` draws its figure as well. ``--table`` makes no runs. Seeds are development seeds, below 100.
 """
 
 import argparse
+import json
 import multiprocessing
 import pathlib
 import resource
@@ -41,6 +42,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.results import RESULTS, append_row, read_rows
 from benchmarks.tables import markdown_table
+from benchmarks.tasks.t_maze import FORWARD, LEFT
 from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO, __version__
 from sb3_grpo.policies import ActorPolicy
 
@@ -58,7 +60,7 @@ class Experiment(NamedTuple):
     arms: dict[str, tuple[Any, ...]]
     n_seeds: int
     digits: int
-    draw: Callable[[Sequence[dict[str, str]]], None] | None = None
+    draw: Callable[[Sequence[dict[str, Any]]], None] | None = None
 
 
 # --- action masks -----------------------------------------------------------------------------------------------------
@@ -244,6 +246,48 @@ HIDDEN_VELOCITIES = Experiment(
 )
 
 
+# --- a memory of the start ------------------------------------------------------------------------------------------------
+
+
+class OnlyTurns(gym.ActionWrapper[Any, Any, Any]):
+    """The T-maze without a need of masks: one goes forward by itself, and the action counts at the end alone."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.action_space = spaces.Discrete(2)
+
+    def action(self, action: Any) -> int:
+        return int(action) + LEFT if self.unwrapped.action_masks()[LEFT] else FORWARD  # type: ignore[attr-defined]
+
+
+def train_in_t_maze(seed: int, make: Callable[..., Any], policy: str, length: int, has_masks: bool) -> dict[str, float]:
+    """:return: Mean return of the last 500 episodes of a training of 40,960 steps, and its seconds"""
+    wrapper = None if has_masks else OnlyTurns
+    env = make_vec_env("sb3_grpo/TMaze-v0", n_envs=8, seed=seed, env_kwargs=dict(length=length), wrapper_class=wrapper)
+    model = make(policy, env, seed=seed, device="cpu", stats_window_size=500)
+    began = time.perf_counter()
+    model.learn(40_960)
+    seconds = time.perf_counter() - began
+    return {"mean return": float(np.mean([episode["r"] for episode in model.ep_info_buffer])), "seconds": seconds}
+
+
+REMEMBERING = {
+    "MaskableGRPO, masks": (MaskableGRPO, "MlpPolicy", True),
+    "RecurrentGRPO, masks": (RecurrentGRPO, "MlpLstmPolicy", True),
+    "RecurrentGRPO": (RecurrentGRPO, "MlpLstmPolicy", False),
+    "RecurrentPPO": (partial(RecurrentPPO, **RECURRENT), "MlpLstmPolicy", False),
+}
+T_MAZE = Experiment(
+    train_in_t_maze,
+    {
+        f"{name}, corridor of {length}": (make, policy, length, has_masks)
+        for length in (10, 50)
+        for name, (make, policy, has_masks) in REMEMBERING.items()
+    },
+    n_seeds=5,
+    digits=2,
+)
+
 # --- demonstrations ---------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +331,7 @@ def train_after_demonstrations(seed: int, n_episodes: int) -> dict[str, float]:
     return scores
 
 
-def draw_demonstrations(rows: Sequence[dict[str, str]]) -> None:
+def draw_demonstrations(rows: Sequence[dict[str, Any]]) -> None:
     """Draw the mean return of each arm against the steps, and a thin line for each seed."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -299,7 +343,7 @@ def draw_demonstrations(rows: Sequence[dict[str, str]]) -> None:
     with plt.style.context(STYLE):
         figure, axes = plt.subplots()
         for colour, arm in enumerate(DEMONSTRATIONS.arms):
-            runs = np.array([[float(row[name]) for name in columns] for row in rows if row["arm"] == arm])
+            runs = np.array([[row[name] for name in columns] for row in rows if row["arm"] == arm])
             axes.plot(at, runs.T, color=f"C{colour}", lw=0.5)
             axes.plot(at, runs.mean(axis=0), color=f"C{colour}", label=arm)
         axes.set_xlabel("thousand environment steps")
@@ -361,6 +405,7 @@ EXPERIMENTS = {
     "masks": MASKS,
     "environments": ENVIRONMENTS,
     "hidden-velocities": HIDDEN_VELOCITIES,
+    "t-maze": T_MAZE,
     "demonstrations": DEMONSTRATIONS,
     "answers": ANSWERS,
 }
@@ -375,9 +420,15 @@ def run(name: str, arm: str, seed: int) -> dict[str, float]:
     return experiment.run(seed, *experiment.arms[arm])
 
 
+def rows_of(name: str, path: pathlib.Path) -> list[dict[str, Any]]:
+    """:return: The rows of an experiment, each with the arm, the seed and the numbers"""
+    rows = [row for row in read_rows(path) if row["experiment"] == name]
+    return [{"arm": row["arm"], "seed": int(row["seed"]), **json.loads(row["measured"])} for row in rows]
+
+
 def complete(name: str, path: pathlib.Path) -> None:
     """Make the runs of an experiment that a file does not have, seed by seed, and add them to it."""
-    finished = {(row["arm"], int(row["seed"])) for row in read_rows(path)}
+    finished = {(row["arm"], row["seed"]) for row in rows_of(name, path)}
     experiment = EXPERIMENTS[name]
     spawn = multiprocessing.get_context("spawn")
     # Each measurement of memory needs a process of its own.
@@ -386,19 +437,19 @@ def complete(name: str, path: pathlib.Path) -> None:
             for arm in experiment.arms:
                 if (arm, seed) in finished:
                     continue
-                measured = pool.submit(run, name, arm, seed).result()
-                row = {"arm": arm, "seed": seed, "version": __version__, **measured}
+                measured = json.dumps(pool.submit(run, name, arm, seed).result())
+                row = {"experiment": name, "arm": arm, "seed": seed, "version": __version__, "measured": measured}
                 append_row(path, row, list(row))
                 print(row, flush=True)
 
 
 def table(name: str, path: pathlib.Path) -> str:
     """:return: The median of each arm and number over the seeds, and the number of each seed, as a Markdown table"""
-    rows, experiment = read_rows(path), EXPERIMENTS[name]
-    numbers = [column for column in (rows[0] if rows else {}) if column not in ("arm", "seed", "version")]
+    rows, experiment = rows_of(name, path), EXPERIMENTS[name]
+    numbers = [column for column in (rows[0] if rows else {}) if column not in ("arm", "seed")]
     lines = []
     for arm in experiment.arms:
-        values = {number: [float(row[number]) for row in rows if row["arm"] == arm] for number in numbers}
+        values = {number: [row[number] for row in rows if row["arm"] == arm] for number in numbers}
         if any(values.values()):
             medians = [f"{np.median(values[number]):,.{experiment.digits}f}" for number in numbers]
             each = ", ".join(f"{value:,.{experiment.digits}f}" for value in values[numbers[0]])
@@ -412,13 +463,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=EXPERIMENTS)
     parser.add_argument("--table", action="store_true", help="print the table of the runs that are there, make none")
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder of the CSV files")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder of the CSV file")
     arguments = parser.parse_args()
-    path = arguments.results / f"systems_{arguments.name.replace('-', '_')}.csv"
+    path = arguments.results / "systems.csv"
     if not arguments.table:
         complete(arguments.name, path)
     print(table(arguments.name, path))
-    if (draw := EXPERIMENTS[arguments.name].draw) and (rows := read_rows(path)):
+    if (draw := EXPERIMENTS[arguments.name].draw) and (rows := rows_of(arguments.name, path)):
         draw(rows)
 
 

@@ -66,7 +66,7 @@ class GRPO(PersistentAlgorithm):
     :param ent_coef: Coefficient of the entropy bonus
     :param max_grad_norm: Maximum norm of the gradient
     :param group_size: Number of trajectories per group, at least 2. ``None`` for 2; with the ``kernel`` buffer and shared
-        starts, for 8 while the members of a group share more than a third of the variance of their advantages
+        starts, for 4 while the members of a group share more than a third of the variance of their advantages
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
     :param objective: Options of the objective, which make it that of a paper: the keyword arguments of

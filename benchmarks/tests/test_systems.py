@@ -6,7 +6,8 @@ import gymnasium as gym
 import numpy as np
 import torch as th
 
-from benchmarks.systems import NumpyCartPole, SeededNumpyCartPole, clone, demonstrations, train_on_answers
+from benchmarks.systems import NumpyCartPole, OnlyTurns, SeededNumpyCartPole, clone, demonstrations, train_on_answers
+from benchmarks.tasks.t_maze import TMazeEnv
 from sb3_grpo import GRPO
 
 
@@ -54,6 +55,18 @@ def test_a_clone_prefers_the_demonstrated_actions() -> None:
     before = agreement()
     clone(model.policy, observations, actions, n_epochs=40)
     assert agreement() > max(0.8, before)
+
+
+def test_without_masks_only_the_turn_at_the_end_of_the_corridor_counts() -> None:
+    env, returns = OnlyTurns(TMazeEnv(length=4)), []
+    for episode in range(20):
+        (sign, _), _ = env.reset(seed=episode)
+        right, at_end, done = (sign + 1) / 2, 0.0, False
+        while not done:
+            turn = right if at_end else 1 - right  # the wrong side in the corridor, where it does not count
+            (_, at_end), reward, done, *_ = env.step(int(turn))
+        returns.append(reward)
+    assert returns == [1.0] * 20 and env.action_space.n == 2
 
 
 class KnowsTheSums:
