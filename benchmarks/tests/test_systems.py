@@ -66,7 +66,7 @@ def test_without_masks_only_the_turn_at_the_end_of_the_corridor_counts() -> None
             turn = right if at_end else 1 - right  # the wrong side in the corridor, where it does not count
             (_, at_end), reward, done, *_ = env.step(int(turn))
         returns.append(reward)
-    assert returns == [1.0] * 20 and env.action_space.n == 2
+    assert returns == [1.0] * 20 and env.action_space == gym.spaces.Discrete(2)
 
 
 class KnowsTheSums:
