@@ -14,6 +14,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_grpo.arithmetic.choice import choose_actor
 from sb3_grpo.buffers import GroupRolloutBuffer
+from sb3_grpo.observations import Observations
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Position, RolloutLost, SeededVecEnv
 from sb3_grpo.validation import check_step
@@ -44,11 +45,11 @@ ActedStep = tuple[th.Tensor | dict[str, th.Tensor], np.ndarray, EnvStep]
 
 def collect(
     self: Any, callback: BaseCallback, rollout_buffer: GroupRolloutBuffer, n_rollout_steps: int, starts: SeededVecEnv
-) -> bool:
+) -> Observations | None:
     """
     Fill the buffer. The local names are those of SB3's ``collect_rollouts``, ``self`` among them, because callbacks read them.
 
-    :return: False if the callback asked to stop; the last step is kept
+    :return: Observations after the last step; ``None`` if the callback asked to stop, and then the last step is kept
     """
     env = starts.env
     normalizer = rollout_buffer.reward_normalizer(env)
@@ -57,17 +58,17 @@ def collect(
     self.policy.set_training_mode(False)
 
     callback.on_rollout_start()
+    if starts.was_reset or self._last_obs is None:  # by the callback
+        starts.ledger = self.ledger
+        self._begin_episodes(starts, env.reset)
 
-    settings = n_rollout_steps, self.sde_sample_freq, self._uses_masks, self.num_timesteps
     workers_act = _workers_act(env, starts)
-    if workers_act:
-        steps = _run_in_workers(self, starts, *settings)
-    else:
-        steps = run_policy(self.policy, starts, self._last_obs, self._last_states, *settings)
-    for each in steps:
+    last_obs: Any = None
+    for each in (_run_in_workers if workers_act else _run_here)(self, starts, n_rollout_steps):
         obs_tensor, clipped_actions, step = each
         actions, log_probs, position, new_obs, rewards, dones, optional, new_states, infos = step
         action_masks = optional.get("action_masks")
+        last_obs = self._last_obs if last_obs is None else last_obs
         check_step((new_obs, rewards, dones, infos), self.num_timesteps, position.steps)
 
         self.num_timesteps += env.num_envs
@@ -89,14 +90,15 @@ def collect(
         self._update_info_buffer(infos, dones)
         n_steps += 1
         stored = rewards if normalizer is None else normalizer.get_original_reward()
-        rollout_buffer.add(self._last_obs, actions, stored, dones, log_probs, position, infos, **optional)
-        self._last_obs, self._last_states = new_obs, new_states
-        self._last_episode_starts = dones
+        rollout_buffer.add(last_obs, actions, stored, dones, log_probs, position, infos, **optional)
+        last_obs, self._last_states, self._last_episode_starts = new_obs, new_states, dones
+        # After `set_random_seed`, trajectories in progress belong to the previous ledger.
+        self._last_obs = new_obs if starts.ledger is self.ledger else None
         if not continue_training:
             if workers_act and n_steps < n_rollout_steps:
                 self._last_obs = None  # the environments are ahead
-            return False
-    return True
+            return None
+    return last_obs
 
 
 def _names(callback: BaseCallback) -> list[str]:
@@ -134,8 +136,22 @@ def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:
     return wrapper is None
 
 
-def _run_in_workers(self: Any, starts: SeededVecEnv, *settings: Any) -> Iterator[ActedStep]:
+def _run_here(self: Any, starts: SeededVecEnv, n_steps: int) -> Iterator[ActedStep]:
+    """Let the policy of the model act in this process. From a callback on that assigns another one, that acts."""
+    obs, states, n = self._last_obs, self._last_states, 0
+    while n < n_steps:
+        policy = self.policy
+        settings = n_steps - n, self.sde_sample_freq, self._uses_masks, self.num_timesteps
+        for each in run_policy(policy, starts, obs, states, *settings):
+            yield each
+            n, obs, states = n + 1, each[2].new_obs, each[2].new_states
+            if self.policy is not policy:
+                break
+
+
+def _run_in_workers(self: Any, starts: SeededVecEnv, n_steps: int) -> Iterator[ActedStep]:
     """:return: The steps that the workers have taken. If the episodes of a lost worker cannot go on, all begin anew"""
+    settings = n_steps, self.sde_sample_freq, self._uses_masks, self.num_timesteps
     while True:
         try:
             recipe, run = self._policy_recipe(), starts.venv.collect_by_workers  # type: ignore[attr-defined]
@@ -168,6 +184,8 @@ def run_policy(
     """
     policy.set_training_mode(False)
     act, device, n_envs = choose_actor(policy), policy.device, starts.venv.num_envs
+    tensors = list(policy.parameters())
+    addresses = [tensor.data_ptr() for tensor in tensors]
     shares_memory = device.type == "cpu" and isinstance(obs, np.ndarray)
     if policy.use_sde:
         policy.reset_noise(n_envs)
@@ -192,3 +210,5 @@ def run_policy(
         # A copy, because an environment may change the action that it is given.
         obs, rewards, dones, infos = starts.step_all(clipped.copy())
         yield obs_tensor, clipped, EnvStep(sampled, log_probs, position, obs, rewards, dones, optional, states, infos)
+        if addresses != (now := [tensor.data_ptr() for tensor in tensors]):  # a callback has assigned the `data` of a tensor
+            act, addresses = choose_actor(policy), now

@@ -16,6 +16,7 @@ from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
 from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_grpo import losses, settings
 from sb3_grpo.arithmetic import update
@@ -86,7 +87,7 @@ class GRPO(PersistentAlgorithm):
         components of an action as in sb3-contrib's TRPO; ``None`` for 0.02 at first, falling in long runs, see
         :func:`~sb3_grpo.arithmetic.natural.default_limit`
     :param normalize_observations: Whether the policy standardises vectors of floating point numbers and large images, see
-        :class:`~sb3_grpo.normalization.ObservationNormalizer`
+        :class:`~sb3_grpo.normalization.ObservationNormalizer`. ``None``: unless a features extractor of yours gets them
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
     :param tensorboard_log: Folder for TensorBoard logs; ``None`` for no logs
     :param policy_kwargs: Keyword arguments of the policy
@@ -130,7 +131,7 @@ class GRPO(PersistentAlgorithm):
         rollout_buffer_kwargs: dict[str, Any] | None = None,
         update_rule: losses.UpdateRule | None = None,
         target_kl: float | None = None,
-        normalize_observations: bool = True,
+        normalize_observations: bool | None = None,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
         policy_kwargs: dict[str, Any] | None = None,
@@ -180,7 +181,7 @@ class GRPO(PersistentAlgorithm):
         self.kl_coef: float = None  # type: ignore[assignment]  # that of the objective
         self.update_rule: losses.UpdateRule = update_rule  # type: ignore[assignment]  # chosen for the spaces if it is None
         self.target_kl = target_kl
-        self.normalize_observations = normalize_observations
+        self.normalize_observations: bool = normalize_observations  # type: ignore[assignment]  # chosen if it is None
 
         #: Metrics of the last update; empty if the last rollout led to no update.
         self.update_metrics: dict[str, float] = {}
@@ -200,6 +201,8 @@ class GRPO(PersistentAlgorithm):
     def _wrap_env(cls, env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
         if isinstance(env, VectorEnv):
             env = wrap_vector_env(env)
+        elif not isinstance(env, (VecEnv, type)) and hasattr(env, "action_space"):
+            env = _patch_env(env)  # one of OpenAI's Gym
         check_environment(env, cls._uses_masks)
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
@@ -215,6 +218,9 @@ class GRPO(PersistentAlgorithm):
         standard = {**{name: each.default for name, each in parameters.items()}, **self._own_defaults}
         self.update_rule = self.update_rule or settings.chosen_update_rule(vars(self), standard, *kinds)
         settings.check_values(vars(self), parameters)
+        if self.normalize_observations is None:
+            is_own = settings.has_own_extractor(self.policy_class, self.policy_kwargs, self.observation_space)
+            self.normalize_observations = not is_own
         settings.check_options(vars(self), parameters, self._standardises())
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
@@ -231,7 +237,7 @@ class GRPO(PersistentAlgorithm):
             settings.check_rollout(self.n_steps, self.n_envs, batch_size, self.normalize_advantage)
         self.clip_range = FloatSchedule(self.clip_range)
 
-        saved_ledger, last_obs = self.ledger, self._last_obs
+        saved_ledger = self.ledger
         self.ledger = None  # type: ignore[assignment]  # SB3 makes one, if there is a seed
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
         by_default = {"group_size": self.group_size or DEFAULT_GROUP_SIZE, "horizon": settings.time_limit(self.env)}
@@ -244,7 +250,7 @@ class GRPO(PersistentAlgorithm):
         if self.policy.state_size > 0:
             self.rollout_buffer.keep("states", self.policy.state_size)
         self.kl_penalty = KLPenalty(self.objective.kl_reference, self.objective.kl_estimator)
-        self._continue_run(saved_ledger, last_obs)
+        self._continue_run(saved_ledger)
         self._settings = self._current_settings()
 
     def _current_settings(self) -> dict[str, Any]:
@@ -400,12 +406,13 @@ class GRPO(PersistentAlgorithm):
         try:
             if starts.was_reset or self._last_obs is None:
                 self._begin_episodes(starts, env.reset)
-            if not collect(self, callback, rollout_buffer, n_rollout_steps, starts):
+            last_obs = collect(self, callback, rollout_buffer, n_rollout_steps, starts)
+            if last_obs is None:
                 return False
             if self.policy.normalizer is not None and self.policy.normalizer.observe(rollout_buffer.observations):
                 rollout_buffer.policy_changed(self.policy)
-            open_groups, aggregation = self.ledger.open_groups(), self.objective.loss_aggregation
-            rollout_buffer.finish_rollout(self._last_obs, self.policy, open_groups, self.normalize_advantage, aggregation)
+            open_groups, aggregation = starts.ledger.open_groups(), self.objective.loss_aggregation
+            rollout_buffer.finish_rollout(last_obs, self.policy, open_groups, self.normalize_advantage, aggregation)
         except BaseException:
             # The environments may have moved on, and trajectories in progress have lost their beginnings.
             self._last_obs = None

@@ -122,10 +122,10 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     def _new_ledger(self, seed: int | None = None) -> Ledger:
         return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed)
 
-    def _continue_run(self, saved_ledger: Ledger | None, last_obs: Any) -> None:
+    def _continue_run(self, saved_ledger: Ledger | None) -> None:
         """Go on with the run of a saved model, if this is one. SB3 has seeded it meanwhile, which made a new ledger."""
         if saved_ledger is not None:
-            self.ledger, self._last_obs = saved_ledger, last_obs
+            self.ledger, self._last_obs = saved_ledger, None  # trajectories in progress lack their beginnings
             saved_ledger.group_size = self.group_size or saved_ledger.group_size
         elif self.ledger is None:
             self.ledger = self._new_ledger()

@@ -13,7 +13,7 @@ from torch import nn
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.maskable import MaskableGRPO
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MultiInputActorPolicy
-from sb3_grpo.validation import require_at_least, require_one_of
+from sb3_grpo.validation import has_action_masks, require_at_least, require_one_of
 
 Cell = Literal["lstm", "gru"]
 SelfRecurrentGRPO = TypeVar("SelfRecurrentGRPO", bound="RecurrentGRPO")
@@ -301,5 +301,5 @@ class RecurrentGRPO(MaskableGRPO):
 
         :param use_masking: Whether to use the masks of environments that have ``action_masks``
         """
-        masked = use_masking and self._is_maskable() and self.env is not None and self.env.has_attr("action_masks")
+        masked = use_masking and self._is_maskable() and self.env is not None and has_action_masks(self.env)
         return super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, masked, progress_bar)

@@ -103,7 +103,7 @@ def check_environment(env: Any, uses_masks: bool = False) -> None:
                 "entries of a Dict, and `minigrid.wrappers.FlatObsWrapper` is for MiniGrid. Otherwise, let the environment "
                 "return an array of a fixed shape, of a `Box`."
             )
-    if not uses_masks and _has_action_masks(env):
+    if not uses_masks and has_action_masks(env):
         warnings.warn(
             "The environment has `action_masks`, which GRPO ignores: the policy may choose actions that are masked. Use "
             "`MaskableGRPO` if the environment cannot deal with them.",
@@ -136,12 +136,17 @@ def _unreadable(space: spaces.Space) -> str:
     return "has no numbers" if 0 in space.shape else ""
 
 
-def _has_action_masks(env: Any) -> bool:
+def has_action_masks(env: Any) -> bool:
+    """:return: Whether an environment, or the first of several, has a method ``action_masks``"""
     try:
         if isinstance(env, gym.Env):
             return env.has_wrapper_attr("action_masks")
         return list(env.env_method("has_wrapper_attr", "action_masks", indices=[0])) == [True]
     except Exception:  # of a simulator that does not know its environments one by one
+        pass
+    try:
+        return env.has_attr("action_masks") and not env.has_attr("not_an_attribute")  # some say that they have everything
+    except Exception:
         return False
 
 

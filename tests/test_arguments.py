@@ -69,7 +69,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (dict(normalize_advantage="False"), "`normalize_advantage` must be True or False, not 'False'"),
     (dict(share_starts=0), "`share_starts` must be True or False, not 0"),
-    (dict(normalize_observations=None), "`normalize_observations` must be True or False, not None"),
+    (dict(normalize_observations="False"), "`normalize_observations` must be True or False, not 'False'"),
     (dict(use_sde="yes", env=AnyEnv(action_space=BOX)), "`use_sde` must be True or False, not 'yes'"),
     (dict(objective=[1]), "`objective` must be a dictionary of arguments, such as dict(...), not [1]"),
     (

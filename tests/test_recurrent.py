@@ -312,3 +312,14 @@ def test_continuous_actions_have_natural_steps_unless_an_argument_is_for_others(
     env_id: str, arguments: dict[str, Any], rule: str
 ) -> None:
     assert RecurrentGRPO("MlpLstmPolicy", env_id, device="cpu", **arguments).update_rule == rule
+
+
+def test_a_changed_policy_sees_whole_sequences(monkeypatch: pytest.MonkeyPatch):
+    model = make_model().learn(32)
+    buffer, found = model.rollout_buffer, []
+    for size in (5, 1000):
+        monkeypatch.setattr("sb3_grpo.policies.ENCODING_BATCH", size)
+        buffer.pos = buffer.buffer_size  # as before the end of a rollout
+        buffer.policy_changed(model.policy)
+        found.append(buffer.log_probs.copy())
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)

@@ -70,6 +70,20 @@ def test_runs_from_one_checkpoint_are_different_runs_unless_they_continue_it(buf
 
 
 @pytest.mark.parametrize("when", ["while loading", "after loading"])
+def test_without_a_forced_reset_a_loaded_model_begins_with_one_as_well(when: str):
+    file, env = saved(make_model(rollout_buffer_class="outcome").learn(64)), make_envs()
+    env.reset()
+    if when == "while loading":
+        model = GRPO.load(file, env=env, force_reset=False)
+    else:
+        model = GRPO.load(file)
+        model.set_env(env, force_reset=False)
+    watcher = Watcher()
+    model.learn(64, watcher, reset_num_timesteps=False)
+    assert not watcher.positions[0].steps.any() and watcher.positions[1].steps.all()
+
+
+@pytest.mark.parametrize("when", ["while loading", "after loading"])
 def test_a_seed_begins_a_new_run(when: str):
     file, runs = saved(make_model(seed=None).learn(64)), []
     for seed in (1, 1, 2):

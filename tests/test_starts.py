@@ -236,14 +236,14 @@ def test_a_reset_by_a_callback_in_a_rollout_raises_and_one_between_rollouts_begi
     base = venv_class([lambda: AnyEnv(lengths=(50, 60))] * 2)
     env: Any = VecMonitor(base)
     used, model = base if of_base else env, make_model(env)
-    for event in ("start", "step"):
-        with pytest.raises(RuntimeError, match=r"A callback reset the training environment .* pass `EvalCallback`"):
-            model.learn(64, callback=Evaluates(event, used))
-    watcher = Watcher()
-    model.learn(64, callback=[Evaluates("end", used), watcher], reset_num_timesteps=False)
-    groups, members, steps = zip(*(watcher.positions[16 * rollout] for rollout in range(2)), strict=True)
-    assert all(first == second for first, second in groups) and groups[0][0] < groups[1][0]
-    assert np.array_equal(members, [[0, 1]] * 2) and not np.any(steps) and (model.rollout_buffer.steps[:, 0] == 0).all()
+    with pytest.raises(RuntimeError, match=r"A callback reset the training environment .* pass `EvalCallback`"):
+        model.learn(64, callback=Evaluates("step", used))
+    for event in ("end", "start"):
+        watcher = Watcher()
+        model.learn(64, callback=[Evaluates(event, used), watcher], reset_num_timesteps=False)
+        groups, members, steps = zip(*(watcher.positions[16 * rollout] for rollout in range(2)), strict=True)
+        assert all(first == second for first, second in groups) and groups[0][0] < groups[1][0]
+        assert np.array_equal(members, [[0, 1]] * 2) and not np.any(steps) and (model.rollout_buffer.steps[:, 0] == 0).all()
     env.close()
 
 

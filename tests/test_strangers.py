@@ -15,10 +15,11 @@ from gymnasium import spaces
 from helpers import AnyEnv, Watcher, make_model, reload
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, EveryNTimesteps, StopTrainingOnMaxEpisodes
-from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnvWrapper
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, FlattenExtractor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
 
-from sb3_grpo import GRPO
+from sb3_grpo import GRPO, RecurrentGRPO
 from sb3_grpo.arithmetic.update import UncheckedDistributions
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.observations import map_observations, take_observations
@@ -577,3 +578,178 @@ def test_what_natural_steps_ignore_is_said_once_they_learn(change: str):
     model = CHANGES[change](natural_model("nothing").learn(256))
     sentences = [each for each in said(model, 512) if "natural-gradient steps do not use it" in each]
     assert len(sentences) == (change not in ("nothing", "loaded")) and not said(model, 256)
+
+
+# --- what a features extractor sees ---
+
+
+class Notes(FlattenExtractor):
+    """Keeps the inputs of each call in ``seen``."""
+
+    seen: list[np.ndarray] = []  # noqa: RUF012
+
+    def forward(self, observations: th.Tensor) -> th.Tensor:
+        self.seen.append(observations.detach().numpy().copy())
+        return super().forward(observations)
+
+
+@pytest.mark.parametrize("image", [False, True], ids=["vector", "image"])
+def test_a_features_extractor_of_the_user_sees_what_ppo_gives_it(image: bool) -> None:
+    space = spaces.Box(0, 255, (3, 40, 40), np.uint8) if image else spaces.Box(0, 4, (3,), np.float32)
+    env, seen = AnyEnv(observation_space=space), []
+    kwargs: dict[str, Any] = dict(policy_kwargs=dict(features_extractor_class=Notes))
+    for cls in (PPO, GRPO):
+        Notes.seen = []
+        cls("CnnPolicy" if image else "MlpPolicy", env, n_steps=16, batch_size=16, device="cpu", seed=0, **kwargs).learn(48)
+        seen.append(np.unique(np.concatenate([each.ravel() for each in Notes.seen])))
+    largest = 1.0 if image else 4.0
+    assert all(0.0 <= each.min() and each.max() <= largest for each in seen)
+    model = make_model(env, normalize_observations=True, **kwargs).learn(48)
+    assert model.policy.normalizer is not None and GRPO("MlpPolicy", "CartPole-v1").policy.normalizer is not None
+
+
+# --- environments of others ---
+
+
+def test_an_environment_of_openais_gym_is_wrapped_as_by_sb3(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        """No environment of Gymnasium, with spaces that are not Gymnasium's."""
+
+        action_space = observation_space = "spaces of Gym"
+
+    monkeypatch.setattr("sb3_grpo.grpo._patch_env", lambda env: Counts() if isinstance(env, Old) else env)
+    model: Any = make_model(Old(), n_steps=32).learn(32)
+    model.set_env(Old())
+    assert model.learn(32).num_timesteps == 32
+
+
+class Simulator(VecEnv):
+    """Steps four environments at once. It has no attributes, or ``None`` for each."""
+
+    def __init__(self, has_everything: bool):
+        super().__init__(4, spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2))
+        self.has_everything = has_everything
+
+    def reset(self) -> Any:
+        self.t = 0
+        return np.zeros((4, 3), np.float32)
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self.actions = actions
+
+    def step_wait(self) -> Any:
+        self.t += 1
+        infos: list[dict[str, Any]] = [{"terminal_observation": np.zeros(3, np.float32)} for _ in range(4)]
+        return np.zeros((4, 3), np.float32), self.actions.astype(np.float32), np.full(4, self.t % 10 == 0), infos
+
+    def close(self) -> None:
+        pass
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        if attr_name == "render_mode" or self.has_everything:
+            return [None] * 4
+        raise NotImplementedError
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        raise NotImplementedError
+
+    def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("has_everything", [False, True])
+def test_memory_takes_no_masks_from_a_simulator_that_cannot_say_whether_it_has_them(has_everything: bool) -> None:
+    options: dict[str, Any] = dict(n_steps=32, batch_size=128, share_starts=False, device="cpu")
+    model = RecurrentGRPO("MlpLstmPolicy", Simulator(has_everything), **options).learn(128)
+    assert model.num_timesteps == 128 and not model._uses_masks
+
+
+class Writes(VecEnvWrapper):
+    """Uses attributes of the environments below it while they are reset and stepped."""
+
+    def reset(self) -> Any:
+        self.venv.level = 0  # type: ignore[attr-defined]
+        return self.venv.reset()
+
+    def step_wait(self) -> Any:
+        assert isinstance(self.venv, DummyVecEnv)
+        self.venv.level += 1  # type: ignore[attr-defined]
+        self.seen = self.venv.ledger, self.venv.num_timesteps  # type: ignore[attr-defined]
+        return self.venv.step_wait()
+
+
+def test_a_wrapper_reads_and_writes_the_attributes_of_the_base() -> None:
+    base: Any = DummyVecEnv([AnyEnv] * 2)
+    base.ledger, base.num_timesteps = "accounts", 7
+    env = Writes(base)
+    make_model(env).learn(64)
+    assert (base.level, env.seen) == (32, ("accounts", 7)) and env.venv is base
+
+
+# --- callbacks that change the model or the environments ---
+
+
+class AtStep(BaseCallback):
+    """Calls a function with the model after its third step, and keeps the actions after that."""
+
+    def __init__(self, change: Any):
+        super().__init__()
+        self.change, self.later = change, list[float]()
+
+    def _on_step(self) -> bool:
+        if self.n_calls == 3:
+            self.change(self.model)
+        elif self.n_calls > 3:
+            self.later.append(self.locals["actions"].mean())
+        return True
+
+
+def always_zero(policy: Any) -> None:
+    policy.action_net.weight.data = th.zeros_like(policy.action_net.weight)
+    policy.action_net.bias.data = th.tensor([50.0, -50.0])
+
+
+def assign_a_policy(model: Any) -> None:
+    other = make_model(make_vec_env("CartPole-v1", 2), device="cpu").policy
+    always_zero(other)
+    model.policy = other
+
+
+@pytest.mark.parametrize("change", [lambda model: always_zero(model.policy), assign_a_policy], ids=["data", "policy"])
+def test_weights_or_a_policy_that_a_callback_assigns_act_from_the_next_step_on(change: Any) -> None:
+    callback = AtStep(change)
+    make_model(make_vec_env("CartPole-v1", 2), n_steps=32, device="cpu").learn(64, callback)
+    assert len(callback.later) == 29 and not any(callback.later)
+
+
+@pytest.mark.parametrize("buffer", ["kernel", "outcome"])
+@pytest.mark.parametrize("event", ["start", "step", "end"])
+def test_a_callback_may_set_the_seed(event: str, buffer: str) -> None:
+    class Seeds(Watcher):
+        """Sets the seed in the first rollout, at its start, its third step or its end."""
+
+        def note(self, now: str) -> None:
+            model: Any = self.model
+            if now == event and model.num_timesteps <= 64 and model.ledger.seed != 5:
+                model.set_random_seed(5)
+
+        def _on_rollout_start(self) -> None:
+            super()._on_rollout_start()
+            self.note("start")
+
+        def _on_step(self) -> bool:
+            if self.n_calls == 3:
+                self.note("step")
+            return super()._on_step()
+
+        def _on_rollout_end(self) -> None:
+            self.note("end")
+
+    watcher = Seeds()
+    model: Any = make_model(make_vec_env("CartPole-v1", 2), n_steps=32, rollout_buffer_class=buffer).learn(192, watcher)
+    begun = 0 if event == "start" else 32  # the rollout in which the new ledger begins
+    assert model.ledger.seed == 5 and not watcher.positions[begun].steps.any()
+    assert watcher.positions[begun].groups.tolist() == [0, 0] and model.num_timesteps == 192

@@ -290,7 +290,9 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
     def policy_changed(self, policy: ActorPolicy) -> None:
         """Go on as if the present policy had sampled the rollout: the log-probabilities of the actions become its own."""
         rollout = self._flatten(self.pos)
-        batches = self._to_samples(rollout, np.zeros(len(rollout), dtype=np.float32)).split(policy.encoding_batch())
+        samples = self._to_samples(rollout, np.zeros(len(rollout), dtype=np.float32))
+        size = policy.encoding_batch() if samples.sequences is None else len(rollout)  # sequences stay whole
+        batches = samples.split(size)
         log_probs = [policy.evaluate_actions(each.observations, each.actions, **each.context)[0] for each in batches]
         self.log_probs[:, : self.pos] = th.cat(log_probs).cpu().numpy().reshape(self.n_envs, self.pos)
 

@@ -84,12 +84,6 @@ class SeededVecEnv:
             f"{because}, so the members of a group do not share their start. Training works without that. {remedy}".strip()
         )
 
-    def __getattr__(self, name: str) -> Any:
-        # Called only for attributes that this class does not have; a wrapper may ask for those of the base.
-        if name == "venv":
-            raise AttributeError(name)
-        return getattr(self.venv, name)
-
     # --- for the algorithm --------------------------------------------------------------------------------------------
 
     @property
@@ -205,7 +199,7 @@ class SeededVecEnv:
         if self._wrapper is None:
             yield
             return
-        self._wrapper.venv = self  # type: ignore[assignment]
+        self._wrapper.venv = StandIn(self)  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -288,6 +282,24 @@ class SeededVecEnv:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
+
+
+class StandIn:
+    """
+    Stands in for the base under its wrapper: everything but resetting and stepping, its class included, is that of the base.
+
+    :param layer: The layer that resets and steps the base
+    """
+
+    def __init__(self, layer: SeededVecEnv):
+        object.__setattr__(self, "_layer", layer)
+
+    def __getattribute__(self, name: str) -> Any:
+        layer = object.__getattribute__(self, "_layer")
+        return getattr(layer if name in ("reset", "step", "step_async", "step_wait") else layer.venv, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_layer").venv, name, value)
 
 
 def _goes_on_after_a_lost_life(venv: VecEnv) -> bool:
