@@ -219,8 +219,8 @@ class GRPO(PersistentAlgorithm):
         self.update_rule = self.update_rule or settings.chosen_update_rule(vars(self), standard, *kinds)
         settings.check_values(vars(self), parameters)
         if self.normalize_observations is None:
-            is_own = settings.has_own_extractor(self.policy_class, self.policy_kwargs, self.observation_space)
-            self.normalize_observations = not is_own
+            policy_class: type[ActorPolicy] = self.policy_class
+            self.normalize_observations = not policy_class.has_own_extractor(self.observation_space, self.policy_kwargs)
         settings.check_options(vars(self), parameters, self._standardises())
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda

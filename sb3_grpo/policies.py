@@ -47,6 +47,9 @@ ACTOR_CRITIC_HOOKS = {
     "_get_action_dist_from_latent": "override `_distribution`",
 }
 
+#: Features extractors that see observations on any scale
+EXTRACTORS = (FlattenExtractor, CombinedExtractor, NatureCNN, SmallCNN)
+
 #: The attribute in which ``torch.compile`` keeps the module that it wraps. It is also a part of the names of weights.
 COMPILED = "_orig_mod"
 
@@ -191,6 +194,15 @@ class ActorPolicy(BasePolicy):
     def default_features_extractor(cls, observation_space: spaces.Space) -> type[BaseFeaturesExtractor]:
         """:return: The features extractor for an observation space if none is asked for"""
         return cls.default_features_extractor_class
+
+    @classmethod
+    def has_own_extractor(cls, observation_space: spaces.Space, policy_kwargs: Mapping[str, Any]) -> bool:
+        """:return: Whether the features extractor comes from elsewhere, and thus expects observations as they are"""
+        name = "features_extractor_class"
+        signatures = (inspect.signature(each).parameters for each in cls.__mro__)
+        by_default = next(parameters[name].default for parameters in signatures if name in parameters)
+        extractor = policy_kwargs.get(name) or by_default or cls.default_features_extractor(observation_space)
+        return extractor not in EXTRACTORS
 
     def _build(self, lr_schedule: Schedule) -> None:
         """Create the layers and the optimizer."""

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import gymnasium as gym
-from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_grpo import losses, validation
 from sb3_grpo.arithmetic.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference
 from sb3_grpo.buffers import BUFFERS, GroupRolloutBuffer, buffer_options
-from sb3_grpo.extractors import SmallCNN
 from sb3_grpo.policies import ActorPolicy
 
 #: Arguments of GRPO by their names in other libraries
@@ -64,10 +62,6 @@ CHECKS: tuple[tuple[Callable[..., None], tuple[Any, ...], str], ...] = (
 )
 #: Arguments of a policy that GRPO gives it
 GIVEN_TO_POLICY = {"observation_space", "action_space", "lr_schedule", "use_sde", "normalize_observations"}
-
-
-#: Features extractors that see observations of any scale
-EXTRACTORS = (FlattenExtractor, CombinedExtractor, NatureCNN, SmallCNN)
 
 
 @dataclass(frozen=True)
@@ -181,15 +175,6 @@ def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.
             f"`{policy_class.__name__}` takes no `normalize_observations`, so it cannot standardise observations: let its "
             "`__init__` accept the argument and pass it to `super().__init__`, or pass normalize_observations=False to GRPO."
         )
-
-
-def has_own_extractor(policy_class: type[ActorPolicy], policy_kwargs: Mapping[str, Any], space: gym.Space) -> bool:
-    """:return: Whether a policy has a features extractor from elsewhere, which expects observations as they are"""
-    name = "features_extractor_class"
-    signatures = (inspect.signature(cls).parameters for cls in policy_class.__mro__)
-    by_default = next(parameters[name].default for parameters in signatures if name in parameters)
-    extractor = policy_kwargs.get(name) or by_default or policy_class.default_features_extractor(space)
-    return extractor not in EXTRACTORS
 
 
 #: Arguments that shape what is built once, and what to do instead of assigning them later.

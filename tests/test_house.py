@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scenarios": set(),
     "shared_inputs": {"advantages", "baseline", "fit_inputs", "observations", "persistence", "relative", "validation"},
     "starts": {"masks", "observations", "starts", "validation", "vec_wrappers"},
-    "collection": {"arithmetic", "buffers", "policies", "starts", "validation", "vec_wrappers"},
+    "collection": {"arithmetic", "buffers", "observations", "policies", "starts", "validation", "vec_wrappers"},
     "distributed": {"collection", "distributed", "observations", "persistence", "policies", "starts", "validation"},
     "transfer": {"policies"},
     "validation": {"observations"},

@@ -268,8 +268,9 @@ class Squares(FlattenExtractor):
 
 def test_statistics_are_not_folded_into_a_layer_that_sees_no_observations():
     kwargs: dict[str, Any] = dict(policy_kwargs=dict(net_arch=[8], features_extractor_class=Squares), device="cpu")
+    model = GRPO("MlpPolicy", "Pendulum-v1", normalize_observations=True, **kwargs)
     with pytest.raises(ValueError, match="cannot become part of the target's first layer"):
-        load_actor(PPO("MlpPolicy", "Pendulum-v1", **kwargs), GRPO("MlpPolicy", "Pendulum-v1", **kwargs))
+        load_actor(PPO("MlpPolicy", "Pendulum-v1", **kwargs), model)
 
 
 def test_a_reference_with_statistics_is_forgotten_with_them(tmp_path: pathlib.Path):
