@@ -296,7 +296,8 @@ def table(rows: Sequence[dict[str, str]]) -> str:
                 line.append("" if ours is None else f"{three_digits(ours.mean())}{'' if word == 'level' else f', {word}'}")
             line.append(three_digits(alone.mean()))
         if len(line) > 1:
-            lines.append([*line, str(len(runs["grpo"]))])
+            numbers = sorted({len(values) for values in runs.values() if values})
+            lines.append([*line, " to ".join(str(each) for each in dict.fromkeys((numbers[0], numbers[-1])))])
     columns = [f"{measure}, {arm}" for measure in ("area", "evaluation") for arm in ("default", "pairs", "none")]
     return markdown_table(["environment", *columns, "seeds"], lines) if rows else NO_ROWS
 

@@ -29,6 +29,7 @@ from benchmarks.tables import (
 from benchmarks.versus import (
     MEASURES,
     claim,
+    compilation_table,
     curves_by_arm,
     environments_table,
     losses_table,
@@ -93,6 +94,8 @@ GROUPS_CLAIMS = {
     "inputs": "On the input-driven environments, GRPO with groups is",
     "others": "On the other environments, it is",
 }
+#: Seconds of compilation: none, as `python -m benchmarks.speed cold` has measured, and on a slow or busy machine
+COMPILING = (0, 7, 20)
 #: Arms where the seed fixes the inputs
 SHARED_INPUTS = {"GRPO": [OURS], **WITHOUT_GROUPS, **CRITICS}
 #: Lines of the figure
@@ -126,6 +129,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
     return {
         "claim": lambda: claims(proof, CLAIMS),
         "short_claim": lambda: claims(proof, IN_README, speed=False),
+        "compilation": lambda: compilation_table(proof, OURS, CRITICS, COMPILING),
         "untouched_claim": lambda: claims(groups["untouched"], UNTOUCHED),
         "progress": lambda: progress(proof),
         "million_progress": lambda: progress(million),
@@ -190,10 +194,10 @@ def claims(proof: Suite, openings: Mapping[str, str], speed: bool = True) -> str
 
 def listed(sentences: Sequence[str]) -> str:
     """
-    :param sentences: Sentences, or :data:`NO_ROWS` in the place of each, or none
-    :return: A list of them, or :data:`NO_ROWS` once
+    :param sentences: Sentences, or :data:`NO_ROWS` in the place of some
+    :return: A list of the sentences, or :data:`NO_ROWS` if there are none
     """
-    return NO_ROWS if set(sentences) <= {NO_ROWS} else "\n".join(f"- {each}" for each in sentences)
+    return "\n".join(f"- {each}" for each in sentences if each != NO_ROWS) or NO_ROWS
 
 
 def fill(page: str, contents: dict[str, Callable[[], str]]) -> str:

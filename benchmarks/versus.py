@@ -198,10 +198,11 @@ def steps_to(curve: LearningCurve, target: float) -> float:
     return math.inf if held is None else float(curve.steps[held])
 
 
-def races(suite: Suite, arm: str, arms: Sequence[str], in_steps: bool = False) -> dict[str, Race]:
+def races(suite: Suite, arm: str, arms: Sequence[str], in_steps: bool = False, compiling: float = 0.0) -> dict[str, Race]:
     """
     :param arms: Arms that stand for the rival
     :param in_steps: Whether to count steps instead of seconds
+    :param compiling: Seconds that each run of ``arm`` compiles at first
     :return: By environment, where the rival's evaluation is better than random actions and the speed of both was measured
     """
     found = {}
@@ -216,17 +217,17 @@ def races(suite: Suite, arm: str, arms: Sequence[str], in_steps: bool = False) -
             target = float(evaluations.mean())
             ours, theirs = (np.array([steps_to(each, target) for each in suite.curves(name, env)]) for name in (arm, rival))
             budgets = np.minimum(theirs, suite.timesteps[env])
-            found[env] = Race(ours * speeds[arm], budgets * speeds[rival], int(np.isfinite(theirs).sum()))
+            found[env] = Race(compiling + ours * speeds[arm], budgets * speeds[rival], int(np.isfinite(theirs).sum()))
     return found
 
 
-def seconds_ratio(suite: Suite, arm: str, arms: Sequence[str], in_steps: bool = False) -> Estimate | None:
+def seconds_ratio(suite: Suite, arm: str, arms: Sequence[str], *how: Any) -> Estimate | None:
     """
-    :param in_steps: Whether to count steps instead of seconds
+    :param how: Further arguments of :func:`races`
     :return: Median, over environments and seeds, of the seconds over the mean of the rival's, if there are any. An
         interquartile mean would say nothing as soon as a quarter of the runs does not get there
     """
-    pairs = [(race.ours, race.theirs) for race in races(suite, arm, arms, in_steps).values()]
+    pairs = [(race.ours, race.theirs) for race in races(suite, arm, arms, *how).values()]
     return median_ratio(pairs) if pairs else None
 
 
@@ -249,6 +250,16 @@ def seconds_runs_table(suite: Suite, arm: str, rivals: Arms) -> str:
             theirs = sum(race.n_there for race in each), sum(len(race.theirs) for race in each)
             lines.append([name, len(each), *(f"{n} of {n_all}" for n, n_all in (ours, theirs))])
     return markdown_table(["against", "environments", "runs of GRPO that get there", "runs of the rival"], lines)
+
+
+def compilation_table(suite: Suite, arm: str, rivals: Arms, seconds: Sequence[float]) -> str:
+    """:return: One line per rival: the ratio of seconds if each run of the arm compiles for so long at first"""
+    lines: list[list[Any]] = []
+    for name, arms in rivals.items():
+        ratios = [seconds_ratio(suite, arm, arms, False, each) for each in seconds]
+        if None not in ratios:
+            lines.append([name, *ratios])
+    return markdown_table(["against", *(f"{each:g} s" for each in seconds)], lines)
 
 
 def seconds_table(suite: Suite, arm: str, rivals: Arms) -> str:
@@ -307,7 +318,7 @@ def claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> str:
     ratios = {
         **{name: each.ratio for name, each in compared.items()},
         "seconds": seconds_ratio(suite, arm, arms),
-        "steps": seconds_ratio(suite, arm, arms, in_steps=True),
+        "steps": seconds_ratio(suite, arm, arms, True),
     }
     parts = [
         f"**{verdict(ratio, name in ('seconds', 'steps'))}** by {name}, {ratio}"

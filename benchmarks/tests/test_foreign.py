@@ -92,7 +92,7 @@ def test_the_table_says_where_groups_are_ahead() -> None:
     ]
     assert foreign.table(rows).splitlines()[2:] == [
         "| `portfolio` | -614 |  | 1.50 | 614 |  | -1.50 | 2 |",
-        "| `execution` | 0.0200, ahead | 0.0100 | 0.0110 | -0.0200, behind | -0.0100 | -0.0110 | 3 |",
+        "| `execution` | 0.0200, ahead | 0.0100 | 0.0110 | -0.0200, behind | -0.0100 | -0.0110 | 2 to 3 |",
     ]
     assert foreign.table([]) == foreign.NO_ROWS
 

@@ -249,6 +249,8 @@ def test_seconds_are_those_until_the_evaluation_of_the_rival(tmp_path: pathlib.P
     # Half of PPO's way and a quarter of GRPO's, and a mean of 20 episodes of 10 steps lags 100 steps behind
     assert race.theirs.tolist() == [600 * 0.003] * 2 and race.ours.tolist() == [360 * 0.001] * 2
     assert str(versus.seconds_ratio(suite, "grpo", ["ppo"])) == "0.20 (0.20 to 0.20)"
+    compiled = versus.compilation_table(suite, "grpo", ONE_RIVAL, (0, 1.44))
+    assert compiled.endswith("| PPO | 0.20 (0.20 to 0.20) | 1.00 (1.00 to 1.00) |")
     assert str(versus.seconds_ratio_per_step(suite, "grpo", ["ppo"])) == "0.33 (0.33 to 0.33)"
     assert versus.seconds_table(suite, "grpo", ONE_RIVAL).endswith("| CartPole-v1 | 1,000 | 333; 0.20 |")
 
