@@ -417,7 +417,6 @@ def test_an_arm_is_left_out_where_rl_zoo3_has_no_entry() -> None:
 def test_default_arms_have_nothing_but_the_defaults_of_the_comparison() -> None:
     size = {
         "now": {"n_envs": 8},
-        "default": {"n_envs": 8, "update_rule": "clipped"},
         "ppo, defaults": {"n_envs": 8, "n_steps": 256},
     }
     runs = [run for run in expand(MATRIX, "proof") if run.arm in size]
