@@ -122,7 +122,7 @@ class Run:
             settings["gae_lambda"] = chosen.gae_lambda
         if settings["n_epochs"] is None:
             settings["n_epochs"] = chosen_n_epochs(self.has_images)
-        if settings["normalize_observations"] is None:  # no arm has a features extractor of its own but of the package
+        if settings["normalize_observations"] is None:  # all arms have features extractors of SB3 or of the package
             settings["normalize_observations"] = True
         if settings["n_steps"] is None:
             settings["n_steps"] = f"{chosen.rollout_size} in all"

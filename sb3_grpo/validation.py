@@ -137,16 +137,12 @@ def _unreadable(space: spaces.Space) -> str:
 
 
 def has_action_masks(env: Any) -> bool:
-    """:return: Whether an environment, or the first of several, has a method ``action_masks``"""
+    """:return: Whether an environment, or each of several, has a method ``action_masks``"""
     try:
         if isinstance(env, gym.Env):
             return env.has_wrapper_attr("action_masks")
-        return list(env.env_method("has_wrapper_attr", "action_masks", indices=[0])) == [True]
-    except Exception:  # of a simulator that does not know its environments one by one
-        pass
-    try:
         return env.has_attr("action_masks") and not env.has_attr("not_an_attribute")  # some say that they have everything
-    except Exception:
+    except Exception:  # of a simulator that does not know its environments one by one
         return False
 
 

@@ -19,7 +19,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, FlattenExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
 
-from sb3_grpo import GRPO, RecurrentGRPO
+from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO
 from sb3_grpo.arithmetic.update import UncheckedDistributions
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.observations import map_observations, take_observations
@@ -665,6 +665,8 @@ def test_memory_takes_no_masks_from_a_simulator_that_cannot_say_whether_it_has_t
     options: dict[str, Any] = dict(n_steps=32, batch_size=128, share_starts=False, device="cpu")
     model = RecurrentGRPO("MlpLstmPolicy", Simulator(has_everything), **options).learn(128)
     assert model.num_timesteps == 128 and not model._uses_masks
+    with pytest.raises(ValueError, match="'Simulator' has no method `action_masks`"):
+        MaskableGRPO("MlpPolicy", Simulator(has_everything), share_starts=False, device="cpu").learn(128)
 
 
 class Writes(VecEnvWrapper):

@@ -13,7 +13,7 @@ from stable_baselines3.common.distributions import (
     MultiCategoricalDistribution,
 )
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, is_image_space
-from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
+from stable_baselines3.common.torch_layers import FlattenExtractor
 from torch import nn
 
 from sb3_grpo.arithmetic.first_layers import Convolution, FirstLayer, Recurrent
@@ -21,7 +21,7 @@ from sb3_grpo.arithmetic.machine_code.layers import RELU, TANH
 from sb3_grpo.arithmetic.machine_code.recurrent import GRU, LSTM
 from sb3_grpo.arithmetic.network import BERNOULLI, CATEGORICAL, GAUSSIAN, Family, Network
 from sb3_grpo.extractors import SmallCNN
-from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.policies import EXTRACTORS, ActorPolicy
 
 #: Keys are exact classes: a subclass may mean something else.
 FAMILIES: dict[type[Distribution], Family] = {
@@ -50,7 +50,7 @@ OTHER_OPTIONS = ("amsgrad", "weight_decay", "maximize", "capturable", "different
 
 #: Modules whose operations depend on the shapes of their inputs alone, without randomness or a state. Exact classes
 KNOWN_MODULES = {
-    *(CombinedExtractor, FlattenExtractor, NatureCNN, SmallCNN),
+    *EXTRACTORS,
     *(nn.Sequential, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Linear, nn.Conv2d, nn.LayerNorm),
     *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
 }
@@ -143,21 +143,25 @@ def parts_of(policy: ActorPolicy) -> Parts | str:
         n_categories = [policy.action_dist.action_dim]
     elif isinstance(policy.action_dist, MultiCategoricalDistribution):
         n_categories = list(policy.action_dist.action_dims)
-    n_inputs, first = _first_layer(policy, linear[0].in_features)
-    sizes = [*n_inputs, linear[0].in_features, *(layer.out_features for layer in linear)]
+    first = _first_layer(policy, linear[0].in_features)
+    sizes = [
+        *([first.n_inputs] if first.n_layers > 0 else []),
+        linear[0].in_features,
+        *(layer.out_features for layer in linear),
+    ]
     choices = np.array(n_categories, dtype=np.int64)
     return Parts(Network(np.array(sizes), first, ACTIVATIONS[kinds.pop()], family, choices), tensors)
 
 
-def _first_layer(policy: ActorPolicy, n_units: int) -> tuple[list[int], FirstLayer]:
-    """:return: The number of inputs of what comes before the linear layers, if there is anything, and that layer"""
+def _first_layer(policy: ActorPolicy, n_units: int) -> FirstLayer:
+    """:return: What comes before the linear layers, with ``n_units`` outputs"""
     if isinstance(policy.features_extractor, SmallCNN):
         n_inputs = get_flattened_obs_dim(policy.observation_space)
-        return [n_inputs], Convolution(n_inputs, n_units, policy.features_extractor.patches())
+        return Convolution(n_inputs, n_units, policy.features_extractor.patches())
     if policy.state_size > 0:
         memory: Any = policy.memory
-        return [memory.input_size], Recurrent(memory.input_size, n_units, CELLS[type(memory)])
-    return [], FirstLayer()
+        return Recurrent(memory.input_size, n_units, CELLS[type(memory)])
+    return FirstLayer()
 
 
 def _layers(policy: ActorPolicy) -> list[Any] | str:

@@ -31,6 +31,9 @@ class FirstLayer:
     each step, which only recurrent layers have (see :mod:`~sb3_grpo.arithmetic.machine_code.recurrent`).
     """
 
+    #: Number of inputs, and of outputs, of a layer before the linear ones
+    n_inputs: int
+    n_units: int
     #: Number of layers before the linear ones
     n_layers = 0
     #: Whether its outputs pass through the activation function
@@ -68,7 +71,7 @@ class FirstLayer:
 
     def hidden_rows(self, n: int) -> np.ndarray:
         """:return: Memory for derivatives of ``n`` outputs or with respect to them, shape ``(n, n_units)``"""
-        return NO_ROWS
+        return np.empty((n, self.n_units), np.float32) if self.n_layers > 0 else NO_ROWS
 
     def backward(self, own: Views, below: Views, grad_hidden: np.ndarray, grad_own: Views, running: np.ndarray) -> None:
         """Compute the gradient with respect to its weights and biases."""
@@ -122,9 +125,6 @@ class Convolution(FirstLayer):
     def forward(self, own: Views, below: Views, above: np.ndarray, running: np.ndarray, states: np.ndarray) -> None:
         n = len(below[0])
         layers.convolve.run(self.patches, *below, *own, above[: n * self.n_units].reshape(n, -1))
-
-    def hidden_rows(self, n: int) -> np.ndarray:
-        return np.empty((n, self.n_units), np.float32)
 
     def backward(self, own: Views, below: Views, grad_hidden: np.ndarray, grad_own: Views, running: np.ndarray) -> None:
         layers.convolve_backward.run(self._patches_transposed, *below, grad_hidden, *grad_own)
@@ -184,9 +184,6 @@ class Recurrent(FirstLayer):
         m = running[0]
         hidden[:m], cells[:m] = states[:m, : self.n_units], states[:m, self.n_units :]
         recurrent.forward.run(self.cell, running, *own, *below)
-
-    def hidden_rows(self, n: int) -> np.ndarray:
-        return np.empty((n, self.n_units), np.float32)
 
     def backward(self, own: Views, below: Views, grad_hidden: np.ndarray, grad_own: Views, running: np.ndarray) -> None:
         recurrent.backward.run(self.cell, running, own[1], *below, grad_hidden, *grad_own)

@@ -21,7 +21,7 @@ from sb3_grpo.masks import checked_masks, choices_of
 from sb3_grpo.observations import in_form, observation_parts, same_values
 from sb3_grpo.starts.adapters import VecEnvAdapter, adapter_of
 from sb3_grpo.starts.ledger import Ledger
-from sb3_grpo.validation import check_finite, check_step
+from sb3_grpo.validation import check_finite, check_step, has_action_masks
 from sb3_grpo.vec_wrappers import base_of, normalizes_directly
 
 #: Log-probability below which nobody takes the same actions by chance.
@@ -142,7 +142,7 @@ class SeededVecEnv:
 
     def require_action_masks(self) -> None:
         """Raise a ``ValueError`` if an environment does not say which actions it allows."""
-        if not self.env.has_attr("action_masks"):
+        if not has_action_masks(self.env):
             raise ValueError(
                 f"The environment {self._env_name(0)!r} has no method `action_masks`: define it, wrap the environment in "
                 "`ActionMasker` of sb3-contrib, or pass use_masking=False to `learn`."
