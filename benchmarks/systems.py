@@ -250,7 +250,7 @@ HIDDEN_VELOCITIES = Experiment(
 
 
 class OnlyTurns(gym.ActionWrapper[Any, Any, Any]):
-    """The T-maze without a need of masks: one goes forward by itself, and the action counts at the end alone."""
+    """The T-maze for agents without masks, who go forward whatever they do, so that only the action at the end counts."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)

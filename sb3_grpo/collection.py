@@ -137,7 +137,7 @@ def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:
 
 
 def _run_here(self: Any, starts: SeededVecEnv, n_steps: int) -> Iterator[ActedStep]:
-    """Let the policy of the model act in this process. From a callback on that assigns another one, that acts."""
+    """Let the policy of the model act in this process, and another one as soon as a callback assigns it."""
     obs, states, n = self._last_obs, self._last_states, 0
     while n < n_steps:
         policy = self.policy

@@ -87,7 +87,8 @@ class GRPO(PersistentAlgorithm):
         components of an action as in sb3-contrib's TRPO; ``None`` for 0.02 at first, falling in long runs, see
         :func:`~sb3_grpo.arithmetic.natural.default_limit`
     :param normalize_observations: Whether the policy standardises vectors of floating point numbers and large images, see
-        :class:`~sb3_grpo.normalization.ObservationNormalizer`. ``None``: unless a features extractor of yours gets them
+        :class:`~sb3_grpo.normalization.ObservationNormalizer`. ``None`` for True, unless the policy has a features extractor
+        that is neither SB3's nor this package's
     :param stats_window_size: Number of episodes over which the logged return, length and success rate are averaged
     :param tensorboard_log: Folder for TensorBoard logs; ``None`` for no logs
     :param policy_kwargs: Keyword arguments of the policy

@@ -47,7 +47,7 @@ ACTOR_CRITIC_HOOKS = {
     "_get_action_dist_from_latent": "override `_distribution`",
 }
 
-#: Features extractors that see observations on any scale
+#: The features extractors of SB3 and of this package, for which observations may be standardised
 EXTRACTORS = (FlattenExtractor, CombinedExtractor, NatureCNN, SmallCNN)
 
 #: The attribute in which ``torch.compile`` keeps the module that it wraps. It is also a part of the names of weights.
