@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks import foreign, metrics
+from benchmarks import clock, foreign, metrics
 from benchmarks.figures import N_POINTS, draw_curves, draw_panels, draw_profiles, draw_scores
 from benchmarks.results import RESULTS, Suite, read_rows
 from benchmarks.tables import (
@@ -172,6 +172,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
         "variance_removed": lambda: variance_table(groups["inputs"], OURS),
         "tokens": lambda: variants_table(Suite("tokens", results)),
+        "clock": lambda: clock.table(read_rows(results / clock.ROWS.name)),
         "foreign": lambda: foreign.table(read_rows(results / foreign.ROWS.name)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
         "comparison": lambda: comparison_table(read_rows(results / "comparison.csv")),

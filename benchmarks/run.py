@@ -72,11 +72,11 @@ def experiment(run: Run) -> Iterator[tuple[ExperimentManager, BaseAlgorithm]]:
     :return: Context with rl-zoo3's manager and the model that it made
     """
     register()
-    if run.algo == "sbx":  # on JAX, an install of its own: `pip install sbx-rl`
+    if run.algo.startswith("sbx"):  # on JAX, an install of its own: `pip install sbx-rl`
         import sbx
         from rl_zoo3 import ALGOS
 
-        ALGOS["sbx"] = sbx.PPO
+        ALGOS[run.algo] = getattr(sbx, run.algo.removeprefix("sbx_").upper()) if run.algo != "sbx" else sbx.PPO
     manager_class = GRPOExperimentManager if run.algo == "grpo" else ExperimentManager
     with tempfile.TemporaryDirectory() as folder:
         config = pathlib.Path(folder, f"{run.algo}.yml")

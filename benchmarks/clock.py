@@ -1,0 +1,131 @@
+"""
+Scores by the clock: GRPO and algorithms that learn off-policy, each on one core.
+
+    taskset -c 0 python -m benchmarks.clock --arm GRPO --env HalfCheetah-v5 --seed 410
+
+Time is CPU time from the start of the training, evaluations excluded. What JAX compiles is in it, and what numba compiles on
+the first training on a machine is not. GRPO has its default settings and eight environments; its rivals have the settings of
+rl-zoo3, where those for version 4 of a MuJoCo task stand for version 5. Those of sbx, on JAX (`pip install sbx-rl`), have the
+settings of SB3's algorithms.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch as th
+from rl_zoo3.exp_manager import ExperimentManager
+from stable_baselines3.common.callbacks import BaseCallback
+
+from benchmarks.matrix import Run, entry_of, load_matrix
+from benchmarks.results import RESULTS, append_row, provenance, read_rows
+from benchmarks.run import EVALUATION_SEED, evaluate, experiment
+from benchmarks.statistics import format_number
+from benchmarks.tables import NO_ROWS, markdown_table
+
+ROWS = RESULTS / "clock.csv"
+FIELDS = ["arm", "env", "seed", "minutes", "steps", "eval_mean", "eval_std", "commit", "versions"]
+#: Minutes after which policies are evaluated
+MARKS = (0.5, 1.0, 2.0, 5.0)
+#: Names of the algorithms in rl-zoo3
+ARMS = {"GRPO": "grpo", "SAC": "sac", "TQC": "tqc", "SAC of sbx": "sbx_sac", "TQC of sbx": "sbx_tqc"}
+ENVS = ("Pendulum-v1", "HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")
+N_EPISODES = 20
+
+
+def planned(arm: str, env: str, seed: int) -> Run:
+    """
+    :param arm: One of ``ARMS``
+    :param env: Gymnasium environment
+    :param seed: Seed
+    :return: A run which is longer than the last mark
+    """
+    about = load_matrix()["environments"][env]
+    if arm == "GRPO":
+        entry = {**entry_of({"algo": "grpo", "entry": "default"}, env, about), "n_envs": 8, "n_timesteps": 10_000_000}
+    else:
+        zoo = {"algo": ARMS[arm].removeprefix("sbx_"), "entry": "zoo", "of": about.get("ppo_entry", env)}
+        entry = entry_of(zoo, env, about)
+    return Run(arm, ARMS[arm], env, int(entry["n_timesteps"]), seed, about["threshold"], N_EPISODES, entry)
+
+
+class Clock(BaseCallback):
+    """
+    Evaluates after each of ``MARKS`` and stops after the last one. Evaluations take no time.
+
+    :param manager: What made the model
+    :param run: The run
+    """
+
+    def __init__(self, manager: ExperimentManager, run: Run):
+        super().__init__()
+        self.manager, self.run, self.rows = manager, run, list[dict[str, Any]]()
+        self._marks, self._began = iter(MARKS), 0.0
+
+    def _on_training_start(self) -> None:
+        self._began, self._next = time.process_time(), next(self._marks)
+
+    def _on_step(self) -> bool:
+        now = time.process_time()
+        if now - self._began < 60 * self._next:
+            return True
+        mean, std = evaluate(self.manager, self.model, N_EPISODES, EVALUATION_SEED + self.run.seed)
+        scores = dict(eval_mean=f"{mean:.4f}", eval_std=f"{std:.4f}")
+        self.rows.append(dict(minutes=self._next, steps=self.num_timesteps, **scores))
+        print(f"{self.run}, after {self._next} minutes: {self.rows[-1]}", flush=True)
+        self._began += time.process_time() - now
+        self._next = next(self._marks, np.inf)
+        return bool(np.isfinite(self._next))
+
+
+def train(run: Run) -> list[dict[str, Any]]:
+    """:return: A row for each of ``MARKS`` that the run reached"""
+    th.set_num_threads(1)
+    with experiment(run) as (manager, model):
+        clock = Clock(manager, run)
+        manager.callbacks.append(clock)
+        manager.learn(model)
+    return [{**dict(arm=run.arm, env=run.env, seed=run.seed), **row, **provenance()} for row in clock.rows]
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """:return: A line for each arm in each environment: means over seeds, and the hours that a million steps would take"""
+    lines = []
+    for env in ENVS:
+        for arm in ARMS:
+            runs = [row for row in rows if (row["env"], row["arm"]) == (env, arm)]
+            if not runs:
+                continue
+            at = {mark: [row for row in runs if float(row["minutes"]) == mark] for mark in MARKS}
+            scores = [
+                format_number(float(np.mean([float(row["eval_mean"]) for row in each]))) if each else ""
+                for each in at.values()
+            ]
+            speed = np.mean([float(row["steps"]) / (60 * float(row["minutes"])) for row in runs])
+            n_seeds = len({row["seed"] for row in runs})
+            lines.append([env, arm, n_seeds, *scores, f"{speed:,.0f}", f"{1e6 / speed / 3600:.2f}"])
+    columns = [f"{mark:g} min" for mark in MARKS]
+    return (
+        markdown_table(["environment", "", "seeds", *columns, "steps/s", "hours for a million"], lines) if lines else NO_ROWS
+    )
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arm", required=True, choices=ARMS)
+    parser.add_argument("--env", required=True, choices=ENVS)
+    parser.add_argument("--seed", required=True, type=int)
+    args = parser.parse_args()
+    key = dict(arm=args.arm, env=args.env, seed=str(args.seed))
+    if any(key.items() <= row.items() for row in read_rows(ROWS)):
+        print(f"There are rows of {key} in {ROWS.name}.")
+        return
+    for row in train(planned(args.arm, args.env, args.seed)):
+        append_row(ROWS, row, FIELDS)
+
+
+if __name__ == "__main__":
+    main()
