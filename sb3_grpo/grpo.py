@@ -217,12 +217,12 @@ class GRPO(PersistentAlgorithm):
         self.kl_coef = self.objective.kl_coef if self.kl_coef is None else self.kl_coef
         kinds = isinstance(self.action_space, spaces.Box), has_boards(self.observation_space)
         standard = {**{name: each.default for name, each in parameters.items()}, **self._own_defaults}
-        self.update_rule = self.update_rule or settings.chosen_update_rule(vars(self), standard, *kinds)
-        settings.check_values(vars(self), parameters)
+        self.update_rule = self.update_rule or settings.chosen_update_rule(self._values(), standard, *kinds)
+        settings.check_values(self._values(), parameters)
         if self.normalize_observations is None:
             policy_class: type[ActorPolicy] = self.policy_class
             self.normalize_observations = not policy_class.has_own_extractor(self.observation_space, self.policy_kwargs)
-        settings.check_options(vars(self), parameters, self._standardises())
+        settings.check_options(self._values(), parameters, self._standardises())
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
         if self.n_epochs is None:
@@ -254,9 +254,15 @@ class GRPO(PersistentAlgorithm):
         self._continue_run(saved_ledger)
         self._settings = self._current_settings()
 
+    def _values(self) -> dict[str, Any]:
+        """:return: All attributes by name, among them the arguments of the constructor that a subclass has as properties"""
+        computed = [name for name in inspect.signature(GRPO.__init__).parameters if hasattr(type(self), name)]
+        return {**vars(self), **{name: getattr(self, name) for name in computed}}
+
     def _current_settings(self) -> dict[str, Any]:
         """:return: The arguments of the constructor that are attributes, and what was made of some, by name"""
-        arguments = {name: vars(self)[name] for name in inspect.signature(GRPO.__init__).parameters if name in vars(self)}
+        values = self._values()
+        arguments = {name: values[name] for name in inspect.signature(GRPO.__init__).parameters if name in values}
         return {**arguments, "lr_schedule": self.lr_schedule, "optimizer": self.policy.optimizer}
 
     def _take_up_changes(self) -> None:
@@ -264,8 +270,8 @@ class GRPO(PersistentAlgorithm):
         changed = settings.changed_settings(self._settings, self._current_settings())
         if not changed:
             return
-        settings.check_values(vars(self), inspect.signature(GRPO.__init__).parameters)
-        settings.warn_of_idle_arguments(vars(self), changed)
+        settings.check_values(self._values(), inspect.signature(GRPO.__init__).parameters)
+        settings.warn_of_idle_arguments(self._values(), changed)
         if "learning_rate" in changed:
             self._setup_lr_schedule()
         self.clip_range = FloatSchedule(self.clip_range)

@@ -1,5 +1,6 @@
 """Environments, wrappers and callbacks that do unusual things which PPO copes with."""
 
+import math
 import multiprocessing
 import random
 import warnings
@@ -755,3 +756,28 @@ def test_a_callback_may_set_the_seed(event: str, buffer: str) -> None:
     begun = 0 if event == "start" else 32  # the rollout in which the new ledger begins
     assert model.ledger.seed == 5 and not watcher.positions[begun].steps.any()
     assert watcher.positions[begun].groups.tolist() == [0, 0] and model.num_timesteps == 192
+
+
+class Anneals(GRPO):
+    """Computes an argument of the constructor."""
+
+    first = 10.0
+
+    @property
+    def ent_coef(self) -> float:
+        return self.first * self._current_progress_remaining
+
+    @ent_coef.setter
+    def ent_coef(self, value: float) -> None:
+        pass
+
+
+def test_an_argument_that_a_subclass_has_as_a_property_counts_in_each_update() -> None:
+    env = make_vec_env("CartPole-v1", n_envs=8)
+    entropies = []
+    for model in (GRPO("MlpPolicy", env, n_steps=64, seed=0), Anneals("MlpPolicy", env, n_steps=64, seed=0)):
+        model.learn(4096)
+        entropies.append(-model.update_metrics["train/entropy_loss"])
+    assert entropies[1] > entropies[0] + 0.05
+    with pytest.raises(ValueError, match="`ent_coef` must be a finite number, not inf"):
+        type("Wrong", (Anneals,), {"first": math.inf})("MlpPolicy", env)
