@@ -97,6 +97,8 @@ class Run:
                 falls = settings["target_kl"] is None and self.timesteps > CONSTANT_UNTIL
                 settings["target_kl"] = f"falls after {CONSTANT_UNTIL} timesteps" if falls else None
             buffer = buffer_settings(settings)
+            if buffer.get("learn_metric") == (settings["update_rule"] == "natural"):  # the default, not an option once
+                del buffer["learn_metric"]
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]

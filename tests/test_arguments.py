@@ -305,9 +305,12 @@ def test_a_value_on_the_boundary_is_accepted_and_the_model_acts(kwargs: dict[str
 
 
 BOARD = spaces.Box(0.0, 1.0, (5, 4, 3), np.float32)
-#: Update rule, lambda, number of steps and of epochs; number of features and forgetting of the kernel baseline
-CLIPPED, NATURAL = ("clipped", 0.98, 1024, 10, 128, 0.8), ("natural", 0.95, 2048, 10, 512, 0.9)
-ON_PICTURES, NATURAL_ON_BOARDS = ("clipped", 0.98, 1024, 4, 128, 0.8), ("natural", 0.95, 2048, 4, 512, 0.9)
+#: Update rule, lambda, number of steps and of epochs; of the kernel buffer, number of features, forgetting and metric
+CLIPPED, NATURAL = ("clipped", 0.98, 1024, 10, 128, 0.8, False), ("natural", 0.95, 2048, 10, 512, 0.9, True)
+ON_PICTURES, NATURAL_ON_BOARDS = (
+    ("clipped", 0.98, 1024, 4, 128, 0.8, False),
+    ("natural", 0.95, 2048, 4, 512, 0.9, True),
+)
 CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "discrete actions": (dict(env="CartPole-v1"), CLIPPED),
     "continuous actions": (dict(), NATURAL),
@@ -322,8 +325,8 @@ CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "boards": (dict(policy="CnnPolicy", env=AnyEnv(BOARD)), NATURAL_ON_BOARDS),
     "boards beside an image": (dict(policy="MultiInputPolicy", env=AnyEnv(spaces.Dict(board=BOARD, eye=HWC))), ON_PICTURES),
     "images": (dict(policy="CnnPolicy", env=AnyEnv(HWC)), ON_PICTURES),
-    "complete groups": (dict(rollout_buffer_class="outcome"), ("clipped", 0.98, 2048, 10, None, None)),
-    "own lambda and steps": (dict(gae_lambda=0.9, n_steps=64), ("natural", 0.9, 64, 10, 512, 0.9)),
+    "complete groups": (dict(rollout_buffer_class="outcome"), ("clipped", 0.98, 2048, 10, None, None, None)),
+    "own lambda and steps": (dict(gae_lambda=0.9, n_steps=64), ("natural", 0.9, 64, 10, 512, 0.9, True)),
 }
 
 
@@ -332,9 +335,11 @@ def test_the_update_rule_suits_the_actions_and_everything_that_was_asked_for(
     options: dict[str, Any], expected: tuple[Any, ...]
 ):
     model = GRPO(**{"policy": "MlpPolicy", "env": "Pendulum-v1", **options})
-    found = model.update_rule, model.rollout_buffer.gae_lambda, model.n_steps, model.n_epochs
-    baseline = getattr(model.rollout_buffer, "baseline", None)
-    assert (*found, getattr(baseline, "n_features", None), getattr(baseline, "forgetting", None)) == expected
+    buffer = model.rollout_buffer
+    found = model.update_rule, buffer.gae_lambda, model.n_steps, model.n_epochs
+    baseline = getattr(buffer, "baseline", None)
+    of_fit = (getattr(baseline, name, None) for name in ("n_features", "forgetting"))
+    assert (*found, *of_fit, getattr(buffer, "learn_metric", None)) == expected
 
 
 def test_a_change_that_natural_gradient_steps_do_not_use_is_named(tmp_path: Path):

@@ -13,6 +13,8 @@ from sb3_grpo.baseline import ISOTROPIC, KernelBaseline, fourier_features, gradi
 from sb3_grpo.buffers.kernel import FIRST_METRIC, MAX_ADVANTAGE
 from sb3_grpo.persistence import random_state, set_random_state
 
+LEARNS: dict[str, Any] = dict(rollout_buffer_kwargs=dict(learn_metric=True))
+
 
 def numbers(*shape: int, seed: int = 0) -> th.Tensor:
     return th.randn(*shape, dtype=th.float64, generator=th.Generator().manual_seed(seed))
@@ -78,8 +80,14 @@ def test_directions_that_do_not_matter_keep_a_part_of_their_frequencies():
     assert shares.min() >= 0.9 * ISOTROPIC
 
 
-def test_a_metric_is_learned_each_time_that_the_number_of_rollouts_has_doubled(monkeypatch: pytest.MonkeyPatch):
-    model, learned = make_model(n_steps=64), []
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [(LEARNS, [4, 8, 16]), (dict(update_rule="natural"), [4, 8, 16]), (dict(update_rule="clipped"), [])],
+)
+def test_a_metric_is_learned_each_time_that_the_number_of_rollouts_has_doubled(
+    options: dict[str, Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    model, learned = make_model(n_steps=64, **options), []
     with_metric = KernelBaseline.with_metric
 
     def noted(*args: Any) -> KernelBaseline | None:
@@ -88,11 +96,23 @@ def test_a_metric_is_learned_each_time_that_the_number_of_rollouts_has_doubled(m
 
     monkeypatch.setattr(KernelBaseline, "with_metric", noted)
     model.learn(64 * model.n_envs * 17)
-    assert learned == [4, 8, 16]
+    assert learned == expected
+    assert bool(model.rollout_buffer._recent) is bool(expected)
+
+
+def test_a_run_without_a_metric_learns_one_once_it_is_asked_to_and_has_rollouts_for_it():
+    model = make_model(n_steps=64).learn(128 * 4)
+    loaded: Any = GRPO.load(saved(model), env=make_envs(), device="cpu", **LEARNS)
+    loaded.learn(128 * 4, reset_num_timesteps=False)
+    baseline = loaded.rollout_buffer.baseline
+    assert th.equal(baseline._frequencies, baseline._draws)  # before the fifth fit, there were no rollouts for it
+    loaded.learn(128, reset_num_timesteps=False)
+    baseline = loaded.rollout_buffer.baseline
+    assert not th.equal(baseline._frequencies, baseline._draws)
 
 
 def test_a_new_metric_is_fitted_to_the_rollouts_before():
-    model = make_model(n_steps=64)
+    model = make_model(n_steps=64, **LEARNS)
     model.learn(64 * model.n_envs * (FIRST_METRIC + 1))
     count = model.rollout_buffer.baseline._statistics.count.item()
     forgetting, n = model.rollout_buffer.baseline.forgetting, 64 * model.n_envs
@@ -101,7 +121,7 @@ def test_a_new_metric_is_fitted_to_the_rollouts_before():
 
 @pytest.mark.parametrize("n_before", [3, 5])
 def test_a_saved_run_continues_with_the_same_metric(n_before: int):
-    model = make_model(n_steps=64).learn(128 * n_before)
+    model = make_model(n_steps=64, **LEARNS).learn(128 * n_before)
     file, state = saved(model), random_state()
     model.set_env(make_envs(), force_reset=True)  # as a loaded model, the saved one continues from a reset
     loaded = GRPO.load(file, env=make_envs(), device="cpu")
@@ -116,7 +136,7 @@ def test_a_saved_run_continues_with_the_same_metric(n_before: int):
 
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_a_run_continues_with_other_environments_and_the_rollouts_before(n_envs: int):
-    model = make_model(n_steps=64).learn(128 * 3)
+    model = make_model(n_steps=64, **LEARNS).learn(128 * 3)
     loaded: Any = GRPO.load(saved(model), env=make_envs(n_envs), device="cpu")
     loaded.learn(64 * n_envs * 2, reset_num_timesteps=False)  # the second fit is with a new metric
     assert [len(data.steps) for data in loaded.rollout_buffer._recent] == [128] * 3 + [64 * n_envs] * 2

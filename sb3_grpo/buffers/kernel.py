@@ -27,7 +27,7 @@ MIN_RIDGE = 1e-5
 #: happens while all rewards are equal. The next fit then has double precision. What it cannot explain is similar in
 #: neighbouring states and leads the policy to new ones, which rounding errors do not.
 RESOLUTION = 1e-4
-#: The fit learns its metric after the rollout with this number, and each time the number has doubled.
+#: A fit that learns its metric does so after the rollout with this number, and each time the number has doubled.
 FIRST_METRIC = 4
 #: Number of rollouts that the fit is repeated with when its metric has changed
 KEPT_ROLLOUTS = 5
@@ -105,6 +105,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param forgetting: Factor for the weight of earlier rollouts in each fit. GRPO passes 0.9 with natural-gradient steps
     :param n_folds: Number of folds
     :param time_feature: Whether the baseline depends on the step within the episode
+    :param learn_metric: Whether the features learn the metric of the value, see
+        :func:`~sb3_grpo.baseline.gradient_metric`. GRPO passes ``True`` with natural-gradient steps
     :param relative: Whether to subtract a part of the mean advantage of the group's other members at the same step, see
         :mod:`sb3_grpo.relative`
     :param kwargs: See :class:`GroupRolloutBuffer`
@@ -120,6 +122,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         forgetting: float = 0.8,
         n_folds: int = 4,
         time_feature: bool = True,
+        learn_metric: bool = False,
         relative: bool = True,
         **kwargs: Any,
     ):
@@ -131,12 +134,14 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
         require_bool("time_feature", time_feature)
+        require_bool("learn_metric", learn_metric)
         require_bool("relative", relative)
         self.n_folds = n_folds
         # SB3 has seeded numpy's global generator with the model's seed at this point.
         seed = np.random.randint(np.iinfo(np.int32).max)
         self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed)
         self.relative_term = RelativeTerm() if relative else None
+        self.learn_metric = learn_metric
         self._longest = 1
         self._n_fits, self._recent = 0, list[FitData]()
         self._dtype = th.float64  # of the next fit, see RESOLUTION
@@ -151,9 +156,10 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     @classmethod
     def defaults(cls, update_rule: UpdateRule) -> Defaults:
         # Trajectories need not be complete, so updates can follow each other quickly. A single step needs more transitions.
+        # With the metric, clipped updates ended far lower on LunarLander and level elsewhere.
         if update_rule == "clipped":
             return Defaults(rollout_size=1024)
-        return Defaults(rollout_size=2048, gae_lambda=0.95, arguments=dict(n_features=512, forgetting=0.9))
+        return Defaults(rollout_size=2048, gae_lambda=0.95, arguments=dict(n_features=512, forgetting=0.9, learn_metric=True))
 
     @classmethod
     def update_size(cls, rollout_size: int) -> int | None:
@@ -183,7 +189,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         time_unit = self._time_unit(rollout.steps)
         inputs = self.inputs(rollout.observations, policy)
         self.baseline.observe(inputs, self.inputs.standardised_by(policy))
-        self._learn_metric(time_unit)
+        if self.learn_metric:
+            self._update_metric(time_unit)
         cuts, cut_obs = self._cut_observations(last_obs)
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
@@ -197,7 +204,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
         baseline, cut_baseline = self._shrink(baseline, cut_baseline, segments)
         advantages = segments.advantages(baseline, cut_baseline, self.gae_lambda)
-        self._n_fits, self._recent = self._n_fits + 1, [*self._recent[1 - KEPT_ROLLOUTS :], data]
+        self._n_fits += 1
+        if self.learn_metric:
+            self._recent = [*self._recent[1 - KEPT_ROLLOUTS :], data]
         self._dtype = th.float64 if advantages.std() < RESOLUTION * np.abs(baseline).max() else th.float32
         # Without a baseline, the lambda-returns themselves would be the advantages.
         self.metrics["train/baseline_variance_reduction"] = A.explained_variance(baseline, baseline + advantages)
@@ -219,9 +228,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.metrics["train/explained_variance"] = A.explained_variance(baseline, returns(baseline, cut_baseline))
         return baseline, cut_baseline
 
-    def _learn_metric(self, time_unit: float) -> None:
+    def _update_metric(self, time_unit: float) -> None:
         """Give the fit the metric of its value whenever the number of rollouts has doubled."""
-        if self._n_fits < FIRST_METRIC or self._n_fits & (self._n_fits - 1):
+        if self._n_fits < FIRST_METRIC or self._n_fits & (self._n_fits - 1) or not self._recent:
             return
         last = self._recent[-1]
         baseline = self.baseline.with_metric(last.inputs, last.steps / time_unit)
