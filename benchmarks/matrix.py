@@ -7,7 +7,6 @@ import importlib.resources
 import inspect
 import math
 import pathlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,10 +47,6 @@ NEUTRAL: dict[str, Any] = dict(
 )
 
 
-#: How entries, which have the arguments of the policy in a string, ask for the neutral value of one
-LR_CONSTANT = re.compile("(, )?lr_follows_std=False")
-
-
 @dataclass(frozen=True)
 class Run:
     """
@@ -90,9 +85,6 @@ class Run:
         elif self.algo == "grpo":
             settings = self.resolved()
             settings["lr_follows_std"] = defaults(ActorPolicy)["lr_follows_std"] and self.is_continuous
-            if LR_CONSTANT.search(policy_kwargs := str(settings["policy_kwargs"])):
-                others = LR_CONSTANT.sub("", policy_kwargs)
-                settings.update(lr_follows_std=False, policy_kwargs=None if others == "dict()" else others)
             if settings["update_rule"] == "natural" and settings["target_kl"] in (None, LIMIT):  # the same in short runs
                 falls = settings["target_kl"] is None and self.timesteps > CONSTANT_UNTIL
                 settings["target_kl"] = f"falls after {CONSTANT_UNTIL} timesteps" if falls else None

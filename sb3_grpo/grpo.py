@@ -1,6 +1,7 @@
 """The algorithm: Group Relative Policy Optimization on Stable-Baselines3's ``OnPolicyAlgorithm``."""
 
 import inspect
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -80,8 +81,8 @@ class GRPO(PersistentAlgorithm):
     :param update_rule: ``"clipped"``: gradient steps with minibatches of a clipped surrogate, as in PPO. ``"natural"``: one
         natural-gradient step inside a trust region with all transitions of the update, as in TRPO. It does not use
         ``learning_rate``, ``batch_size``, ``n_epochs``, ``clip_range``, ``clip_range_high`` and ``max_grad_norm``. ``None``:
-        ``"natural"`` for continuous actions and for boards with ``"kernel"``, unless gSDE, one of these arguments or
-        ``importance_sampling_level`` is set, else ``"clipped"``
+        ``"natural"`` for continuous actions and for boards with ``"kernel"``, unless there is gSDE, or one of these arguments
+        or ``importance_sampling_level`` has another value than by default, else ``"clipped"``
     :param target_kl: Limit of the KL divergence of an update. ``"clipped"``: an update stops once the approximate divergence
         exceeds 1.5 times this value; ``None`` for no limit. ``"natural"``: the size of the trust region, a mean over the
         components of an action as in sb3-contrib's TRPO; ``None`` for 0.02 at first, falling in long runs, see
@@ -374,8 +375,10 @@ class GRPO(PersistentAlgorithm):
         buffer, rule = self.rollout_buffer, self.update_rule
         normalizers = {"VecNormalize": self._learned_from_normalized, "the policy": self.policy.normalizer is not None}
         described = settings.describe_settings(buffer, self.ledger.group_size, starts.share_starts, rule, normalizers)
-        # What is not compiled yet is compiled here, before the clock of the first rollout runs.
+        # What is not compiled yet is compiled here, and is no part of the speed in the log.
+        began = time.time_ns()
         described += "\n" + describe_choice(self.policy, self._objective(), buffer, rule, self.verbose)
+        self.start_time += time.time_ns() - began
         if self.verbose >= 1 and self._printed_settings != described:
             self._printed_settings = described
             print(described)
@@ -407,8 +410,14 @@ class GRPO(PersistentAlgorithm):
         Collect ``n_rollout_steps`` steps of each environment, and form the update.
 
         :return: False if the callback asked to stop; the last step is kept
+        :raises ValueError: If the buffer has another number of steps
         """
         self._take_up_changes()
+        if n_rollout_steps != rollout_buffer.buffer_size:
+            raise ValueError(
+                f"n_rollout_steps={n_rollout_steps} does not fill a rollout buffer of {rollout_buffer.buffer_size} steps: "
+                "collect as many, or make a model with another `n_steps`."
+            )
         starts = self._starts(env)
         try:
             if starts.was_reset or self._last_obs is None:
@@ -420,9 +429,11 @@ class GRPO(PersistentAlgorithm):
                 rollout_buffer.policy_changed(self.policy)
             open_groups, aggregation = starts.ledger.open_groups(), self.objective.loss_aggregation
             rollout_buffer.finish_rollout(last_obs, self.policy, open_groups, self.normalize_advantage, aggregation)
-        except BaseException:
+        except BaseException as error:
             # The environments may have moved on, and trajectories in progress have lost their beginnings.
             self._last_obs = None
+            if isinstance(error.__cause__, StopIteration):  # of an environment; Python renames it within a generator
+                raise error.__cause__ from None
             raise
         finally:
             starts.release()
@@ -440,14 +451,17 @@ class GRPO(PersistentAlgorithm):
     def train(self) -> None:
         """Update the policy with the transitions in the rollout buffer. Without any, the weights stay as they are."""
         self._take_up_changes()  # which a callback may have made at the end of the rollout
-        self.policy.set_learning_rate(self.lr_schedule(self._current_progress_remaining))
-        self.logger.record("train/learning_rate", self.policy.optimizer.param_groups[0]["lr"])
+        self._update_learning_rate(self.policy.optimizer)
         self.update_metrics = {}
         self._has_learned = self._has_learned or self.rollout_buffer.has_differences
         if self.rollout_buffer.n_samples > 0:
             self._update()
         if self.policy.normalizer is not None:
             self.policy.normalizer.renew()
+
+    def _update_learning_rate(self, optimizers: list[th.optim.Optimizer] | th.optim.Optimizer) -> None:
+        self.policy.set_learning_rate(self.lr_schedule(self._current_progress_remaining))
+        self.logger.record("train/learning_rate", self.policy.optimizer.param_groups[0]["lr"])
 
     def _update(self) -> None:
         self.policy.set_training_mode(True)

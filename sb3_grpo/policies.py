@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -286,6 +287,12 @@ class ActorPolicy(BasePolicy):
                 "algorithm that saved it. Or copy the weights to a new model with `load_actor(model, path)`, which takes this "
                 "into account."
             )
+        if any(name.startswith("mlp_extractor.") for name in state_dict) and not strict:
+            warnings.warn(
+                "The weights are those of an actor-critic, whose hidden layers have other names, so they are left out: copy "
+                "them with `load_actor(model, path)`.",
+                stacklevel=2,
+            )
         return super().load_state_dict(state_dict, strict, assign)
 
     def reset_noise(self, n_envs: int = 1) -> None:
@@ -307,13 +314,15 @@ class ActorPolicy(BasePolicy):
             obs, space = self.normalizer(obs), self.normalizer.space
         return preprocess_obs(obs, space, normalize_images=self.normalize_images)
 
-    def forward(self, obs: PyTorchObs, deterministic: bool = False, **context: Any) -> tuple[th.Tensor, th.Tensor]:
+    def forward(
+        self, obs: PyTorchObs, deterministic: bool = False, action_masks: Any = None, **context: Any
+    ) -> tuple[th.Tensor, th.Tensor]:
         """
         Choose actions. The arguments are those of :meth:`get_distribution`, and whether to take its mode instead of a sample.
 
         :return: Actions, shape ``(n, *action_shape)``, and their log-probabilities, shape ``(n,)``
         """
-        return self._sample(self.get_distribution(obs, **context), deterministic)
+        return self._sample(self.get_distribution(obs, **_with_masks(context, action_masks)), deterministic)
 
     def _sample(self, distribution: Distribution, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor]:
         actions = distribution.get_actions(deterministic=deterministic)
@@ -327,17 +336,20 @@ class ActorPolicy(BasePolicy):
             return self.unscale_action(actions)
         return np.clip(actions, self.action_space.low, self.action_space.high)
 
-    def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor, **context: Any) -> tuple[th.Tensor, th.Tensor | None]:
+    def evaluate_actions(
+        self, obs: PyTorchObs, actions: th.Tensor, action_masks: Any = None, **context: Any
+    ) -> tuple[th.Tensor, th.Tensor | None]:
         """
         Evaluate given actions under the current policy.
 
         :param obs: Observations, shape ``(n, *obs_shape)``
         :param actions: Actions, shape ``(n, *action_shape)``, or ``(n, action_dim)`` as in a rollout buffer
-        :param context: ``action_masks``, as for :meth:`predict`
+        :param action_masks: As for :meth:`predict`
+        :param context: States of a policy with memory
         :return: Log-probabilities of the actions, shape ``(n,)``, and entropies of the policy, shape ``(n,)``, or ``None`` if
             they have no closed form (gSDE with ``squash_output``)
         """
-        return self.evaluate_distribution(self.get_distribution(obs, **context), actions)
+        return self.evaluate_distribution(self.get_distribution(obs, **_with_masks(context, action_masks)), actions)
 
     def evaluate_distribution(self, distribution: Distribution, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor | None]:
         """Evaluate actions under a distribution from :meth:`get_distribution`, as :meth:`evaluate_actions` does."""
@@ -367,17 +379,17 @@ class ActorPolicy(BasePolicy):
     def _latent(self, obs: PyTorchObs) -> th.Tensor:
         return self.policy_net(self.extract_features(obs, self.features_extractor))
 
-    def get_distribution(self, obs: PyTorchObs, **context: Any) -> Distribution:
+    def get_distribution(self, obs: PyTorchObs, action_masks: Any = None) -> Distribution:
         """
         .. warning::
             A policy has a single distribution object, as in SB3, and every call overwrites it. Take what you need from it
             (``log_prob``, ``entropy``) before the next call. To compare two policies, use two policy objects.
 
         :param obs: Observations, shape ``(n, *obs_shape)``
-        :param context: ``action_masks``, as for :meth:`predict`
+        :param action_masks: As for :meth:`predict`
         :return: Action distribution for a batch of ``n``
         """
-        return self._distribution(self._latent(obs), **context)
+        return self._distribution(self._latent(obs), action_masks)
 
     def _distribution(self, latent: th.Tensor, action_masks: Any = None) -> Distribution:
         return self._distribution_of(self.action_net(latent), latent, action_masks)
@@ -460,6 +472,11 @@ def _channels_innermost(observations: Any, space: spaces.Space) -> Any:
                 return observations.contiguous(memory_format=th.channels_last)
             observations = {**observations, name: observations[name].contiguous(memory_format=th.channels_last)}
     return observations
+
+
+def _with_masks(context: dict[str, Any], action_masks: Any) -> dict[str, Any]:
+    # Without masks, a `get_distribution` of the user needs to know nothing of them.
+    return context if action_masks is None else {**context, "action_masks": action_masks}
 
 
 def plain_name(name: str) -> str:

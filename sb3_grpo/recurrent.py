@@ -149,7 +149,9 @@ class RecurrentActorPolicy(ActorPolicy):
         outputs, after = self.memory(features, before if self.cell == "lstm" else before[0])
         return outputs, self._joined(after if self.cell == "lstm" else (after,))
 
-    def forward(self, obs: PyTorchObs, deterministic: bool = False, states: Any = None, **context: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, obs: PyTorchObs, deterministic: bool = False, states: Any = None, **context: Any
+    ) -> Any:
         """
         Choose actions. The arguments are those of :meth:`get_distribution`, and whether to take its mode instead of a sample.
 
@@ -162,7 +164,7 @@ class RecurrentActorPolicy(ActorPolicy):
     def _latent(self, obs: PyTorchObs, states: Any = None, sequences: th.Tensor | None = None) -> th.Tensor:
         return self.policy_net(self.remember(obs, states, sequences)[0])
 
-    def get_distribution(
+    def get_distribution(  # type: ignore[override]
         self, obs: PyTorchObs, states: Any = None, sequences: th.Tensor | None = None, **context: Any
     ) -> Distribution:
         """
@@ -293,11 +295,11 @@ class RecurrentGRPO(MaskableGRPO):
         log_interval: int = 1,
         tb_log_name: str = "RecurrentGRPO",
         reset_num_timesteps: bool = True,
-        use_masking: bool = True,
         progress_bar: bool = False,
+        use_masking: bool = True,
     ) -> SelfRecurrentGRPO:
         """
-        Learn. The arguments are those of ``MaskableGRPO.learn``.
+        Learn. The arguments are those of ``RecurrentPPO.learn``, and one more.
 
         :param use_masking: Whether to use the masks of environments that have ``action_masks``
         """

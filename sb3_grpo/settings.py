@@ -41,7 +41,7 @@ ELSEWHERE = {
     "total_timesteps": "the number of environment steps is an argument of `learn`, as in `learn(total_timesteps=100_000)`.",
 }
 #: Names that concern a value network, in PPO and other libraries
-CRITIC_NAMES = re.compile(r"(^|_)(vf|vloss|value|critic)(_|$)|share_features_extractor")
+CRITIC_NAMES = re.compile(r"(^|_)(vf|vloss|value|critic)(_|$)|share_features_extractor|shared_lstm")
 
 #: Checks of values, their limits, and the arguments that they are for. ``None`` is accepted where it is the default.
 CHECKS: tuple[tuple[Callable[..., None], tuple[Any, ...], str], ...] = (

@@ -340,3 +340,13 @@ def test_continuous_actions_are_refused(env: str):
     model = make_model(env, GRPO)
     with pytest.raises(ValueError, match="cannot be masked"):
         model.policy.predict(np.zeros(3, np.float32), action_masks=[True])
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_the_policy_takes_masks_where_sb3_contribs_does(space: spaces.Space):
+    policy: Any = MaskableGRPO("MlpPolicy", DummyVecEnv([lambda: Rules(space)] * 2), n_steps=32, policy_kwargs=SMALL).policy
+    obs, masks = th.zeros(2, *policy.observation_space.shape), np.zeros((2, sum(choices_of(space))), bool)
+    masks[:, np.cumsum([0, *choices_of(space)[:-1]])] = True  # the first choice of each part
+    (only,) = np.unique(policy(obs, False, masks)[0].numpy(), axis=0)
+    assert np.allclose(policy.evaluate_actions(obs, th.as_tensor(np.stack([only] * 2)), masks)[0].detach(), 0.0, atol=1e-5)
+    assert np.array_equal(policy.get_distribution(obs, masks).mode()[0].detach().numpy().reshape(only.shape), only)

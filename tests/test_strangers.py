@@ -1,8 +1,10 @@
 """Environments, wrappers and callbacks that do unusual things which PPO copes with."""
 
+import inspect
 import math
 import multiprocessing
 import random
+import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -13,14 +15,15 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from helpers import AnyEnv, Watcher, make_model, reload
+from helpers import SMALL, AnyEnv, Watcher, make_envs, make_model, reload, same, weights
+from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, EveryNTimesteps, StopTrainingOnMaxEpisodes
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, FlattenExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
 
-from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO
+from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO, grpo
 from sb3_grpo.arithmetic.update import UncheckedDistributions
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.observations import map_observations, take_observations
@@ -781,3 +784,92 @@ def test_an_argument_that_a_subclass_has_as_a_property_counts_in_each_update() -
     assert entropies[1] > entropies[0] + 0.05
     with pytest.raises(ValueError, match="`ent_coef` must be a finite number, not inf"):
         type("Wrong", (Anneals,), {"first": math.inf})("MlpPolicy", env)
+
+
+class Columns(VecEnvWrapper):
+    """Shows some of the inputs, in an array whose columns lie one after another."""
+
+    def __init__(self, venv: VecEnv, in_order: bool):
+        super().__init__(venv, spaces.Box(-np.inf, np.inf, (2,), np.float32))
+        self.in_order = in_order
+
+    def seen(self, observations: Any) -> np.ndarray:
+        chosen = observations[:, [0, 2]]
+        assert not chosen.flags["C_CONTIGUOUS"]
+        return np.ascontiguousarray(chosen) if self.in_order else chosen
+
+    def reset(self) -> Any:
+        return self.seen(self.venv.reset())
+
+    def step_wait(self) -> Any:
+        observations, *others = self.venv.step_wait()
+        return self.seen(observations), *others
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, RecurrentGRPO])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_the_order_of_observations_in_memory_changes_nothing(env: str, algorithm: Any) -> None:
+    def trained(in_order: bool) -> Any:
+        name = "MlpPolicy" if algorithm is GRPO else "MlpLstmPolicy"
+        return algorithm(name, Columns(make_vec_env(env, 4, seed=0), in_order), n_steps=64, seed=0, device="cpu").learn(512)
+
+    assert same(weights(trained(False)), weights(trained(True)))
+
+
+def test_a_learning_rate_that_the_user_updates_stays() -> None:
+    class Own(GRPO):
+        def _update_learning_rate(self, optimizers: Any) -> None:
+            optimizers.param_groups[0]["lr"] = 0.0
+
+    model = Own("MlpPolicy", "CartPole-v1", n_steps=64, device="cpu")
+    before = weights(model)
+    assert same(before, weights(model.learn(128)))
+
+
+def test_a_stop_iteration_of_an_environment_arrives_as_one() -> None:
+    class RunsOut(Counts):
+        def step(self, action: Any) -> Any:
+            return super().step(action) if self.t < 5 else next(iter([]))
+
+    with pytest.raises(StopIteration):
+        make_model(DummyVecEnv([RunsOut])).learn(64)
+
+
+def test_compilation_is_no_part_of_the_speed_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Age(BaseCallback):
+        def _on_rollout_start(self) -> None:
+            self.seconds = (time.time_ns() - self.model.start_time) / 1e9
+
+        def _on_step(self) -> bool:
+            return True
+
+    def compiles(*_: Any) -> str:
+        time.sleep(1.0)
+        return "Compiled"
+
+    monkeypatch.setattr(grpo, "describe_choice", compiles)
+    make_model().learn(32, age := Age())
+    assert age.seconds < 0.9
+
+
+def test_a_rollout_of_another_length_than_the_buffer_is_refused() -> None:
+    model = make_model()
+    _, callback = model._setup_learn(64)
+    with pytest.raises(ValueError, match="n_rollout_steps=8 does not fill a rollout buffer of 16 steps"):
+        model.collect_rollouts(model.env, callback, model.rollout_buffer, 8)
+
+
+def test_weights_of_an_actor_critic_that_are_left_out_are_noticed() -> None:
+    model, ppo = make_model(), PPO("MlpPolicy", make_envs(), policy_kwargs=SMALL, device="cpu")
+    with pytest.warns(UserWarning, match=r"hidden layers have other names.*load_actor"):
+        model.policy.load_state_dict(ppo.policy.state_dict(), strict=False)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(GRPO, PPO), (MaskableGRPO, MaskablePPO), (RecurrentGRPO, RecurrentPPO)],
+    ids=lambda each: each.__name__,
+)
+def test_arguments_of_learn_have_the_order_of_the_algorithm_with_a_critic(ours: Any, theirs: Any) -> None:
+    expected = list(inspect.signature(theirs.learn).parameters)
+    assert list(inspect.signature(ours.learn).parameters)[: len(expected)] == expected

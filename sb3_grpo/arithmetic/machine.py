@@ -137,7 +137,7 @@ class MachinePolicy:
         def choose(obs: Any, obs_tensor: Any, action_masks: Any = None, states: np.ndarray = NO_ROWS) -> tuple[Any, ...]:
             if not is_vector:  # numbers of categories, which the policy encodes, or pictures
                 obs = network_inputs(policy, obs_tensor).numpy()
-            observations = np.array(obs, dtype=np.float64).reshape(len(obs), -1)
+            observations = np.array(obs, dtype=np.float64, order="C").reshape(len(obs), -1)
             n = len(observations)
             values, actions = values_for(n), np.empty((n, network.n_components), np.float32)
             terms = np.empty((3, n), np.float32)
