@@ -7,7 +7,6 @@ penalty, ``rho = pi / pi_old`` the importance ratio, ``A`` the advantage. All of
 something else is said. ``clip_range`` and ``clip_range_high`` are ``c`` and ``c_high``.
 """
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch as th
@@ -158,41 +157,15 @@ def effective_sample_size(ratio: th.Tensor) -> th.Tensor:
     return relative.sum() ** 2 / (len(ratio) * (relative**2).sum())
 
 
-def k1(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
-    """
-    ``-d`` with ``d = log pi_ref - log pi``: an unbiased estimate of KL(pi || pi_ref), from actions that ``pi`` has sampled,
-    with a high variance (J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
-    """
-    return log_prob - reference_log_prob
-
-
-def k2(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
-    """``d^2 / 2``: a biased estimate with a low variance, never negative. Source and symbols as for :func:`k1`."""
-    return 0.5 * (reference_log_prob - log_prob) ** 2
-
-
 def k3(log_prob: th.Tensor, reference_log_prob: th.Tensor) -> th.Tensor:
     """
-    ``exp(d) - d - 1``: an unbiased estimate that is never negative, used by DeepSeekMath (https://arxiv.org/abs/2402.03300,
-    equation 4). Source and symbols as for :func:`k1`. Departure: ``d`` is at most ``MAX_LOG_RATIO``.
+    ``exp(d) - d - 1`` with ``d = log pi_ref - log pi``: an unbiased estimate of KL(pi || pi_ref) that is never negative, from
+    actions that ``pi`` has sampled (J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html), used
+    by DeepSeekMath (https://arxiv.org/abs/2402.03300, equation 4). Departure: ``d`` is at most ``MAX_LOG_RATIO``.
     """
     # Both terms use the clamped value: if only the exponential were flat, the slope of -d would push the policies apart.
     d = th.clamp(reference_log_prob - log_prob, max=MAX_LOG_RATIO)
     return th.expm1(d) - d
-
-
-KL_ESTIMATORS: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-
-
-def importance_weighted(estimate: th.Tensor, log_prob: th.Tensor, old_log_prob: th.Tensor) -> th.Tensor:
-    """
-    ``rho f`` for an estimate ``f``: its mean over actions of ``pi_old`` is the mean of ``f`` over actions of ``pi``, in value
-    and in gradient.
-
-    :func:`k1` needs this weight in a loss. Without it, its gradient is that of ``log pi``, which does not depend on the
-    reference and is zero in expectation (Tang & Munos 2025, https://arxiv.org/abs/2506.09477).
-    """
-    return th.exp(th.clamp(log_prob - old_log_prob, max=MAX_LOG_RATIO)) * estimate
 
 
 def approximate_kl(log_ratio: th.Tensor) -> th.Tensor:

@@ -79,11 +79,11 @@ class ObjectiveOptions:
         attribute ``kl_coef`` of the model is the current one
     :param adaptive_kl_target: Desired divergence from the reference after an update: the coefficient is doubled or halved
         after each update to reach it. ``None`` for a constant coefficient
-    :param kl_reference: Reference policy. ``"old"``: the policy before the update (the estimators ``k1`` to ``k3`` use the
-        policy that sampled the transition). ``"initial"``: the policy at the first update. An integer: the policy of at most
+    :param kl_reference: Reference policy. ``"old"``: the policy before the update (``"k3"`` uses the policy that
+        sampled the transition). ``"initial"``: the policy at the first update. An integer: the policy of at most
         that many updates ago
-    :param kl_estimator: ``"exact"``: the closed form. ``"k1"``, ``"k2"``, ``"k3"``: estimates from the actions, see
-        :mod:`sb3_grpo.losses`
+    :param kl_estimator: ``"exact"``: the closed form. ``"k3"``: an estimate from the actions, see
+        :func:`~sb3_grpo.losses.k3`
     :raises ValueError: If an option is out of range, or does not fit another
     """
 

@@ -82,7 +82,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (dict(update_rule="trpo"), "`update_rule` must be 'clipped' or 'natural', not 'trpo'"),
     (dict(objective=dict(kl_reference=0)), "`kl_reference` must be an integer of at least 1 or 'old' or 'initial', not 0"),
-    (dict(objective=dict(kl_estimator="k4")), "`kl_estimator` must be 'exact', 'k1', 'k2' or 'k3', not 'k4'"),
+    (dict(objective=dict(kl_estimator="k4")), "`kl_estimator` must be 'exact' or 'k3', not 'k4'"),
     (one_env(n_steps=1), "n_steps=1 with 1 environment gives rollouts of one transition"),
     (dict(use_sde=True), "can only be used with continuous actions"),
     # Buffers

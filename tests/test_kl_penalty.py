@@ -40,11 +40,10 @@ def sample(policy: Any, observations: th.Tensor = OBSERVED) -> GroupRolloutBuffe
 def test_estimates_of_the_divergence_from_the_old_policy_need_no_second_policy():
     policy = make_policy()
     batch = sample(policy)
-    for estimator in ("k1", "k2", "k3"):
-        penalty = KLPenalty("old", estimator)
-        penalty.renew(policy)
-        assert penalty.policy is None
-        assert penalty.mean(policy, [batch]) == pytest.approx(0.0, abs=1e-6)
+    penalty = KLPenalty("old", "k3")
+    penalty.renew(policy)
+    assert penalty.policy is None
+    assert penalty.mean(policy, [batch]) == pytest.approx(0.0, abs=1e-6)
     assert penalty.mean(perturb(policy, 0.3), [batch]) > 1e-3
 
 
@@ -95,7 +94,7 @@ def test_estimates_average_to_the_divergence_from_the_policy_to_the_reference(ac
         distributions = [each.get_distribution(OBSERVED) for each in (policy, reference)]
     forward, backward = (exact_kl(*pair).mean().item() for pair in (distributions, distributions[::-1]))
     batch = sample(policy, OBSERVED.repeat(200, 1))
-    tolerances: dict[KLEstimator, float] = {"exact": 1e-4, "k1": 0.06, "k3": 0.06}
+    tolerances: dict[KLEstimator, float] = {"exact": 1e-4, "k3": 0.06}
     for estimator, tolerance in tolerances.items():
         penalty = KLPenalty("initial", estimator)
         penalty.renew(reference)

@@ -10,11 +10,11 @@ from stable_baselines3.common.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from sb3_grpo.buffers.rollout import GroupRolloutBufferSamples
-from sb3_grpo.losses import KL_ESTIMATORS, exact_kl, importance_weighted
+from sb3_grpo.losses import exact_kl, k3
 from sb3_grpo.policies import COMPILED, ActorPolicy
 from sb3_grpo.validation import require_at_least, require_one_of
 
-KLEstimator = Literal["exact", "k1", "k2", "k3"]
+KLEstimator = Literal["exact", "k3"]
 KLReference = Literal["old", "initial"] | int
 
 #: Limits of an adaptive coefficient.
@@ -59,7 +59,7 @@ class KLPenalty:
     The divergence KL(pi || reference) that the loss penalises.
 
     :param reference: ``"old"``, ``"initial"``, or the number of updates between two renewals
-    :param estimator: ``"exact"``, ``"k1"``, ``"k2"`` or ``"k3"``
+    :param estimator: ``"exact"`` or ``"k3"``
     :raises ValueError: If an argument is out of range
     """
 
@@ -68,7 +68,7 @@ class KLPenalty:
             require_one_of("kl_reference", reference, ("old", "initial"))
         else:
             require_at_least("kl_reference", reference, 1, or_else="or 'old' or 'initial'")
-        require_one_of("kl_estimator", estimator, ("exact", *KL_ESTIMATORS))
+        require_one_of("kl_estimator", estimator, ("exact", "k3"))
         self.reference = reference
         self.estimator = estimator
         #: The reference policy; ``None`` until an update needs it.
@@ -133,8 +133,7 @@ class KLPenalty:
                 return exact_kl(distribution, reference)
             with th.no_grad():
                 reference_log_prob, _ = self.policy.evaluate_distribution(reference, batch.actions)
-        estimate = KL_ESTIMATORS[self.estimator](log_prob, reference_log_prob)
-        return importance_weighted(estimate, log_prob, batch.old_log_prob) if self.estimator == "k1" else estimate
+        return k3(log_prob, reference_log_prob)
 
     @th.no_grad()
     def mean(self, policy: ActorPolicy, batches: Iterable[GroupRolloutBufferSamples]) -> float:
