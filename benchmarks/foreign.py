@@ -28,7 +28,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from benchmarks.curves import TrainingCurve
 from benchmarks.results import RESULTS, append_row, provenance, read_rows
 from benchmarks.statistics import difference_of_means
-from benchmarks.tables import NO_ROWS, markdown_table
+from benchmarks.tables import markdown_table
 from benchmarks.versus import outcome
 from sb3_grpo import GRPO, check_shared_inputs
 
@@ -39,10 +39,9 @@ FIELDS = [
 N_ENVS = 8
 #: Seeds of the scenarios of the evaluation, which no training uses
 SCENARIOS = range(10_000, 10_020)
-#: Arguments of GRPO as it comes, with pairs also where members share much, and without groups
+#: Arguments of GRPO as it comes, and without groups
 OURS: dict[str, dict[str, Any]] = {
     "grpo": {},
-    "grpo_pairs": dict(group_size=2),
     "grpo_alone": dict(group_size=2, share_starts=False, rollout_buffer_kwargs=dict(relative=False)),
 }
 ARMS = (*OURS, "ppo")
@@ -280,26 +279,21 @@ def run(name: str, arm: str, seed: int, timesteps: int) -> None:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """:return: Means over seeds by environment, with :func:`~benchmarks.versus.outcome` against GRPO without groups"""
+    """:return: Means over seeds by environment, with :func:`~benchmarks.versus.outcome` of GRPO against GRPO without groups"""
     lines = []
     for name in CHOSEN:
-        line = [f"`{name}`"]
+        line, counts = [f"`{name}`"], []
         for column in ("auc", "eval_mean"):
-            runs = {arm: [float(row[column]) for row in rows if (row["env"], row["arm"]) == (name, arm)] for arm in OURS}
-            scores = {arm: np.array(values) for arm, values in runs.items() if len(values) > 1}
-            if "grpo_alone" not in scores:
-                continue
-            alone = scores.pop("grpo_alone")
-            for arm in list(OURS)[:-1]:
-                ours = scores.get(arm)
-                word = "" if ours is None else outcome(difference_of_means(ours, alone))
-                line.append("" if ours is None else f"{three_digits(ours.mean())}{'' if word == 'level' else f', {word}'}")
-            line.append(three_digits(alone.mean()))
-        if len(line) > 1:
-            numbers = sorted({len(values) for values in runs.values() if values})
-            lines.append([*line, " to ".join(str(each) for each in dict.fromkeys((numbers[0], numbers[-1])))])
-    columns = [f"{measure}, {arm}" for measure in ("area", "evaluation") for arm in ("default", "pairs", "none")]
-    return markdown_table(["environment", *columns, "seeds"], lines) if rows else NO_ROWS
+            runs = {arm: [float(row[column]) for row in rows if (row["env"], row["arm"]) == (name, arm)] for arm in ARMS}
+            ours, alone = (np.array(runs[arm]) for arm in OURS)
+            word = outcome(difference_of_means(ours, alone)) if min(len(ours), len(alone)) > 1 else "level"
+            means = [three_digits(float(np.mean(values))) if values else "" for values in runs.values()]
+            line += [means[0] if word == "level" else f"{means[0]}, {word}", *means[1:]]
+            counts = [len(values) for values in runs.values() if values]
+        if counts:
+            lines.append([*line, " to ".join(str(each) for each in dict.fromkeys((min(counts), max(counts))))])
+    columns = [f"{measure}, {arm}" for measure in ("area", "evaluation") for arm in ("groups", "none", "PPO")]
+    return markdown_table(["environment", *columns, "seeds"], lines)
 
 
 def three_digits(value: float) -> str:

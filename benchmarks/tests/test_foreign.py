@@ -12,6 +12,7 @@ from gymnasium import spaces
 from benchmarks import foreign
 from benchmarks.pool import EnvPoolVecEnv
 from benchmarks.results import read_rows
+from benchmarks.tables import NO_ROWS
 from sb3_grpo import GRPO
 
 needs_envpool = pytest.mark.skipif(importlib.util.find_spec("envpool") is None, reason="EnvPool is not installed")
@@ -72,18 +73,18 @@ def test_a_run_leaves_one_row_and_is_not_repeated(
         foreign.run("toy", arm, seed=0, timesteps=2048)
     [row] = read_rows(foreign.ROWS)
     assert (row["arm"], row["env"], row["seed"]) == (arm, "toy", "0") and 0.0 <= float(row["eval_mean"]) <= 10.0
-    assert float(row["auc"]) == pytest.approx(5.0, abs=1.0) and (row["correlation"] != "") is (arm in ("grpo", "grpo_pairs"))
+    assert float(row["auc"]) == pytest.approx(5.0, abs=1.0) and (row["correlation"] != "") is (arm == "grpo")
     assert "There is a row of" in capsys.readouterr().out
 
 
 def test_the_table_says_where_groups_are_ahead() -> None:
     scores = {
         ("execution", "grpo"): [0.02, 0.021, 0.019],
-        ("execution", "grpo_pairs"): [0.008, 0.012],
+        ("execution", "ppo"): [0.008, 0.012],
         ("execution", "grpo_alone"): [0.01, 0.011, 0.012],
         ("portfolio", "grpo"): [-1234.0, 5.0],
         ("portfolio", "grpo_alone"): [1.0, 2.0],
-        ("reservoir", "grpo"): [1.0, 2.0],  # nothing to compare it with
+        ("reservoir", "grpo"): [1.0, 3.0],  # nothing to compare it with
     }
     rows = [
         {"env": env, "arm": arm, "auc": str(score), "eval_mean": str(-score)}
@@ -91,10 +92,11 @@ def test_the_table_says_where_groups_are_ahead() -> None:
         for score in values
     ]
     assert foreign.table(rows).splitlines()[2:] == [
-        "| `portfolio` | -614 |  | 1.50 | 614 |  | -1.50 | 2 |",
-        "| `execution` | 0.0200, ahead | 0.0100 | 0.0110 | -0.0200, behind | -0.0100 | -0.0110 | 2 to 3 |",
+        "| `reservoir` | 2.00 |  |  | -2.00 |  |  | 2 |",
+        "| `portfolio` | -614 | 1.50 |  | 614 | -1.50 |  | 2 |",
+        "| `execution` | 0.0200, ahead | 0.0110 | 0.0100 | -0.0200, behind | -0.0110 | -0.0100 | 2 to 3 |",
     ]
-    assert foreign.table([]) == foreign.NO_ROWS
+    assert foreign.table([]) == NO_ROWS
 
 
 # -- EnvPool ----------------------------------------------------------------------------------------------------------
