@@ -5,10 +5,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch as th
+from stable_baselines3.common.env_util import make_vec_env
 
 from benchmarks.systems import NumpyCartPole, OnlyTurns, SeededNumpyCartPole, clone, demonstrations, train_on_answers
 from benchmarks.tasks.t_maze import TMazeEnv
-from sb3_grpo import GRPO
+from sb3_grpo import GRPO, RecurrentGRPO
 
 
 def test_cart_poles_in_numpy_move_as_gymnasiums() -> None:
@@ -67,6 +68,8 @@ def test_without_masks_only_the_turn_at_the_end_of_the_corridor_counts() -> None
             (_, at_end), reward, done, *_ = env.step(int(turn))
         returns.append(reward)
     assert returns == [1.0] * 20 and env.action_space == gym.spaces.Discrete(2)
+    envs = make_vec_env(lambda: OnlyTurns(TMazeEnv(length=4)), n_envs=2)
+    RecurrentGRPO("MlpLstmPolicy", envs, n_steps=16, batch_size=32, device="cpu").learn(32)  # whose masks are no hindrance
 
 
 class KnowsTheSums:
