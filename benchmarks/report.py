@@ -135,7 +135,6 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
         "inputs_summary": lambda: summary_table(groups["inputs"], OURS, {**CRITICS, **WITHOUT_GROUPS, **DEEPSEEK}),
-        "outcomes_by_environment": lambda: outcomes_by_environment(proof, OURS, CRITICS),
         "outcomes": lambda: outcomes_table(proof, OURS, CRITICS),
         "deepseek_outcomes": lambda: outcomes_table(proof, OURS, DEEPSEEK),
         "untouched_outcomes": lambda: outcomes_table(groups["untouched"], OURS, RIVALS),
