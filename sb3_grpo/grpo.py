@@ -218,12 +218,12 @@ class GRPO(PersistentAlgorithm):
         self.kl_coef = self.objective.kl_coef if self.kl_coef is None else self.kl_coef
         kinds = isinstance(self.action_space, spaces.Box), has_boards(self.observation_space)
         standard = {**{name: each.default for name, each in parameters.items()}, **self._own_defaults}
-        self.update_rule = self.update_rule or settings.chosen_update_rule(self._values(), standard, *kinds)
-        settings.check_values(self._values(), parameters)
+        self.update_rule = self.update_rule or settings.chosen_update_rule(self._named_settings(), standard, *kinds)
+        settings.check_values(self._named_settings(), parameters)
         if self.normalize_observations is None:
             policy_class: type[ActorPolicy] = self.policy_class
             self.normalize_observations = not policy_class.has_own_extractor(self.observation_space, self.policy_kwargs)
-        settings.check_options(self._values(), parameters, self._standardises())
+        settings.check_options(self._named_settings(), parameters, self._standardises())
         defaults = buffer_class.defaults(self.update_rule)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
         if self.n_epochs is None:
@@ -255,14 +255,14 @@ class GRPO(PersistentAlgorithm):
         self._continue_run(saved_ledger)
         self._settings = self._current_settings()
 
-    def _values(self) -> dict[str, Any]:
+    def _named_settings(self) -> dict[str, Any]:
         """:return: All attributes by name, among them the arguments of the constructor that a subclass has as properties"""
         computed = [name for name in inspect.signature(GRPO.__init__).parameters if hasattr(type(self), name)]
         return {**vars(self), **{name: getattr(self, name) for name in computed}}
 
     def _current_settings(self) -> dict[str, Any]:
         """:return: The arguments of the constructor that are attributes, and what was made of some, by name"""
-        values = self._values()
+        values = self._named_settings()
         arguments = {name: values[name] for name in inspect.signature(GRPO.__init__).parameters if name in values}
         return {**arguments, "lr_schedule": self.lr_schedule, "optimizer": self.policy.optimizer}
 
@@ -271,8 +271,8 @@ class GRPO(PersistentAlgorithm):
         changed = settings.changed_settings(self._settings, self._current_settings())
         if not changed:
             return
-        settings.check_values(self._values(), inspect.signature(GRPO.__init__).parameters)
-        settings.warn_of_idle_arguments(self._values(), changed)
+        settings.check_values(self._named_settings(), inspect.signature(GRPO.__init__).parameters)
+        settings.warn_of_idle_arguments(self._named_settings(), changed)
         if "learning_rate" in changed:
             self._setup_lr_schedule()
         self.clip_range = FloatSchedule(self.clip_range)

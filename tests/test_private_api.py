@@ -30,6 +30,7 @@ PRIVATE = {
     "_wrap_env": "static method (env, verbose, monitor_wrapper) that makes a VecEnv of any environment",
     "_setup_model": "seeds the model, builds policy and rollout buffer; load() calls it",
     "_setup_lr_schedule": "makes the schedule of the learning rate from the argument",
+    "_update_learning_rate": "hook that sets the rate of optimizers before an update, which users override",
     "_setup_learn": "resets the environment if the run is new, and stores the observation",
     "_maybe_recommend_cpu": "warns about networks on a GPU, and takes the name of the MLP policy",
     "_last_obs": "observations in which the next actions are chosen; None asks for a reset",
