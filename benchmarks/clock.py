@@ -23,7 +23,7 @@ from benchmarks.matrix import Run, entry_of, load_matrix
 from benchmarks.results import RESULTS, append_row, provenance, read_rows
 from benchmarks.run import EVALUATION_SEED, evaluate, experiment
 from benchmarks.statistics import format_number
-from benchmarks.tables import NO_ROWS, markdown_table
+from benchmarks.tables import markdown_table
 
 ROWS = RESULTS / "clock.csv"
 FIELDS = ["arm", "env", "seed", "minutes", "steps", "eval_mean", "eval_std", "commit", "versions"]
@@ -91,25 +91,22 @@ def train(run: Run) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """:return: A line for each arm in each environment: means over seeds, and the hours that a million steps would take"""
-    lines = []
-    for env in ENVS:
-        for arm in ARMS:
-            runs = [row for row in rows if (row["env"], row["arm"]) == (env, arm)]
-            if not runs:
-                continue
-            at = {mark: [row for row in runs if float(row["minutes"]) == mark] for mark in MARKS}
-            scores = [
-                format_number(float(np.mean([float(row["eval_mean"]) for row in each]))) if each else ""
-                for each in at.values()
-            ]
-            speed = np.mean([float(row["steps"]) / (60 * float(row["minutes"])) for row in runs])
-            n_seeds = len({row["seed"] for row in runs})
-            lines.append([env, arm, n_seeds, *scores, f"{speed:,.0f}", f"{1e6 / speed / 3600:.2f}"])
-    columns = [f"{mark:g} min" for mark in MARKS]
-    return (
-        markdown_table(["environment", "", "seeds", *columns, "steps/s", "hours for a million"], lines) if lines else NO_ROWS
-    )
+    """
+    :return: A line for each environment and a column for each arm: mean scores at ``MARKS``, and the hours that a million
+        steps would take
+    """
+    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
+
+    def cell(env: str, arm: str) -> str:
+        runs = [row for row in rows if (row["env"], row["arm"]) == (env, arm)]
+        if not runs:
+            return ""
+        at = {mark: [float(row["eval_mean"]) for row in runs if float(row["minutes"]) == mark] for mark in MARKS}
+        scores = (format_number(float(np.mean(each))) if each else "-" for each in at.values())
+        seconds_per_step = float(np.mean([60 * float(row["minutes"]) / float(row["steps"]) for row in runs]))
+        return f"{'; '.join(scores)}; {1e6 * seconds_per_step / 3600:.2f} h"
+
+    return markdown_table(["environment", *arms], [[env, *(cell(env, arm) for arm in arms)] for env in ENVS] if arms else [])
 
 
 def main() -> None:
