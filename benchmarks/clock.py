@@ -93,7 +93,8 @@ def train(run: Run) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, str]]) -> str:
     """
     :return: A line for each environment and a column for each arm: mean scores at ``MARKS``, and the hours that a million
-        steps would take
+        steps would take at the speed between the first mark and the last that a run reached. The settings of the zoo end some
+        runs before
     """
     arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
 
@@ -103,8 +104,10 @@ def table(rows: Sequence[dict[str, str]]) -> str:
             return ""
         at = {mark: [float(row["eval_mean"]) for row in runs if float(row["minutes"]) == mark] for mark in MARKS}
         scores = (format_number(float(np.mean(each))) if each else "-" for each in at.values())
-        seconds_per_step = float(np.mean([60 * float(row["minutes"]) / float(row["steps"]) for row in runs]))
-        return f"{'; '.join(scores)}; {1e6 * seconds_per_step / 3600:.2f} h"
+        reached = sorted((float(row["minutes"]), float(row["steps"])) for row in runs)
+        (first, first_steps), (last, last_steps) = reached[0], reached[-1]
+        hours = (last - first) / 60 / (last_steps - first_steps) * 1e6
+        return f"{'; '.join(scores)}; {hours:.2f} h"
 
     return markdown_table(["environment", *arms], [[env, *(cell(env, arm) for arm in arms)] for env in ENVS] if arms else [])
 

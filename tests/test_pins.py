@@ -53,7 +53,14 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         buffer_size=REQUIRED, observation_space=REQUIRED, action_space=REQUIRED, device="auto", **OF_EVERY_BUFFER
     ),
     buffers.KernelRolloutBuffer: dict(
-        n_features=128, bandwidth=None, ridge=1e-5, forgetting=0.8, n_folds=4, time_feature=True, relative=True
+        n_features=128,
+        bandwidth=None,
+        ridge=1e-5,
+        forgetting=0.8,
+        n_folds=4,
+        time_feature=True,
+        learn_metric=False,
+        relative=True,
     ),
     buffers.CompleteGroupRolloutBuffer: OF_COMPLETE_GROUPS,
     buffers.OutcomeRolloutBuffer: dict(leave_one_out=False),
