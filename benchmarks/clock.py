@@ -20,7 +20,7 @@ from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.callbacks import BaseCallback
 
 from benchmarks.matrix import Run, entry_of, load_matrix
-from benchmarks.results import RESULTS, append_row, provenance, read_rows
+from benchmarks.results import RESULTS, append_row, has_row, provenance
 from benchmarks.run import EVALUATION_SEED, evaluate, experiment
 from benchmarks.statistics import format_number
 from benchmarks.tables import markdown_table
@@ -62,22 +62,20 @@ class Clock(BaseCallback):
     def __init__(self, manager: ExperimentManager, run: Run):
         super().__init__()
         self.manager, self.run, self.rows = manager, run, list[dict[str, Any]]()
-        self._marks, self._began = iter(MARKS), 0.0
 
     def _on_training_start(self) -> None:
-        self._began, self._next = time.process_time(), next(self._marks)
+        self._began = time.process_time()
 
     def _on_step(self) -> bool:
-        now = time.process_time()
-        if now - self._began < 60 * self._next:
+        now, mark = time.process_time(), MARKS[len(self.rows)]
+        if now - self._began < 60 * mark:
             return True
         mean, std = evaluate(self.manager, self.model, N_EPISODES, EVALUATION_SEED + self.run.seed)
         scores = dict(eval_mean=f"{mean:.4f}", eval_std=f"{std:.4f}")
-        self.rows.append(dict(minutes=self._next, steps=self.num_timesteps, **scores))
-        print(f"{self.run}, after {self._next} minutes: {self.rows[-1]}", flush=True)
+        self.rows.append(dict(minutes=mark, steps=self.num_timesteps, **scores))
+        print(f"{self.run}: {self.rows[-1]}", flush=True)
         self._began += time.process_time() - now
-        self._next = next(self._marks, np.inf)
-        return bool(np.isfinite(self._next))
+        return len(self.rows) < len(MARKS)
 
 
 def train(run: Run) -> list[dict[str, Any]]:
@@ -93,8 +91,8 @@ def train(run: Run) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, str]]) -> str:
     """
     :return: A line for each environment and a column for each arm: mean scores at ``MARKS``, and the hours that a million
-        steps would take at the speed between the first mark and the last that a run reached. The settings of the zoo end some
-        runs before
+        steps would take at the speed between the first mark and the last that runs reached. A dash stands for a mark that
+        they did not reach
     """
     arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
 
@@ -102,11 +100,14 @@ def table(rows: Sequence[dict[str, str]]) -> str:
         runs = [row for row in rows if (row["env"], row["arm"]) == (env, arm)]
         if not runs:
             return ""
-        at = {mark: [float(row["eval_mean"]) for row in runs if float(row["minutes"]) == mark] for mark in MARKS}
-        scores = (format_number(float(np.mean(each))) if each else "-" for each in at.values())
-        reached = sorted((float(row["minutes"]), float(row["steps"])) for row in runs)
-        (first, first_steps), (last, last_steps) = reached[0], reached[-1]
-        hours = (last - first) / 60 / (last_steps - first_steps) * 1e6
+
+        def means(column: str) -> dict[float, float]:
+            at = {mark: [float(row[column]) for row in runs if float(row["minutes"]) == mark] for mark in MARKS}
+            return {mark: float(np.mean(values)) for mark, values in at.items() if values}
+
+        found, steps = means("eval_mean"), means("steps")
+        scores = (format_number(found[mark]) if mark in found else "-" for mark in MARKS)
+        hours = 1e6 / 60 * (max(steps) - min(steps)) / (steps[max(steps)] - steps[min(steps)])
         return f"{'; '.join(scores)}; {hours:.2f} h"
 
     return markdown_table(["environment", *arms], [[env, *(cell(env, arm) for arm in arms)] for env in ENVS] if arms else [])
@@ -120,8 +121,7 @@ def main() -> None:
     parser.add_argument("--seed", required=True, type=int)
     args = parser.parse_args()
     key = dict(arm=args.arm, env=args.env, seed=str(args.seed))
-    if any(key.items() <= row.items() for row in read_rows(ROWS)):
-        print(f"There are rows of {key} in {ROWS.name}.")
+    if has_row(ROWS, key):
         return
     for row in train(planned(args.arm, args.env, args.seed)):
         append_row(ROWS, row, FIELDS)

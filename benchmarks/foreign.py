@@ -26,7 +26,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 
 from benchmarks.curves import TrainingCurve
-from benchmarks.results import RESULTS, append_row, provenance, read_rows
+from benchmarks.results import RESULTS, append_row, has_row, provenance
 from benchmarks.statistics import difference_of_means
 from benchmarks.tables import markdown_table
 from benchmarks.versus import outcome
@@ -254,8 +254,7 @@ def evaluate(model: BaseAlgorithm, env: gym.Env[Any, Any]) -> np.ndarray:
 def run(name: str, arm: str, seed: int, timesteps: int) -> None:
     """Train, evaluate and append a row, unless there is one."""
     key = dict(arm=arm, env=name, seed=str(seed), timesteps=str(timesteps))
-    if any(key.items() <= row.items() for row in read_rows(ROWS)):
-        print(f"There is a row of {key} in {ROWS.name}.")
+    if has_row(ROWS, key):
         return
     th.set_num_threads(1)
     model, curve = make_model(name, arm, seed), TrainingCurve()
@@ -282,16 +281,17 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     """:return: Means over seeds by environment, with :func:`~benchmarks.versus.outcome` of GRPO against GRPO without groups"""
     lines = []
     for name in CHOSEN:
-        line, counts = [f"`{name}`"], []
+        runs = [[row for row in rows if (row["env"], row["arm"]) == (name, arm)] for arm in ARMS]
+        counts = [len(each) for each in runs if each]
+        if not counts:
+            continue
+        line = [f"`{name}`"]
         for column in ("auc", "eval_mean"):
-            runs = {arm: [float(row[column]) for row in rows if (row["env"], row["arm"]) == (name, arm)] for arm in ARMS}
-            ours, alone = (np.array(runs[arm]) for arm in OURS)
+            ours, alone, ppo = (np.array([float(row[column]) for row in each]) for each in runs)
             word = outcome(difference_of_means(ours, alone)) if min(len(ours), len(alone)) > 1 else "level"
-            means = [three_digits(float(np.mean(values))) if values else "" for values in runs.values()]
-            line += [means[0] if word == "level" else f"{means[0]}, {word}", *means[1:]]
-            counts = [len(values) for values in runs.values() if values]
-        if counts:
-            lines.append([*line, " to ".join(str(each) for each in dict.fromkeys((min(counts), max(counts))))])
+            mean, *others = (three_digits(each.mean()) if len(each) else "" for each in (ours, alone, ppo))
+            line += [mean if word == "level" else f"{mean}, {word}", *others]
+        lines.append([*line, " to ".join(str(each) for each in dict.fromkeys((min(counts), max(counts))))])
     columns = [f"{measure}, {arm}" for measure in ("area", "evaluation") for arm in ("groups", "none", "PPO")]
     return markdown_table(["environment", *columns, "seeds"], lines)
 

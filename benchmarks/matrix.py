@@ -225,7 +225,8 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
 
     def seeds_for(arm: str, env: str) -> list[int]:
         own = own_seeds.get(arm, {})
-        return own if isinstance(own, list) else own.get(env, seeds[env])
+        found = own if isinstance(own, list) else own.get(env, seeds[env])
+        return found[: chosen.get("n_seeds_of_arm", {}).get(arm)]
 
     return [
         (cell(arm, env, timesteps, thresholds[env], matrix["arms"][arm]), seeds_for(arm, env))

@@ -54,6 +54,18 @@ def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def has_row(path: pathlib.Path, key: dict[str, str]) -> bool:
+    """
+    :param path: CSV
+    :param key: Values by column
+    :return: Whether one of its rows has these values, which is said on the terminal
+    """
+    found = any(key.items() <= row.items() for row in read_rows(path))
+    if found:
+        print(f"There is a row of {key} in {path.name}.")
+    return found
+
+
 def append_row(path: pathlib.Path, row: dict[str, Any], fields: Sequence[str]) -> None:
     """
     :param path: CSV

@@ -76,7 +76,7 @@ def experiment(run: Run) -> Iterator[tuple[ExperimentManager, BaseAlgorithm]]:
         import sbx
         from rl_zoo3 import ALGOS
 
-        ALGOS[run.algo] = getattr(sbx, run.algo.removeprefix("sbx_").upper()) if run.algo != "sbx" else sbx.PPO
+        ALGOS[run.algo] = getattr(sbx, run.algo.removeprefix("sbx").removeprefix("_").upper() or "PPO")
     manager_class = GRPOExperimentManager if run.algo == "grpo" else ExperimentManager
     with tempfile.TemporaryDirectory() as folder:
         config = pathlib.Path(folder, f"{run.algo}.yml")
