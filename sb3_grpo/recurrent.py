@@ -299,7 +299,7 @@ class RecurrentGRPO(MaskableGRPO):
         use_masking: bool = True,
     ) -> SelfRecurrentGRPO:
         """
-        Learn. The arguments are those of ``RecurrentPPO.learn``, and one more.
+        Learn. The arguments are those of ``RecurrentPPO.learn``, and ``use_masking``.
 
         :param use_masking: Whether to use the masks of environments that have ``action_masks``
         """
