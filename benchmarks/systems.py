@@ -5,6 +5,7 @@ The experiments of the pages about real systems.
     python -m benchmarks.systems environments        # steps per second and memory with up to 1,024 environments
     python -m benchmarks.systems hidden-velocities   # CartPole and Pendulum without velocities, with frames and with memory
     python -m benchmarks.systems t-maze              # what was seen at the start decides at the end of a corridor
+    python -m benchmarks.systems memory              # LunarLander, MiniGrid and POPGym, with frames and with memory
     python -m benchmarks.systems demonstrations      # LunarLander after five demonstrations
     python -m benchmarks.systems answers             # DeepSeek's setting: one step, a prompt, a group of answers
 
@@ -13,6 +14,7 @@ Each makes the runs that ``benchmarks/results/systems.csv`` does not have yet, a
 """
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import pathlib
@@ -29,6 +31,8 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from gymnasium.envs.box2d.lunar_lander import heuristic
+from gymnasium.wrappers import FlattenObservation
+from minigrid.wrappers import ImgObsWrapper
 from rl_zoo3.wrappers import MaskVelocityWrapper
 from sb3_contrib import RecurrentPPO
 from sb3_contrib.common.maskable.evaluation import evaluate_policy as evaluate_masked
@@ -292,6 +296,62 @@ T_MAZE = Experiment(
     digits=2,
 )
 
+# --- tasks of others that need a memory ---------------------------------------------------------------------------------
+
+
+def view_only(env: gym.Env) -> gym.Env:
+    """:return: A MiniGrid whose observations are what the agent sees, as a vector"""
+    return FlattenObservation(ImgObsWrapper(env))
+
+
+#: The module that registers an environment, a wrapper that makes vectors of what is seen, and the number of timesteps. POPGym
+#: is no requirement: `pip install --no-deps popgym mazelib cython` installs what these tasks take of it
+MEMORY_TASKS: dict[str, tuple[str, Callable[[gym.Env], gym.Env], int]] = {
+    "LunarLander-v3": ("gymnasium", MaskVelocityWrapper, 100_000),
+    "MiniGrid-MemoryS7-v0": ("minigrid", view_only, 100_000),
+    "MiniGrid-MemoryS11-v0": ("minigrid", view_only, 100_000),
+    "popgym-RepeatFirstEasy-v0": ("popgym", FlattenObservation, 100_000),
+    "popgym-RepeatPreviousEasy-v0": ("popgym", FlattenObservation, 100_000),
+    "popgym-CountRecallEasy-v0": ("popgym", FlattenObservation, 100_000),
+}
+
+
+def train_to_remember(seed: int, make: Callable[..., Any], policy: str, n_frames: int, task: str) -> dict[str, float]:
+    """:return: Mean returns of the last policy over 50 episodes and of all episodes of the training, and its CPU seconds"""
+    module, wrapper, n_steps = MEMORY_TASKS[task]
+    importlib.import_module(module)
+
+    def make_env(env_seed: int) -> VecEnv:
+        # Not by its name, with which SB3 asks for images, for which LunarLander simulates particles
+        env = make_vec_env(partial(gym.make, task), n_envs=8, seed=env_seed, wrapper_class=wrapper)
+        return env if n_frames == 1 else VecFrameStack(env, n_frames)
+
+    model = make(policy, make_env(seed), seed=seed, device="cpu", stats_window_size=n_steps)
+    began = time.process_time()
+    model.learn(n_steps)
+    seconds = time.process_time() - began
+    return {
+        "mean return": float(np.mean(evaluate_policy(model, make_env(10_000), 50)[0])),
+        "in training": float(np.mean([episode["r"] for episode in model.ep_info_buffer])),
+        "seconds": seconds,
+    }
+
+
+MEMORY = Experiment(
+    train_to_remember,
+    {
+        f"{task.removesuffix('-v0').removesuffix('-v3')}, {name}": (make, policy, n_frames, task)
+        for task in MEMORY_TASKS
+        for name, make, policy, n_frames in (
+            ("GRPO, 4 frames", GRPO, "MlpPolicy", 4),
+            ("RecurrentGRPO", RecurrentGRPO, "MlpLstmPolicy", 1),
+            ("RecurrentPPO", partial(RecurrentPPO, **RECURRENT), "MlpLstmPolicy", 1),
+        )
+    },
+    n_seeds=5,
+    digits=2,
+)
+
 # --- demonstrations ---------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +470,7 @@ EXPERIMENTS = {
     "environments": ENVIRONMENTS,
     "hidden-velocities": HIDDEN_VELOCITIES,
     "t-maze": T_MAZE,
+    "memory": MEMORY,
     "demonstrations": DEMONSTRATIONS,
     "answers": ANSWERS,
 }
