@@ -91,8 +91,6 @@ class Run:
             buffer = buffer_settings(settings)
             if buffer.get("learn_metric") == (settings["update_rule"] == "natural"):  # the default, not an option once
                 del buffer["learn_metric"]
-            if "group_size" not in self.entry:
-                settings["group_size"] = None  # the default when the rows were made
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]

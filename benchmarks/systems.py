@@ -304,21 +304,25 @@ def view_only(env: gym.Env) -> gym.Env:
     return FlattenObservation(ImgObsWrapper(env))
 
 
+REPEAT_FIRST = "popgym-RepeatFirstEasy-v0"
 #: The module that registers an environment, a wrapper that makes vectors of what is seen, and the number of timesteps. POPGym
 #: is no requirement: `pip install --no-deps popgym mazelib cython` installs what these tasks take of it
 MEMORY_TASKS: dict[str, tuple[str, Callable[[gym.Env], gym.Env], int]] = {
     "LunarLander-v3": ("gymnasium", MaskVelocityWrapper, 100_000),
     "MiniGrid-MemoryS7-v0": ("minigrid", view_only, 100_000),
     "MiniGrid-MemoryS11-v0": ("minigrid", view_only, 100_000),
-    "popgym-RepeatFirstEasy-v0": ("popgym", FlattenObservation, 100_000),
+    REPEAT_FIRST: ("popgym", FlattenObservation, 100_000),
     "popgym-RepeatPreviousEasy-v0": ("popgym", FlattenObservation, 100_000),
     "popgym-CountRecallEasy-v0": ("popgym", FlattenObservation, 100_000),
 }
 
 
-def train_to_remember(seed: int, make: Callable[..., Any], policy: str, n_frames: int, task: str) -> dict[str, float]:
+def train_to_remember(
+    seed: int, make: Callable[..., Any], policy: str, n_frames: int, task: str, n_times: int = 1
+) -> dict[str, float]:
     """:return: Mean returns of the last policy over 50 episodes and of all episodes of the training, and its CPU seconds"""
     module, wrapper, n_steps = MEMORY_TASKS[task]
+    n_steps *= n_times
     importlib.import_module(module)
 
     def make_env(env_seed: int) -> VecEnv:
@@ -347,7 +351,8 @@ MEMORY = Experiment(
             ("RecurrentGRPO", RecurrentGRPO, "MlpLstmPolicy", 1),
             ("RecurrentPPO", partial(RecurrentPPO, **RECURRENT), "MlpLstmPolicy", 1),
         )
-    },
+    }
+    | {"popgym-RepeatFirstEasy, RecurrentGRPO, 500,000 steps": (RecurrentGRPO, "MlpLstmPolicy", 1, REPEAT_FIRST, 5)},
     n_seeds=5,
     digits=2,
 )

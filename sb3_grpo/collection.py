@@ -111,6 +111,17 @@ def _names(callback: BaseCallback) -> list[str]:
     return own + [name for each in inner if isinstance(each, BaseCallback) for name in _names(each)]
 
 
+def prepare_starts(starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool) -> dict[str, float]:
+    """Choose how many members the groups to come have, and return what the log says about starts."""
+    if not starts.share_starts:
+        return {}
+    metrics = {"rollout/start_mismatches": float(starts.mismatches)}
+    if chooses_group_size:
+        starts.ledger.group_size = rollout_buffer.suggested_group_size()
+        metrics["rollout/group_size"] = starts.ledger.group_size
+    return metrics
+
+
 def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:
     """:return: Whether the workers can collect whole rollouts, and no wrapper changes what they return"""
     if not hasattr(starts.venv, "collect_by_workers"):

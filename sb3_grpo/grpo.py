@@ -26,8 +26,8 @@ from sb3_grpo.arithmetic.kl_penalty import KLPenalty, adapted_kl_coef
 from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.natural import default_limit
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
-from sb3_grpo.buffers import GroupRolloutBuffer, resolve_buffer_class
-from sb3_grpo.collection import collect
+from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
+from sb3_grpo.collection import collect, prepare_starts
 from sb3_grpo.gymnasium_vector import wrap_vector_env
 from sb3_grpo.normalization import normalized_parts
 from sb3_grpo.observations import has_boards, has_images
@@ -67,7 +67,8 @@ class GRPO(PersistentAlgorithm):
         their own ``scale`` instead
     :param ent_coef: Coefficient of the entropy bonus
     :param max_grad_norm: Maximum norm of the gradient
-    :param group_size: Number of trajectories per group, at least 2. Groups of two leave a rollout the most different starts
+    :param group_size: Number of trajectories per group, at least 2. ``None`` for 2; with the ``kernel`` buffer and shared
+        starts, for 4 while the members of a group share more than a third of the variance of their advantages
     :param share_starts: Whether the members of a group start from the same initial state. If not, environments are reset
         without a seed, and a group consists of trajectories that started one after the other
     :param objective: Options of the objective, which make it that of a paper: the keyword arguments of
@@ -123,7 +124,7 @@ class GRPO(PersistentAlgorithm):
         normalize_advantage: bool = True,
         ent_coef: float = 0.0,
         max_grad_norm: float = 0.5,
-        group_size: int = 2,
+        group_size: int | None = None,
         share_starts: bool = True,
         objective: dict[str, Any] | ObjectiveOptions | None = None,
         use_sde: bool = False,
@@ -241,7 +242,7 @@ class GRPO(PersistentAlgorithm):
         saved_ledger = self.ledger
         self.ledger = None  # type: ignore[assignment]  # SB3 makes one, if there is a seed
         user_kwargs = self.rollout_buffer_kwargs, self.policy_kwargs
-        by_default = {"group_size": self.group_size, "horizon": settings.time_limit(self.env)}
+        by_default = {"group_size": self.group_size or DEFAULT_GROUP_SIZE, "horizon": settings.time_limit(self.env)}
         self.rollout_buffer_kwargs = {**by_default, **defaults.arguments, **user_kwargs[0]}
         self.policy_kwargs = self._policy_arguments()
         try:
@@ -278,7 +279,7 @@ class GRPO(PersistentAlgorithm):
         for name in changed & {"gamma", "gae_lambda"}:
             setattr(self.rollout_buffer, name, getattr(self, name))
         if "group_size" in changed:
-            self.ledger.group_size = self.rollout_buffer.group_size = self.group_size
+            self.ledger.group_size = self.rollout_buffer.group_size = self.group_size or DEFAULT_GROUP_SIZE
         self._settings = self._current_settings()
 
     def _policy_recipe(self) -> Callable[[], ActorPolicy]:
@@ -438,8 +439,8 @@ class GRPO(PersistentAlgorithm):
             starts.release()
         if starts.share_starts and not self.use_sde:  # whose noise may be one for the whole rollout
             starts.note_copies(rollout_buffer, isinstance(self.action_space, spaces.Box))
-        mismatches = {"rollout/start_mismatches": float(starts.mismatches)} if starts.share_starts else {}
-        self._log("rollout/", {**rollout_buffer.metrics, **mismatches})
+        start_metrics = prepare_starts(starts, rollout_buffer, self.group_size is None)
+        self._log("rollout/", {**rollout_buffer.metrics, **start_metrics})
 
         callback.update_locals(locals())
         callback.on_rollout_end()

@@ -17,7 +17,7 @@ from stable_baselines3.common.save_util import open_path
 from stable_baselines3.common.type_aliases import GymEnv
 
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
-from sb3_grpo.buffers import GroupRolloutBuffer
+from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.settings import CLIPPED_ONLY, refuse_arguments, warn_of_idle_arguments
 from sb3_grpo.starts import Ledger
@@ -109,7 +109,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     policy: ActorPolicy  # type: ignore[assignment]
     _last_obs: Any
     kl_penalty: KLPenalty
-    group_size: int
+    group_size: int | None
     #: Which start each environment runs, and the starts to come.
     ledger: Ledger = None  # type: ignore[assignment]  # until the model is set up
     # The arguments as they were last taken up, by name
@@ -120,13 +120,13 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     _random_state: dict[str, Any] | None = None
 
     def _new_ledger(self, seed: int | None = None) -> Ledger:
-        return Ledger(self.group_size, seed)
+        return Ledger(self.group_size or DEFAULT_GROUP_SIZE, seed)
 
     def _continue_run(self, saved_ledger: Ledger | None) -> None:
         """Go on with the run of a saved model, if this is one. SB3 has seeded it meanwhile, which made a new ledger."""
         if saved_ledger is not None:
             self.ledger, self._last_obs = saved_ledger, None  # trajectories in progress lack their beginnings
-            saved_ledger.group_size = self.group_size
+            saved_ledger.group_size = self.group_size or saved_ledger.group_size
         elif self.ledger is None:
             self.ledger = self._new_ledger()
         if self._run_state is not None:

@@ -798,7 +798,7 @@ def test_a_users_own_rollout_buffer_overrides_one_hook():
 
 
 class Own(RewardIsAdvantage):
-    """A user's own settings: rollouts of 24, each of which is an update; half the advantages."""
+    """A user's own settings: rollouts of 24, each of which is an update; groups of five; half the advantages."""
 
     @classmethod
     def defaults(cls, update_rule: losses.UpdateRule) -> Defaults:
@@ -808,14 +808,23 @@ class Own(RewardIsAdvantage):
     def update_size(cls, rollout_size: int) -> int:
         return rollout_size
 
+    def suggested_group_size(self) -> int:
+        return 5
+
     def _scaled(self, advantages: np.ndarray, normalize_advantage: bool) -> np.ndarray:
         return advantages / 2 if normalize_advantage else advantages
 
 
-def test_a_users_own_buffer_chooses_sizes_and_the_scale_of_advantages():
-    model = make_model(AnyEnv(VECTOR), Own, n_steps=None, batch_size=8)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 5), (dict(group_size=3), 3), (dict(share_starts=False), 2)],
+    ids=["own", "given", "alone"],
+)
+def test_a_users_own_buffer_chooses_sizes_and_the_scale_of_advantages(options: dict[str, Any], expected: int):
+    model = make_model(AnyEnv(VECTOR), Own, n_steps=None, batch_size=8, **options)  # type: ignore[arg-type]
     assert (model.n_steps, model.gae_lambda) == (24, 0.5)
     model.learn(24)
+    assert model.ledger is not None and model.ledger.group_size == expected
     expected_advantages = model.rollout_buffer.rewards.ravel() / 2
     np.testing.assert_array_equal(np.sort(whole_update(model).advantages), np.sort(expected_advantages))
 

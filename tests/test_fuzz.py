@@ -319,7 +319,7 @@ def composition(seed: int, index: int) -> Composition:
     vec_wrappers = [name for name in vec_wrappers if fits.get(name, True)]
     numbers = {"n_envs": rng.choice([1, 2, 2, 3]), "n_steps": rng.choice([8, 12, 16]), "seed": rng.randrange(100)}
     own: dict[str, Any] = {"rollout_buffer_class": rng.choice(["kernel"] * 3 + list(BUFFERS))}
-    own |= {"group_size": rng.choice([2, 3]), "share_starts": rng.random() < 0.9}
+    own |= {"group_size": rng.choice([None, 2, 3]), "share_starts": rng.random() < 0.9}
     return Composition(parts, env_wrappers, vec_wrappers, numbers, own)
 
 

@@ -498,7 +498,7 @@ def test_gsde_draws_its_noise_as_often_as_asked(sample_freq: int, n_matrices: in
 
 #: What is logged by default and has no counterpart in PPO.
 OURS_ALONE = {
-    "rollout/start_mismatches",
+    *("rollout/start_mismatches", "rollout/group_size"),
     *("train/advantage_mean", "train/advantage_std", "train/baseline_variance_reduction", "train/clip_fraction_low"),
     *("train/clip_fraction_high", "train/effective_sample_size", "train/grad_norm"),
 }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers import reload
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnv
 
@@ -304,6 +305,45 @@ def test_the_term_is_zero_where_nothing_is_shared(env: dict[str, Any], kwargs: d
     metrics = trained(make(make_vec_env(Weather, n_envs=4, env_kwargs=env), **kwargs))
     assert metrics["train/relative_coefficient"] < 0.02
     assert abs(metrics["train/relative_variance_removed"]) < 0.02
+
+
+def sizes_of_groups(model: Any, n_rollouts: int = 10) -> list[int]:
+    """:return: Group size at the beginning of each rollout"""
+    sizes = []
+
+    class Sizes(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_start(self) -> None:
+            sizes.append(model.ledger.group_size)
+
+    model.learn(n_rollouts * model.n_steps * model.n_envs, callback=Sizes())
+    return sizes
+
+
+def test_groups_grow_where_members_have_much_in_common():
+    model = make(make_vec_env(Weather, n_envs=8))
+    sizes = sizes_of_groups(model)
+    assert sizes[0] == 2
+    assert sizes[-1] == 4
+    assert model.rollout_buffer.members.max() > 1
+    # A loaded model goes on with the groups that it had
+    assert reload(model, env=make_vec_env(Weather, n_envs=8)).ledger.group_size == 4
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(group_size=2),
+        dict(share_starts=False),
+        dict(rollout_buffer_kwargs=dict(relative=False)),
+        dict(rollout_buffer_class="stepwise"),
+    ],
+    ids=["size given", "starts not shared", "switched off", "another buffer"],
+)
+def test_groups_do_not_grow(kwargs: dict[str, Any]):
+    assert set(sizes_of_groups(make(make_vec_env(Weather, n_envs=8), **kwargs), 5)) == {2}
 
 
 def test_a_loaded_model_knows_how_much_members_have_in_common():

@@ -7,7 +7,15 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.env_util import make_vec_env
 
-from benchmarks.systems import NumpyCartPole, OnlyTurns, SeededNumpyCartPole, clone, demonstrations, train_on_answers
+from benchmarks.systems import (
+    MEMORY_TASKS,
+    NumpyCartPole,
+    OnlyTurns,
+    SeededNumpyCartPole,
+    clone,
+    demonstrations,
+    train_on_answers,
+)
 from benchmarks.tasks.t_maze import TMazeEnv
 from sb3_grpo import GRPO, RecurrentGRPO
 
@@ -90,3 +98,17 @@ class KnowsTheSums:
 def test_answers_are_marked_over_all_prompts_and_during_the_training() -> None:
     scores = train_on_answers(0, KnowsTheSums, mood=1.0)
     assert scores["% correct"] == 45 and scores["% in training"] == 25  # 45 of 100 sums are at least 10
+
+
+def test_the_tasks_that_need_a_memory_show_vectors_and_no_velocities() -> None:
+    shapes = {}
+    for task, (module, wrapper, _) in MEMORY_TASKS.items():
+        if module == "popgym":  # no requirement
+            continue
+        env: Any = wrapper(gym.make(task))
+        observation, _ = env.reset(seed=0)
+        shapes[task] = observation.shape
+        if task == "LunarLander-v3":
+            raw = env.env.reset(seed=0)[0]
+            assert np.flatnonzero(observation != raw).tolist() == [2, 3, 5]
+    assert shapes == {"LunarLander-v3": (8,), "MiniGrid-MemoryS7-v0": (147,), "MiniGrid-MemoryS11-v0": (147,)}

@@ -8,7 +8,7 @@ complete, and hands out minibatches. A buffer overrides one of two hooks:
 - :meth:`CompleteGroupRolloutBuffer._group_advantages` compares whole trajectories of complete groups (the four others).
 """
 
-from sb3_grpo.buffers.base import Defaults, GroupRolloutBuffer
+from sb3_grpo.buffers.base import DEFAULT_GROUP_SIZE, Defaults, GroupRolloutBuffer
 from sb3_grpo.buffers.groups import (
     CompleteGroupRolloutBuffer,
     OutcomeRolloutBuffer,
@@ -22,6 +22,7 @@ from sb3_grpo.validation import constructor_arguments
 
 __all__ = [
     "BUFFERS",
+    "DEFAULT_GROUP_SIZE",
     "Columns",
     "CompleteGroupRolloutBuffer",
     "Defaults",

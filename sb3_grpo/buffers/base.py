@@ -31,6 +31,9 @@ from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.starts import Position
 from sb3_grpo.validation import require_at_least
 
+#: The smallest groups, because they give a rollout the most distinct starts.
+DEFAULT_GROUP_SIZE = 2
+
 
 class Defaults(NamedTuple):
     """Settings that suit a buffer and an update rule: transitions per rollout, lambda, and arguments of the buffer."""
@@ -162,6 +165,10 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
     def reward_normalizer(self, env: VecEnv) -> VecNormalize | None:
         """:return: The ``VecNormalize`` whose original rewards the buffer takes; ``None`` for the rewards as they come"""
         return None
+
+    def suggested_group_size(self) -> int:
+        """:return: The group size that suits the task so far. GRPO follows it without ``group_size`` and with shared starts"""
+        return DEFAULT_GROUP_SIZE
 
     def obstacle(self) -> str:
         """:return: Why the last rollout gave nothing to learn from, if it did not, and what to change"""
