@@ -9,12 +9,13 @@ The experiments of the pages about real systems.
     python -m benchmarks.systems demonstrations      # LunarLander after five demonstrations
     python -m benchmarks.systems answers             # DeepSeek's setting: one step, a prompt, a group of answers
 
+``memory`` needs POPGym: ``pip install --no-deps popgym mazelib cython`` installs what its tasks take of it.
+
 Each makes the runs that ``benchmarks/results/systems.csv`` does not have yet, and prints the table of the page;
 ``demonstrations`` draws its figure as well. ``--table`` makes no runs. Seeds are development seeds, below 100.
 """
 
 import argparse
-import importlib
 import json
 import multiprocessing
 import pathlib
@@ -215,15 +216,19 @@ RECURRENT: dict[str, Any] = dict(
 )
 
 
+def make_framed(
+    env_id: str | Callable[[], gym.Env], wrapper: Callable[[gym.Env], gym.Env], n_frames: int, seed: int
+) -> VecEnv:
+    """:return: Eight wrapped environments whose observations are the last frames"""
+    env = make_vec_env(env_id, n_envs=8, seed=seed, wrapper_class=wrapper)
+    return env if n_frames == 1 else VecFrameStack(env, n_frames)
+
+
 def train_without_velocities(
     seed: int, make: Callable[..., Any], policy: str, n_frames: int, env_id: str = "CartPole-v1"
 ) -> dict[str, float]:
     """:return: Mean return of the last policy over 50 episodes, and seconds of training"""
-
-    def make_env(env_seed: int) -> VecEnv:
-        env = make_vec_env(env_id, n_envs=8, seed=env_seed, wrapper_class=MaskVelocityWrapper)
-        return env if n_frames == 1 else VecFrameStack(env, n_frames)
-
+    make_env = partial(make_framed, env_id, MaskVelocityWrapper, n_frames)
     model = make(policy, make_env(seed), seed=seed, device="cpu")
     began = time.perf_counter()
     model.learn(100_000)
@@ -304,32 +309,24 @@ def view_only(env: gym.Env) -> gym.Env:
     return FlattenObservation(ImgObsWrapper(env))
 
 
-REPEAT_FIRST = "popgym-RepeatFirstEasy-v0"
-#: The module that registers an environment, a wrapper that makes vectors of what is seen, and the number of timesteps. POPGym
-#: is no requirement: `pip install --no-deps popgym mazelib cython` installs what these tasks take of it
-MEMORY_TASKS: dict[str, tuple[str, Callable[[gym.Env], gym.Env], int]] = {
-    "LunarLander-v3": ("gymnasium", MaskVelocityWrapper, 100_000),
-    "MiniGrid-MemoryS7-v0": ("minigrid", view_only, 100_000),
-    "MiniGrid-MemoryS11-v0": ("minigrid", view_only, 100_000),
-    REPEAT_FIRST: ("popgym", FlattenObservation, 100_000),
-    "popgym-RepeatPreviousEasy-v0": ("popgym", FlattenObservation, 100_000),
-    "popgym-CountRecallEasy-v0": ("popgym", FlattenObservation, 100_000),
+REPEAT_FIRST = "popgym:popgym-RepeatFirstEasy-v0"
+#: Environments, each with a wrapper that makes vectors of what is seen
+MEMORY_TASKS: dict[str, Callable[[gym.Env], gym.Env]] = {
+    "LunarLander-v3": MaskVelocityWrapper,
+    "MiniGrid-MemoryS7-v0": view_only,
+    "MiniGrid-MemoryS11-v0": view_only,
+    REPEAT_FIRST: FlattenObservation,
+    "popgym:popgym-RepeatPreviousEasy-v0": FlattenObservation,
+    "popgym:popgym-CountRecallEasy-v0": FlattenObservation,
 }
 
 
 def train_to_remember(
-    seed: int, make: Callable[..., Any], policy: str, n_frames: int, task: str, n_times: int = 1
+    seed: int, make: Callable[..., Any], policy: str, n_frames: int, task: str, n_steps: int = 100_000
 ) -> dict[str, float]:
     """:return: Mean returns of the last policy over 50 episodes and of all episodes of the training, and its CPU seconds"""
-    module, wrapper, n_steps = MEMORY_TASKS[task]
-    n_steps *= n_times
-    importlib.import_module(module)
-
-    def make_env(env_seed: int) -> VecEnv:
-        # Not by its name, with which SB3 asks for images, for which LunarLander simulates particles
-        env = make_vec_env(partial(gym.make, task), n_envs=8, seed=env_seed, wrapper_class=wrapper)
-        return env if n_frames == 1 else VecFrameStack(env, n_frames)
-
+    # Not by its name, with which SB3 asks for images, for which LunarLander simulates particles
+    make_env = partial(make_framed, partial(gym.make, task), MEMORY_TASKS[task], n_frames)
     model = make(policy, make_env(seed), seed=seed, device="cpu", stats_window_size=n_steps)
     began = time.process_time()
     model.learn(n_steps)
@@ -344,7 +341,7 @@ def train_to_remember(
 MEMORY = Experiment(
     train_to_remember,
     {
-        f"{task.removesuffix('-v0').removesuffix('-v3')}, {name}": (make, policy, n_frames, task)
+        f"{task.split(':')[-1][:-3]}, {name}": (make, policy, n_frames, task)
         for task in MEMORY_TASKS
         for name, make, policy, n_frames in (
             ("GRPO, 4 frames", GRPO, "MlpPolicy", 4),
@@ -352,7 +349,7 @@ MEMORY = Experiment(
             ("RecurrentPPO", partial(RecurrentPPO, **RECURRENT), "MlpLstmPolicy", 1),
         )
     }
-    | {"popgym-RepeatFirstEasy, RecurrentGRPO, 500,000 steps": (RecurrentGRPO, "MlpLstmPolicy", 1, REPEAT_FIRST, 5)},
+    | {"popgym-RepeatFirstEasy, RecurrentGRPO, 500,000 steps": (RecurrentGRPO, "MlpLstmPolicy", 1, REPEAT_FIRST, 500_000)},
     n_seeds=5,
     digits=2,
 )

@@ -256,6 +256,7 @@ def test_each_entry_builds_its_model_and_learns(entry: str):
 def test_the_entries_are_those_that_the_docs_promise():
     promised = ["default", "atari", "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "LunarLander-v3"]
     promised += ["HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "MiniGrid-Empty-Random-5x5-v0", "MiniGrid-DoorKey-5x5-v0"]
+    promised += ["LunarLanderContinuous-v3"]
     assert set(promised) <= set(ENTRIES)
 
 
