@@ -23,7 +23,6 @@ from benchmarks.tables import (
     comparison_table,
     progress,
     variance_table,
-    variants_table,
     zoo_table,
 )
 from benchmarks.versus import (
@@ -46,7 +45,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 #: Names of the pages of `docs` with places to fill
 TABLES_ON = (
-    "benchmark", "benchmark_details", "variants", "speed", "zoo", "games",
+    "benchmark", "benchmark_details", "speed", "zoo", "games",
 )  # fmt: skip
 PAGES = (
     ROOT / "README.md",
@@ -170,7 +169,6 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
         "variance_removed": lambda: variance_table(groups["inputs"], OURS),
-        "tokens": lambda: variants_table(Suite("tokens", results)),
         "clock": lambda: clock.table(read_rows(results / clock.ROWS.name)),
         "foreign": lambda: foreign.table(read_rows(results / foreign.ROWS.name)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),

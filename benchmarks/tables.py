@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from benchmarks.results import Suite
 from benchmarks.statistics import mean_over_seeds
 
@@ -53,20 +51,6 @@ def variance_table(suite: Suite, arm: str) -> str:
         [env.removeprefix("sb3_grpo/"), mean_over_seeds(100 * suite.column(arm, env, "variance_removed"))] for env in envs
     ]
     return markdown_table(("environment", "variance removed, %"), lines)
-
-
-def variants_table(suite: Suite) -> str:
-    """:return: One line per arm of a suite with one environment: area, evaluation, and runs that reached the threshold"""
-    (env,) = suite.timesteps
-    arms = [arm for arm in suite.arms if suite.runs(arm, env)]
-    lines = []
-    for arm in arms:
-        steps = suite.column(arm, env, "steps_to_threshold")
-        estimates = (mean_over_seeds(suite.column(arm, env, name)) for name in ("auc", "eval_mean"))
-        seconds = np.median(suite.column(arm, env, "wall_clock"))
-        reached = f"{np.isfinite(steps).sum()} of {len(steps)}"
-        lines.append([arm.partition(", ")[2], *estimates, reached, format_steps(float(np.median(steps))), f"{seconds:.0f}"])
-    return markdown_table(("arm", "area", "evaluation", "reached the threshold", "after steps", "seconds"), lines)
 
 
 def zoo_table(suite: Suite) -> str:
