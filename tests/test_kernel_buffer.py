@@ -312,7 +312,8 @@ def test_any_other_way_leads_to_other_advantages(departure: dict[str, Any]):
 @pytest.mark.parametrize(
     "options",
     [
-        *({"gamma": gamma} for gamma in (0.8, 0.95, 0.9999, 1.0)),
+        {"gamma": 0.8},
+        *({"gamma": gamma, "oracle_bootstraps": ("unfinished",)} for gamma in (0.95, 0.9999, 1.0)),
         *({"gae_lambda": lambda_} for lambda_ in (0.0, 0.5, 1.0)),
         {"ridge": 1e-3},
         {"forgetting": 0.5},
@@ -325,9 +326,30 @@ def test_any_other_way_leads_to_other_advantages(departure: dict[str, Any]):
     ids=str,
 )
 def test_each_option_means_what_the_slow_computation_says(options: dict[str, Any]):
-    rollouts = run(**options)
+    rollouts = run(**{name: value for name, value in options.items() if not name.startswith("oracle_")})
     assert_as_from_scratch(rollouts, Rules(**options))
     assert_advantages_differ(rollouts, run())
+
+
+@pytest.mark.parametrize(
+    ("options", "bootstraps"),
+    [
+        # 0.9 ** 6 = 0.53 and 0.9 ** 7 = 0.48
+        (dict(horizon=6), ("unfinished",)),
+        (dict(horizon=7), ("truncated", "unfinished")),
+        (dict(horizon=None, time_limit=6), ("unfinished",)),
+        (dict(horizon=None, time_limit=7), ("truncated", "unfinished")),
+        # A wrapper of the environment may cut episodes before their time limit, and the fit knows what follows
+        (dict(horizon=20, time_limit=3), ("truncated", "unfinished")),
+    ],
+    ids=str,
+)
+def test_a_time_limit_is_an_end_if_most_of_a_value_would_stand_for_rewards_beyond_it(
+    options: dict[str, Any], bootstraps: tuple[str, ...]
+):
+    # Few episodes terminate, so that the first rollout has one that is as long as the time limit
+    rollouts = run(**options, termination=0.05, n_steps=20)
+    assert_as_from_scratch(rollouts, Rules(horizon=options["horizon"], oracle_bootstraps=bootstraps))
 
 
 def test_without_a_time_limit_time_is_measured_in_longest_trajectories_so_far():

@@ -30,7 +30,7 @@ READ = {
         ("gae_lambda", 0.5),
         ("clip_range", 0.1),
         ("learning_rate", 1e-5),
-        ("group_size", 4),
+        ("group_size", 3),
         ("ent_coef", 0.01),
     ],
 )
