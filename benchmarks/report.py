@@ -166,6 +166,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
             ]
         ),
         "groups_outcomes": lambda: outcomes_by_environment(groups["inputs"], OURS, {**WITHOUT_GROUPS, **CRITICS}),
+        "groups_others": lambda: outcomes_table(groups["others"], OURS, WITHOUT_GROUPS),
         "groups_area": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "auc"),
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
         "variance_removed": lambda: variance_table(groups["inputs"], OURS),
