@@ -36,14 +36,6 @@ def progress(suite: Suite) -> str:
     return f"{n_finished} of {n_planned} trainings are finished, seed by seed, so these figures will still change."
 
 
-def format_steps(steps: float) -> str:
-    """
-    :param steps: Number of steps
-    :return: As a whole number, "never" for infinity
-    """
-    return "never" if math.isinf(steps) else f"{steps:,.0f}"
-
-
 def variance_table(suite: Suite, arm: str) -> str:
     """:return: One line per environment: the share of the advantages' variance that the relative term removes"""
     envs = [env for env in suite.timesteps if suite.runs(arm, env)]

@@ -101,7 +101,7 @@ CONSTANTS: dict[Any, dict[str, Any]] = {
     losses: dict(MAX_LOG_RATIO=20.0),
     baseline: dict(LEVEL_RIDGE=1e-12, MAX_CORRECTION=1e-2, BANDWIDTH=1.1),
     relative: dict(FORGETTING=0.95, N_STANDARD_ERRORS=2.0, MAX_AGE=16),
-    kernel: dict(LARGE_GROUP=4, LARGE_GROUP_ABOVE=1 / 3, MIN_RIDGE=1e-5, RESOLUTION=1e-4),
+    kernel: dict(LARGE_GROUP=4, LARGE_GROUP_ABOVE=1 / 3, MIN_RIDGE=1e-5, RESOLUTION=1e-4, MAX_UNSEEN=0.5),
     base: dict(DEFAULT_GROUP_SIZE=2),
     normalization: dict(MAX_STANDARDISED=10.0, MIN_VARIATION=1e-6),
     policies: dict(LOG_STD_SHARE=0.02),

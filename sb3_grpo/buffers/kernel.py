@@ -96,10 +96,13 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :class:`~sb3_grpo.normalization.ObservationNormalizer`, including those of the rollout. The baseline keeps statistics of
     its own only of inputs that the policy does not standardise, and of hashed ones.
 
-    The unit of time of the fit is ``horizon``, or without one the length ``T`` of the longest trajectory so far, rounded up to
-    a power of two. Predictions stand for the rewards beyond a time limit, as in SB3. Departure: if ``gamma ** T`` is above
-    1/2, time limits are ends. Nothing that was sampled would determine such predictions: added to a value, any multiple of
-    ``gamma ** -t`` agrees with all transitions, if no episode ends otherwise.
+    The unit of time of the fit is ``horizon``, or without one the length of the longest trajectory so far, rounded up to a
+    power of two.
+
+    Beyond a time limit, predictions stand for the rewards that would follow, as in SB3. Departure: time limits are ends if
+    ``gamma ** T`` is above 1/2, where ``T`` is ``horizon``, or without one the longest length so far. The transitions would
+    not determine such predictions: where all episodes end at the limit, a value plus any multiple of ``gamma ** -t`` agrees
+    with them as well.
 
     :param args: See :class:`GroupRolloutBuffer`
     :param n_features: Number of random Fourier features. GRPO passes 512 with natural-gradient steps
@@ -265,19 +268,19 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return features, th.as_tensor(segments.rewards), folds, traces.flatten(end_dim=1), differences
 
     def _time_unit(self, steps: np.ndarray) -> float:
-        self._longest = max(self._longest, int(steps.max()) + 1)
         if self._fixed_time_unit is not None:
             return float(self._fixed_time_unit)
+        self._longest = max(self._longest, int(steps.max()) + 1)
         return float(2 ** np.ceil(np.log2(self._longest)))
 
-    def _sees_ends(self) -> bool:
+    def _limits_are_ends(self) -> bool:
         """:return: Whether time limits count as ends, see :data:`MAX_UNSEEN`"""
-        return self.gamma ** float(self._fixed_time_unit or self._longest) > MAX_UNSEEN
+        return self.gamma ** (self._fixed_time_unit or self._longest) > MAX_UNSEEN
 
     def _cut_observations(self, last_obs: Observations) -> tuple[np.ndarray, Observations]:
         """:return: Indices of the transitions after which a trajectory was cut, and the observations after them"""
         running = np.flatnonzero(~self.dones[:, -1])
-        final = [] if self._sees_ends() else [*self._final_observations]
+        final = [] if self._limits_are_ends() else [*self._final_observations]
         final += [(env, self.buffer_size - 1, take_observations(last_obs, env)) for env in running.tolist()]
         if not final:
             return np.empty(0, dtype=np.int64), take_observations(last_obs, slice(0))
