@@ -73,6 +73,7 @@ def collect(
 
         self.num_timesteps += env.num_envs
 
+        given = rewards if normalizer is None else rewards.copy()
         callback.update_locals(locals())
         continue_training = callback.on_step()
         if continue_training is None:
@@ -89,7 +90,14 @@ def collect(
 
         self._update_info_buffer(infos, dones)
         n_steps += 1
-        stored = rewards if normalizer is None else normalizer.get_original_reward()
+        stored = rewards
+        if normalizer is not None:
+            stored = normalizer.get_original_reward()
+            if not np.array_equal(rewards, given):
+                starts.warn(
+                    f"A callback has changed the rewards, and {type(rollout_buffer).__name__} takes those from before "
+                    "`VecNormalize`: pass norm_reward=False to `VecNormalize`, or change rewards in a wrapper."
+                )
         rollout_buffer.add(last_obs, actions, stored, dones, log_probs, position, infos, **optional)
         last_obs, self._last_states, self._last_episode_starts = new_obs, new_states, dones
         # After `set_random_seed`, trajectories in progress belong to the previous ledger.

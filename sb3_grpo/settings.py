@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import math
+import numbers
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -277,7 +278,7 @@ def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantag
             "n_steps=1 with 1 environment gives rollouts of one transition, whose advantage cannot be normalised: pass a "
             "larger `n_steps`, or normalize_advantage=False."
         )
-    if rollout_size % batch_size > 0:
+    if rollout_size > batch_size and rollout_size % batch_size > 0:
         warnings.warn(
             f"batch_size={batch_size} does not divide the rollout of n_steps * n_envs = {n_steps} * {n_envs} = {rollout_size} "
             f"transitions: there will be a truncated mini-batch of size {rollout_size % batch_size} in each epoch. Choose "
@@ -293,5 +294,5 @@ def time_limit(env: VecEnv | None) -> int | None:
         limits = list(env.get_attr("_max_episode_steps")) if env is not None and env.has_attr("_max_episode_steps") else []
     except Exception:  # the methods of a simulator may do anything
         return None
-    is_known = all(isinstance(limit, int) and limit > 0 for limit in limits)
-    return max(limits) if is_known and limits else None
+    is_known = all(isinstance(limit, numbers.Real) and float(limit).is_integer() and float(limit) > 0 for limit in limits)
+    return int(max(limits)) if is_known and limits else None

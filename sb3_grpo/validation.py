@@ -139,9 +139,8 @@ def _unreadable(space: spaces.Space) -> str:
 def has_action_masks(env: Any) -> bool:
     """:return: Whether an environment, or each of several, has a method ``action_masks``"""
     try:
-        if isinstance(env, gym.Env):
-            return env.has_wrapper_attr("action_masks")
-        return env.has_attr("action_masks") and not env.has_attr("not_an_attribute")  # some say that they have everything
+        has = env.has_wrapper_attr if isinstance(env, gym.Env) else env.has_attr
+        return has("action_masks") and not has("not_an_attribute")  # some say that they have everything
     except Exception:  # of a simulator that does not know its environments one by one
         return False
 

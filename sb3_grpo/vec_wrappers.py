@@ -38,7 +38,7 @@ def base_of(env: VecEnv) -> tuple[VecEnvWrapper | None, VecEnv]:
 def reward_normalizer(env: VecEnv) -> VecNormalize | None:
     """:return: The ``VecNormalize`` that scales the rewards, unless a wrapper outside it may change them again"""
     first = next((each for each in wrappers_of(env) if type(each) not in KEEP_REWARDS), None)
-    return first if isinstance(first, VecNormalize) and first.norm_reward else None
+    return first if type(first) is VecNormalize and first.norm_reward else None
 
 
 def data_changing_wrapper(env: VecEnv) -> str | None:

@@ -4,8 +4,10 @@ import inspect
 import math
 import multiprocessing
 import random
+import sys
 import time
 import warnings
+from collections import UserDict
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -21,12 +23,13 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, EveryNTimesteps, StopTrainingOnMaxEpisodes
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, FlattenExtractor
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecNormalize
 
 from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO, grpo
 from sb3_grpo.arithmetic.update import UncheckedDistributions
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.observations import map_observations, take_observations
+from sb3_grpo.starts import EnvironmentFault
 
 forked = partial(SubprocVecEnv, start_method="fork")
 
@@ -873,3 +876,114 @@ def test_weights_of_an_actor_critic_that_are_left_out_are_noticed() -> None:
 def test_arguments_of_learn_have_the_order_of_the_algorithm_with_a_critic(ours: Any, theirs: Any) -> None:
     expected = list(inspect.signature(theirs.learn).parameters)
     assert list(inspect.signature(ours.learn).parameters)[: len(expected)] == expected
+
+
+# --- what an environment has under names that the package reads ---
+
+
+class PropertyMasks(gym.Wrapper):
+    @property
+    def action_masks(self) -> np.ndarray:
+        return np.array([True, False])
+
+
+class MasksOfAPlayer(gym.Wrapper):
+    def action_masks(self, player: int) -> np.ndarray:
+        return np.array([True, False])
+
+
+class MasksOfALargerSpace(gym.Wrapper):
+    def action_masks(self) -> np.ndarray:
+        return np.ones(5, bool)
+
+
+@pytest.mark.parametrize("wrapper", [PropertyMasks, MasksOfAPlayer, MasksOfALargerSpace])
+def test_masks_of_another_kind_end_the_training_with_what_to_pass_and_not_when_it_was_passed(wrapper: Any) -> None:
+    def memory() -> RecurrentGRPO:
+        return RecurrentGRPO("MlpLstmPolicy", wrapper(gym.make("CartPole-v1")), n_steps=16, device="cpu")
+
+    with pytest.raises((TypeError, ValueError)) as raised:
+        memory().learn(16)
+    told = [str(raised.value), *getattr(raised.value, "__notes__", [])]
+    assert sys.version_info < (3, 11) or any("use_masking=False" in each for each in told)
+    assert memory().learn(16, use_masking=False).num_timesteps == 16
+
+
+class SaysYes(gym.Wrapper):
+    """Has whatever it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *_: None
+
+
+def test_an_environment_that_has_everything_has_no_masks() -> None:
+    for env in (SaysYes(Counts()), DummyVecEnv([lambda: SaysYes(Counts())])):
+        assert not any("action_masks" in each for each in said(make_model(env), 16))
+
+
+@pytest.mark.parametrize(
+    ("limit", "horizon"), [(np.int64(7), 7), (7.0, 7), (np.float32(7), 7), (7.5, None), (math.inf, None), ("7", None)]
+)
+def test_a_time_limit_is_any_whole_number(limit: Any, horizon: int | None) -> None:
+    env = Counts()
+    env._max_episode_steps = limit  # type: ignore[attr-defined]
+    assert make_model(env).rollout_buffer.horizon == horizon
+
+
+class TakesNoSeed(Counts):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            raise NotImplementedError("cannot be seeded")
+        return super().reset()
+
+
+def test_an_environment_that_refuses_seeds_is_told_how_to_go_without() -> None:
+    with pytest.raises(NotImplementedError) as raised:
+        GRPO("MlpPolicy", TakesNoSeed(), n_steps=16, device="cpu").learn(16)
+    assert sys.version_info < (3, 11) or "pass share_starts=False" in raised.value.__notes__[0]
+    assert GRPO("MlpPolicy", TakesNoSeed(), n_steps=16, share_starts=False, device="cpu").learn(16).num_timesteps == 16
+
+
+class ReturnsAMapping(Counts):
+    observation_space = spaces.Dict({"a": Counts.observation_space})  # type: ignore[assignment]
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        return {"a": super().reset(**kwargs)[0]}, {}
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        return UserDict(a=observation), *rest
+
+
+def test_a_mapping_that_is_no_dict_is_named() -> None:
+    with pytest.raises(EnvironmentFault, match="of type UserDict, but its space is a Dict: return a dict"):
+        make_model(ReturnsAMapping(), policy="MultiInputPolicy").learn(16)
+
+
+class Bonus(BaseCallback):
+    def _on_step(self) -> bool:
+        self.locals["rewards"] += 100.0
+        return True
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_rewards_that_a_callback_changes_count_or_are_warned_of(buffer: str) -> None:
+    def mean_reward(env: VecEnv, expect: bool) -> float:
+        model = make_model(env, rollout_buffer_class=buffer)
+        messages = said(model, 32, callback=Bonus())
+        assert any("A callback has changed the rewards" in each for each in messages) == expect
+        return float(np.mean(model.rollout_buffer.rewards))
+
+    assert mean_reward(make_vec_env(Counts, 2), expect=False) > 100
+    has_own = buffer != "kernel"
+    assert (mean_reward(VecNormalize(make_vec_env(Counts, 2)), expect=has_own) > 95) == (not has_own)
+
+
+def test_a_rollout_that_is_smaller_than_a_minibatch_is_one_minibatch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GRPO("MlpPolicy", make_envs(2), n_steps=16, batch_size=64, device="cpu")
+    with pytest.warns(UserWarning, match="truncated mini-batch of size 16"):
+        GRPO("MlpPolicy", make_envs(2), n_steps=40, batch_size=64, device="cpu")

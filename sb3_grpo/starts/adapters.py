@@ -17,6 +17,7 @@ from multiprocessing import connection
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 from stable_baselines3.common.vec_env.subproc_vec_env import _stack_obs, _worker
@@ -188,6 +189,9 @@ class DummyVecEnvAdapter(KnownVecEnvAdapter):
         return observation
 
     def _check_sizes(self, env_idx: int, observation: Any) -> None:
+        if isinstance(self.venv.observation_space, spaces.Dict) and not isinstance(observation, dict):
+            what = f"returned an observation of type {type(observation).__name__}, but its space is a Dict: return a dict"
+            raise EnvironmentFault(self.first_env + env_idx, what)
         # numpy would broadcast a part of an observation to the whole.
         for key, size in self._sizes.items():
             part = np.asarray(observation if key is None else observation_parts(observation).get(key, ()))

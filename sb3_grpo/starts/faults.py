@@ -31,12 +31,16 @@ class RolloutLost(EnvironmentFault):
     """A worker was lost, and its environments cannot be brought back to where they were: all of them have to be reset."""
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a sentence to an exception of the user's code, whose type and traceback stay. Python 3.10 cannot do this."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+
+
 def name_environment(error: Exception, env_idx: int, method: str) -> None:
-    """Say in an exception of the user's code in which environment, by which method, it was raised. Type and traceback stay."""
-    if sys.version_info < (3, 11):
-        return
-    error.add_note(
-        f"This was raised by `{method}` of environment {env_idx}. The rollout was discarded; the model can be saved."
+    """Say in an exception of the user's code in which environment, by which method, it was raised."""
+    add_note(
+        error, f"This was raised by `{method}` of environment {env_idx}. The rollout was discarded; the model can be saved."
     )
     if isinstance(error, ValueError) and "values to unpack" in str(error):
-        error.add_note(f"In Gymnasium, `{method}` returns `{RETURNED[method]}`.")
+        add_note(error, f"In Gymnasium, `{method}` returns `{RETURNED[method]}`.")

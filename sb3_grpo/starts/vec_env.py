@@ -20,6 +20,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepR
 from sb3_grpo.masks import checked_masks, choices_of
 from sb3_grpo.observations import in_form, observation_parts, same_values
 from sb3_grpo.starts.adapters import VecEnvAdapter, adapter_of
+from sb3_grpo.starts.faults import add_note
 from sb3_grpo.starts.ledger import Ledger
 from sb3_grpo.validation import check_finite, check_step, has_action_masks
 from sb3_grpo.vec_wrappers import base_of, normalizes_directly
@@ -101,8 +102,13 @@ class SeededVecEnv:
         if self.share_starts:
             self.venv._seeds = [self.adapter.seed(env_idx, start.seed) for env_idx, start in enumerate(starts)]
         self._first_raw = None
-        with self._in_place(), self.adapter.resetting():
-            observations = reset()
+        try:
+            with self._in_place(), self.adapter.resetting():
+                observations = reset()
+        except Exception as error:
+            if self.share_starts:
+                add_note(error, "The environments were reset with seeds: pass share_starts=False to GRPO if they take none.")
+            raise
         raw = observations if self._wrapper is None else self._first_raw
         if self.share_starts and raw is not None:
             for env_idx, start in enumerate(starts):
@@ -150,10 +156,18 @@ class SeededVecEnv:
 
     def action_masks(self) -> np.ndarray:
         """:return: Choices that each environment allows now, see :mod:`sb3_grpo.masks`, shape ``(n_envs, n_choices)``"""
-        masks = checked_masks(self.env.env_method("action_masks"), choices_of(self.env.action_space))
+        try:
+            given = self.env.env_method("action_masks")
+        except TypeError as error:
+            add_note(
+                error, "`action_masks` is called without arguments. To do without masks, pass use_masking=False to `learn`."
+            )
+            raise
+        masks = checked_masks(given, choices_of(self.env.action_space))
         if isinstance(masks, tuple):
             env_idx, what = masks
             where = f"Environment {getattr(self.adapter, 'first_env', 0) + env_idx} ({self._env_name(env_idx)!r})"
+            what += ", or pass use_masking=False to `learn`"
             raise ValueError(f"{where} returned {what}. The rollout was discarded, so the model can be saved.")
         return masks
 
