@@ -76,6 +76,9 @@ class RecurrentActorPolicy(ActorPolicy):
     :param lstm_kwargs: Further arguments of the recurrent layers, ``bias`` or ``dropout``
     :param cell: ``"lstm"`` or ``"gru"``. On a CPU, PyTorch's LSTM is several times as fast as its GRU; in machine code, both
         take the same time
+    :param chrono_init: Number of steps over which something has to be remembered, for the chrono initialisation of `Tallec and
+        Ollivier (2018) <https://arxiv.org/abs/1804.11188>`_: at first, units forget after one step to so many. ``None`` for
+        PyTorch's initialisation, with which all forget within a few steps, so that little is learned over more than twenty
     :param kwargs: Further arguments of :class:`~sb3_grpo.ActorPolicy`
     :raises ValueError: If an argument is out of range, or does not fit the spaces
     """
@@ -92,6 +95,7 @@ class RecurrentActorPolicy(ActorPolicy):
         n_lstm_layers: int = 1,
         lstm_kwargs: dict[str, Any] | None = None,
         cell: Cell = "lstm",
+        chrono_init: int | None = None,
         **kwargs: Any,
     ):
         require_at_least("lstm_hidden_size", lstm_hidden_size, 1)
@@ -99,7 +103,12 @@ class RecurrentActorPolicy(ActorPolicy):
         require_one_of("cell", cell, get_args(Cell))
         if unknown := (lstm_kwargs or {}).keys() - LSTM_OPTIONS:
             raise ValueError(f"lstm_kwargs={lstm_kwargs} has {sorted(unknown)}, and takes {sorted(LSTM_OPTIONS)} only.")
+        if chrono_init is not None:
+            require_at_least("chrono_init", chrono_init, 2, "or None")
+            if not (lstm_kwargs or {}).get("bias", True):
+                raise ValueError(f"chrono_init={chrono_init} sets biases, and lstm_kwargs={lstm_kwargs} has none: drop one.")
         self.lstm_hidden_size, self.n_lstm_layers, self.cell = lstm_hidden_size, n_lstm_layers, cell
+        self.chrono_init = chrono_init
         self.lstm_kwargs = dict(lstm_kwargs or {})
         self._n_parts = 2 if cell == "lstm" else 1
         self.state_size = self._n_parts * n_lstm_layers * lstm_hidden_size
@@ -107,13 +116,25 @@ class RecurrentActorPolicy(ActorPolicy):
         super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("lstm_hidden_size", "n_lstm_layers", "lstm_kwargs", "cell")}
+        own = {
+            name: getattr(self, name) for name in ("lstm_hidden_size", "n_lstm_layers", "lstm_kwargs", "cell", "chrono_init")
+        }
         return {**super()._get_constructor_parameters(), **own}
 
     def _build_memory(self, features_dim: int) -> int:
         layer = nn.LSTM if self.cell == "lstm" else nn.GRU
         self.memory = layer(features_dim, self.lstm_hidden_size, self.n_lstm_layers, **self.lstm_kwargs)
+        if self.chrono_init is not None:
+            for index in range(self.n_lstm_layers):
+                self._forget_late(getattr(self.memory, f"bias_ih_l{index}").data, self.chrono_init)
         return self.lstm_hidden_size
+
+    def _forget_late(self, biases: th.Tensor, n_steps: int) -> None:
+        """Raise the biases of the second gate, by which a unit keeps its state, and let new inputs of an LSTM in as slowly."""
+        keep = th.empty(self.lstm_hidden_size).uniform_(1.0, n_steps - 1.0).log()
+        biases[self.lstm_hidden_size : 2 * self.lstm_hidden_size] += keep
+        if self.cell == "lstm":
+            biases[: self.lstm_hidden_size] -= keep
 
     def _parts(self, states: Any) -> Any:
         """:return: States of shape ``(n, state_size)`` as the layer takes them: one or two of shape ``(layers, n, units)``"""
@@ -251,7 +272,7 @@ class RecurrentGRPO(MaskableGRPO):
 
     :param policy: ``"MlpLstmPolicy"``, ``"CnnLstmPolicy"``, ``"MultiInputLstmPolicy"``, or a subclass of
         :class:`~sb3_grpo.recurrent.RecurrentActorPolicy`. Its arguments ``lstm_hidden_size``, ``n_lstm_layers``,
-        ``lstm_kwargs`` and ``cell`` are given as ``policy_kwargs``
+        ``lstm_kwargs``, ``cell`` and ``chrono_init`` are given as ``policy_kwargs``
     :param env: Environment to learn from, or its Gymnasium id
     :param learning_rate: Learning rate of clipped updates, a number or a function of the remaining progress (from 1 to 0)
     :param n_steps: Number of steps per environment and rollout, as for :class:`GRPO`

@@ -135,11 +135,29 @@ def test_a_state_that_does_not_fit_is_refused(state: Any, episode_start: Any, me
         pytest.param(dict(lstm_hidden_size=0), "`lstm_hidden_size` must be an integer of at least 1", id="units"),
         pytest.param(dict(cell="rnn"), "`cell` must be 'lstm' or 'gru', not 'rnn'", id="cell"),
         pytest.param(dict(lstm_kwargs=dict(bidirectional=True)), r"lstm_kwargs=.* has \['bidirectional'\]", id="kwargs"),
+        pytest.param(dict(chrono_init=1), "`chrono_init` must be an integer of at least 2 or None, not 1", id="chrono"),
+        pytest.param(
+            dict(chrono_init=9, lstm_kwargs=dict(bias=False)), "chrono_init=9 sets biases, and .* drop one", id="bias"
+        ),
     ],
 )
 def test_wrong_arguments_of_the_memory_are_refused(kwargs: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         make_model(policy_kwargs=kwargs)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_with_chrono_init_units_forget_over_so_many_steps_and_otherwise_at_once(cell: str):
+    kept = {}
+    for chrono_init in (None, 10, 100):
+        th.manual_seed(0)
+        policy = MlpLstmPolicy(VECTOR, BOX, lambda _: 0.01, cell=cell, lstm_hidden_size=200, chrono_init=chrono_init)  # type: ignore[arg-type]
+        start, still = th.ones(1, policy.state_size), th.zeros(1, policy.state_size)
+        with th.no_grad():
+            for _ in range(30):
+                start, still = (policy.remember(th.zeros(1, 3), state)[1] for state in (start, still))
+        kept[chrono_init] = float((start - still)[0, -200:].mean())  # the cell states of an LSTM
+    assert abs(kept[None]) < 0.01 and abs(kept[10]) < 0.1 and 0.3 < kept[100] < 0.7, kept
 
 
 # --- rollouts ---
