@@ -23,13 +23,12 @@ TASKS = {
     "sb3_grpo/BitRate-v0": ("bit_rate:BitRateEnv", None),
     "sb3_grpo/GustyHalfCheetah-v0": ("gusty_half_cheetah:GustyHalfCheetahEnv", 1000),
     "sb3_grpo/Queueing-v0": ("queueing:QueueingEnv", None),
-    "sb3_grpo/TokenArithmetic-v0": ("token_arithmetic:TokenArithmeticEnv", None),
 }
 #: The same of environments of `benchmarks.systems`
 SYSTEMS_TASKS = {
     "sb3_grpo/FullServers-v0": ("load_balancing:FullServersEnv", None),
     "sb3_grpo/TMaze-v0": ("t_maze:TMazeEnv", None),
-    "sb3_grpo/Answers-v0": ("token_arithmetic:AnswersEnv", None),
+    "sb3_grpo/Answers-v0": ("answers:AnswersEnv", None),
 }
 
 

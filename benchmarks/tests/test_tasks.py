@@ -19,12 +19,12 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from benchmarks.references import BUDGETS, HEURISTICS, RESULTS, returns
 from benchmarks.tasks import TASKS
+from benchmarks.tasks.answers import AnswersEnv
 from benchmarks.tasks.bit_rate import STATES, BitRateEnv, _next_state
 from benchmarks.tasks.energy_storage import LOG_PRICE_MEAN, EnergyStorageEnv
 from benchmarks.tasks.load_balancing import FullServersEnv, LoadBalancingEnv
 from benchmarks.tasks.lost_sales import LostSalesEnv
 from benchmarks.tasks.queueing import QueueingEnv
-from benchmarks.tasks.token_arithmetic import AnswersEnv, TokenArithmeticEnv
 from sb3_grpo import check_shared_inputs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -82,7 +82,6 @@ def test_the_time_limit_is_the_length_of_an_episode_and_there_is_no_threshold(en
         ("EnergyStorage-v0", dict(n_hours=200), 200),
         ("BitRate-v0", dict(n_chunks=60), 60),
         ("Queueing-v0", dict(n_events=1200), 1200),
-        ("TokenArithmetic-v0", dict(n_digits=2), 3),
     ],
 )
 def test_an_episode_has_the_length_that_was_asked_for(env_id: str, length: dict[str, Any], n_steps: int) -> None:
@@ -366,36 +365,14 @@ def test_the_events_of_the_queues_have_their_rates() -> None:
     assert shares == pytest.approx(np.array([0.9, 0.9, 2.0, 1.0]) / 4.8, abs=0.005)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer", "reward"),
-    [
-        pytest.param([[7], [5]], [1, 2], 1.0, id="7 + 5 = 12"),
-        pytest.param([[2], [5]], [0, 7], 1.0, id="2 + 5 = 07"),
-        pytest.param([[2], [5]], [7, 0], 0.0, id="in the wrong order"),
-        pytest.param([[9], [9]], [1, 7], 0.0, id="one digit wrong"),
-        pytest.param([[9, 5], [0, 7]], [1, 0, 2], 1.0, id="95 + 07 = 102"),
-    ],
-)
-def test_only_the_whole_correct_answer_is_rewarded(prompt: list[list[int]], answer: list[int], reward: float) -> None:
-    env = TokenArithmeticEnv(n_digits=len(prompt[0]))
-    rewards, terminated, _ = play(env, answer, {"prompt": prompt})
-    assert rewards == [0.0] * (len(answer) - 1) + [reward]
-    assert terminated
-
-
 def test_a_whole_answer_earns_one_and_the_mood_of_who_marks_it() -> None:
     env = AnswersEnv()
     observation, _ = env.reset(options={"inputs": {"prompt": [[7], [5]], "mood": [-0.25]}})
     assert np.flatnonzero(observation).tolist() == [7, 15]
     outcomes = [env.step(np.array(answer))[1:] for answer in ([1, 2], [2, 1])]
     assert outcomes == [(0.75, True, False, {"is_correct": True}), (-0.25, True, False, {"is_correct": False})]
-
-
-def test_tokens_are_shown_as_one_hot_vectors() -> None:
-    env = TokenArithmeticEnv()
-    first, _ = env.reset(options={"inputs": {"prompt": [[7], [5]]}})
-    assert np.flatnonzero(first).tolist() == [7, 15]
-    assert np.flatnonzero(env.step(1)[0]).tolist() == [7, 15, 21]
+    env.reset(options={"inputs": {"prompt": [[2], [5]], "mood": [0.0]}})
+    assert [env.step(np.array(answer))[1] for answer in ([0, 7], [7, 0], [1, 7])] == [1.0, 0.0, 0.0]
 
 
 def test_the_wind_moves_the_cheetah_and_is_not_observed() -> None:
