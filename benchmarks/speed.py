@@ -1,15 +1,16 @@
 """
 Measure speed and memory on one core.
 
-    python -m benchmarks.speed              # GRPO, SB3's PPO and sbx's PPO in turns, about eight minutes
+    python -m benchmarks.speed              # GRPO, SB3's PPO and sbx's PPO in turns, about ten minutes
     python -m benchmarks.speed profile      # the time of GRPO's training by part
     python -m benchmarks.speed images       # steps per second and peak memory on images; --device cuda for a GPU
     python -m benchmarks.speed cold         # the first training on a machine, compilation included, and PPO's
     python -m benchmarks.speed turns        # seconds per step of the arms of a suite
 
-- Without a word: all have GRPO's default settings: rollouts of 1024 transitions with discrete actions and of 2048 with
-  continuous ones, minibatches of 64 and ten epochs, except for what the table names. With continuous actions GRPO takes a
-  natural-gradient step in the place of minibatches, unless a minibatch size is named. They take turns in one process that
+- Without a word: GRPO with and without machine code, and its rivals. All have GRPO's default settings: rollouts of 1024
+  transitions with discrete actions and of 2048 with continuous ones, minibatches of 64 and ten epochs, except for what the
+  table names. With continuous actions GRPO takes a natural-gradient step in the place of minibatches, unless a minibatch size
+  is named. They take turns in one process that
   is bound to one core, so that a drift of the machine favours nobody. The first turn of each, in which numba and JAX compile,
   does not count. The bare environment is a `DummyVecEnv` with `Monitor` that takes random actions: nobody who steps it can be
   faster. sbx's PPO, on JAX, takes part where it is installed (`pip install sbx-rl`).
@@ -56,8 +57,8 @@ from sb3_grpo import GRPO, collection
 SBX = importlib.util.find_spec("sbx") is not None
 ALGORITHMS = ("GRPO", "PPO")
 COMPARISON_FIELDS = [
-    "env", "n_envs", "batch_size", "width", "rounds", "grpo", "ppo", "sbx", "bare", "over_ppo", "over_sbx", "bare_share",
-    "commit", "versions",
+    "env", "n_envs", "batch_size", "width", "rounds", "grpo", "torch", "ppo", "sbx", "bare", "over_ppo", "over_sbx",
+    "bare_share", "commit", "versions",
 ]  # fmt: skip
 TURNS_FIELDS = ["session", "arm", "env", "settings_hash", "steps", "seconds_per_step", "commit", "versions"]
 ROLLOUTS_PER_TURN = 2
@@ -115,6 +116,12 @@ def make_grpo(setting: Setting) -> GRPO:
     return GRPO("MlpPolicy", setting.make_env(), policy_kwargs=dict(net_arch=[setting.width] * 2), **common)
 
 
+def without_machine_code(model: GRPO) -> GRPO:
+    """:return: The model, which acts and updates with PyTorch from now on, because of a hook that does nothing"""
+    model.policy.action_net.register_forward_hook(lambda *_: None)
+    return model
+
+
 def make_rival(algorithm: type[OnPolicyAlgorithm], setting: Setting) -> OnPolicyAlgorithm:
     """
     :param algorithm: PPO, or sbx's PPO
@@ -155,7 +162,8 @@ def compare(setting: Setting, rounds: int) -> dict[str, Any]:
     :return: A row of ``comparison.csv``: medians of steps per second, and medians, minima and maxima of ratios of turns
     """
     grpo = make_grpo(setting)
-    models: dict[str, BaseAlgorithm] = {"grpo": grpo, "ppo": make_rival(PPO, setting)}
+    models: dict[str, BaseAlgorithm] = {"grpo": grpo, "torch": without_machine_code(make_grpo(setting))}
+    models["ppo"] = make_rival(PPO, setting)
     if SBX:
         import sbx
 

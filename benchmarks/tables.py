@@ -70,14 +70,14 @@ def comparison_table(rows: list[dict[str, Any]]) -> str:
     """
     lines = []
     for row in {tuple(str(row[name]) for name in ("env", "n_envs", "batch_size", "width")): row for row in rows}.values():
-        speeds = [f"{int(row[name]):,}" if row[name] else "" for name in ("grpo", "ppo", "sbx", "bare")]
+        speeds = [f"{int(row[name]):,}" if row[name] else "" for name in ("grpo", "torch", "ppo", "sbx")]
         ratios = [[float(value) for value in row[name].split()] for name in ("over_ppo", "over_sbx")]
         over = [f"{ratio[0]:.1f} ({ratio[1]:.1f} to {ratio[2]:.1f})" if ratio else "" for ratio in ratios]
         share = f"{float(row['bare_share'].split()[0]):.0%}"
         sizes = [str(row["n_envs"]), str(row["batch_size"]), f"{row['width']} x {row['width']}"]
         lines.append([row["env"], *sizes, *speeds, *over, share])
     header = (
-        "environment", "how many", "minibatch", "network", "GRPO, steps/s", "PPO", "sbx's PPO", "bare environment", "over PPO",
-        "over sbx's PPO", "bare environment's share",
+        "environment", "how many", "minibatch", "network", "GRPO, steps/s", "without machine code", "PPO", "sbx's PPO",
+        "over PPO", "over sbx's PPO", "bare environment's share",
     )  # fmt: skip
     return markdown_table(header, lines)

@@ -9,11 +9,24 @@ from stable_baselines3 import PPO
 
 from benchmarks import speed
 from benchmarks.matrix import expand
-from benchmarks.speed import IMAGES, Setting, breakdown, compare, compare_memory, make_grpo, make_rival, stepping, training
+from benchmarks.speed import (
+    IMAGES,
+    Setting,
+    breakdown,
+    compare,
+    compare_memory,
+    make_grpo,
+    make_rival,
+    stepping,
+    training,
+    without_machine_code,
+)
 from benchmarks.tables import comparison_table
 from benchmarks.tests.toys import SMALL
 from benchmarks.timing import Stopwatch, take_turns
 from sb3_grpo import collection
+from sb3_grpo.arithmetic.choice import machine_policy
+from sb3_grpo.arithmetic.machine import MachinePolicy
 
 TINY = Setting(n_envs=2, batch_size=16, width=8, n_epochs=2, rollout=32)
 
@@ -75,7 +88,13 @@ def test_a_comparison_fills_a_row_and_a_line_of_the_table(env: str) -> None:
     median, low, high = map(float, row["over_ppo"].split())
     assert low <= median <= high
     line = comparison_table([row]).splitlines()[-1]
-    assert line.startswith(f"| {env} | 2 | 16 | 8 x 8 | {row['grpo']:,} | {row['ppo']:,} |") and f"{median:.1f} (" in line
+    speeds = " | ".join(f"{row[name]:,}" for name in ("grpo", "torch", "ppo"))
+    assert line.startswith(f"| {env} | 2 | 16 | 8 x 8 | {speeds} |") and f"{median:.1f} (" in line
+
+
+def test_grpo_with_pytorch_has_no_machine_code() -> None:
+    assert isinstance(machine_policy(make_grpo(TINY).policy), MachinePolicy)
+    assert isinstance(machine_policy(without_machine_code(make_grpo(TINY)).policy), str)
 
 
 def test_the_bare_environment_is_stepped_as_often_as_it_should_be() -> None:
