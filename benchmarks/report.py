@@ -70,7 +70,7 @@ GROUPS = {
     )],
     "untouched": [
         "InvertedPendulum-v5", "MountainCar-v0", "MiniGrid-FourRooms-v0", "MiniGrid-LavaGapS5-v0",
-        "sb3_grpo/Queueing-v0", "sb3_grpo/GustyHalfCheetah-v0",
+        "sb3_grpo/GustyHalfCheetah-v0",
     ],
 }  # fmt: skip
 #: The sentences of the claim
