@@ -116,10 +116,8 @@ class RecurrentActorPolicy(ActorPolicy):
         super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
-        own = {
-            name: getattr(self, name) for name in ("lstm_hidden_size", "n_lstm_layers", "lstm_kwargs", "cell", "chrono_init")
-        }
-        return {**super()._get_constructor_parameters(), **own}
+        own = ("lstm_hidden_size", "n_lstm_layers", "lstm_kwargs", "cell", "chrono_init")
+        return {**super()._get_constructor_parameters(), **{name: getattr(self, name) for name in own}}
 
     def _build_memory(self, features_dim: int) -> int:
         layer = nn.LSTM if self.cell == "lstm" else nn.GRU

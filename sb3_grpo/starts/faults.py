@@ -39,8 +39,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 def name_environment(error: Exception, env_idx: int, method: str) -> None:
     """Say in an exception of the user's code in which environment, by which method, it was raised."""
-    add_note(
-        error, f"This was raised by `{method}` of environment {env_idx}. The rollout was discarded; the model can be saved."
-    )
+    where = f"This was raised by `{method}` of environment {env_idx}."
+    add_note(error, f"{where} The rollout was discarded; the model can be saved.")
     if isinstance(error, ValueError) and "values to unpack" in str(error):
         add_note(error, f"In Gymnasium, `{method}` returns `{RETURNED[method]}`.")

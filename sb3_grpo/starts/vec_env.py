@@ -159,9 +159,7 @@ class SeededVecEnv:
         try:
             given = self.env.env_method("action_masks")
         except TypeError as error:
-            add_note(
-                error, "`action_masks` is called without arguments. To do without masks, pass use_masking=False to `learn`."
-            )
+            add_note(error, "`action_masks` is called without arguments. Pass use_masking=False to `learn` to do without it.")
             raise
         masks = checked_masks(given, choices_of(self.env.action_space))
         if isinstance(masks, tuple):
