@@ -96,10 +96,11 @@ def test_an_ordinary_run_gives_no_warning(n_envs: int, tmp_path: pathlib.Path):
 
 
 def test_a_rollout_that_the_batch_does_not_divide_gives_a_warning_and_one_that_it_divides_does_not():
-    with pytest.warns(UserWarning, match=r"batch_size=16 does not divide .* = 7 \* 2 = 14 transitions: .* of size 14"):
-        make_model(n_steps=7)
+    with pytest.warns(UserWarning, match=r"batch_size=16 does not divide .* = 9 \* 2 = 18 transitions: .* of size 2"):
+        make_model(n_steps=9)
     make_model(n_steps=8)  # warnings of the package are errors
-    make_model(n_steps=7, rollout_buffer_class="outcome")  # the update of this buffer is not a rollout
+    make_model(n_steps=7)  # all of it is one minibatch
+    make_model(n_steps=9, rollout_buffer_class="outcome")  # the update of this buffer is not a rollout
 
 
 # --- Rollouts and callbacks -------------------------------------------------------------------------------------------

@@ -979,11 +979,3 @@ def test_rewards_that_a_callback_changes_count_or_are_warned_of(buffer: str) -> 
     assert mean_reward(make_vec_env(Counts, 2), expect=False) > 100
     has_own = buffer != "kernel"
     assert (mean_reward(VecNormalize(make_vec_env(Counts, 2)), expect=has_own) > 95) == (not has_own)
-
-
-def test_a_rollout_that_is_smaller_than_a_minibatch_is_one_minibatch() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        GRPO("MlpPolicy", make_envs(2), n_steps=16, batch_size=64, device="cpu")
-    with pytest.warns(UserWarning, match="truncated mini-batch of size 16"):
-        GRPO("MlpPolicy", make_envs(2), n_steps=40, batch_size=64, device="cpu")
