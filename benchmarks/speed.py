@@ -10,10 +10,10 @@ Measure speed and memory on one core.
 - Without a word: GRPO with and without machine code, and its rivals. All have GRPO's default settings: rollouts of 1024
   transitions with discrete actions and of 2048 with continuous ones, minibatches of 64 and ten epochs, except for what the
   table names. With continuous actions GRPO takes a natural-gradient step in the place of minibatches, unless a minibatch size
-  is named. They take turns in one process that
-  is bound to one core, so that a drift of the machine favours nobody. The first turn of each, in which numba and JAX compile,
-  does not count. The bare environment is a `DummyVecEnv` with `Monitor` that takes random actions: nobody who steps it can be
-  faster. sbx's PPO, on JAX, takes part where it is installed (`pip install sbx-rl`).
+  is named. They take turns in one process that is bound to one core, so that a drift of the machine favours nobody. The first
+  turn of each, in which numba and JAX compile, does not count. The bare environment is a `DummyVecEnv` with `Monitor` that
+  takes random actions: nobody who steps it can be faster. sbx's PPO, on JAX, takes part where it is installed
+  (`pip install sbx-rl`).
 - `profile`: stopwatches around the parts of GRPO's training, whose overhead is in the figures.
 - `images`: GRPO, PPO and the environments alone take turns, with GRPO's defaults for images. Peak memory is that of a process
   of its own, and on a GPU that of its tensors there.

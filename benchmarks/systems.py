@@ -197,8 +197,8 @@ ENVIRONMENTS = Experiment(
 
 # --- hidden velocities ------------------------------------------------------------------------------------------------
 
-#: Those of rl-zoo3 for RecurrentPPO on CartPoleNoVel-v1. It normalises there, which is left out on other tasks: with it,
-#: RepeatPrevious ends at -0.48 instead of 1.00
+#: Settings of RecurrentPPO: those of rl-zoo3 for CartPoleNoVel-v1, also for tasks without an entry of their own. Only where
+#: they come from rl-zoo3, they include `VecNormalize`, which harmed RecurrentPPO on a task of POPGym, see LOG.md
 RECURRENT: dict[str, Any] = dict(
     n_steps=32,
     batch_size=256,
@@ -215,9 +215,9 @@ RECURRENT: dict[str, Any] = dict(
         net_arch=dict(pi=[64], vf=[64]),
     ),
 )
-#: How far rewards matter and how often transitions are used, which is what tasks differ in
+#: Those of them that RecurrentGRPO takes in the arm "RecurrentPPO's settings"
 SHARED_RECURRENT = {name: RECURRENT[name] for name in ("gae_lambda", "gamma", "n_epochs")}
-#: Those for PendulumNoVel-v1, with eight environments for four
+#: Those of rl-zoo3 for PendulumNoVel-v1, with eight environments instead of four, and as many transitions a rollout
 RECURRENT_PENDULUM: dict[str, Any] = dict(
     RECURRENT,
     n_steps=512,

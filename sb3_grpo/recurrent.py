@@ -76,9 +76,9 @@ class RecurrentActorPolicy(ActorPolicy):
     :param lstm_kwargs: Further arguments of the recurrent layers, ``bias`` or ``dropout``
     :param cell: ``"lstm"`` or ``"gru"``. On a CPU, PyTorch's LSTM is several times as fast as its GRU; in machine code, both
         take the same time
-    :param chrono_init: Number of steps over which something has to be remembered, for the chrono initialisation of `Tallec and
-        Ollivier (2018) <https://arxiv.org/abs/1804.11188>`_: at first, units forget after one step to so many. ``None`` for
-        PyTorch's initialisation, with which all forget within a few steps, so that little is learned over more than twenty
+    :param chrono_init: Number of steps over which something has to be remembered, at least 2, for the chrono initialisation of
+        `Tallec and Ollivier (2018) <https://arxiv.org/abs/1804.11188>`_: at first, each unit forgets after a time between one
+        step and this number. ``None`` for PyTorch's initialisation, with which all units forget within a few steps
     :param kwargs: Further arguments of :class:`~sb3_grpo.ActorPolicy`
     :raises ValueError: If an argument is out of range, or does not fit the spaces
     """
