@@ -12,13 +12,15 @@ from stable_baselines3.common.utils import obs_as_tensor
 from torch.nn import functional as F
 
 from sb3_grpo.extractors import has_channels_first
-from sb3_grpo.observations import Observations, has_images, is_large_image, observation_parts, space_parts
+from sb3_grpo.observations import Observations, has_images, is_large_image, map_observations, observation_parts, space_parts
 from sb3_grpo.policies import ActorPolicy
 
-#: A fit has at most this many inputs. More are hashed, see :func:`hashed_inputs`.
+#: An observation gives a fit at most this many inputs. More are hashed, see :func:`hashed_inputs`.
 MAX_INPUTS = 512
 #: Height and width of the pictures that :func:`pooled_pictures` makes of images
 PICTURE_SIZE = 14
+#: Number of past changes of the inputs that the fit sees if the policy has a memory
+N_CHANGES = 2
 #: Number of images that are pooled at a time
 POOLING_BATCH = 16
 
@@ -72,6 +74,20 @@ def pooled_pictures(images: np.ndarray, device: th.device | str = "cpu") -> th.T
     return pictures.flatten(start_dim=1).cpu()
 
 
+def past_changes(inputs: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """
+    The changes of the inputs with the last :data:`N_CHANGES` steps, the latest first. Where observations are positions, they
+    stand for velocities and accelerations.
+
+    :param inputs: Inputs, with those of :data:`N_CHANGES` steps before the first one, shape ``(n_envs, N_CHANGES + n, d)``
+    :param steps: Steps within the episodes, shape ``(n_envs, n)``
+    :return: The changes, zero for steps before the episode, shape ``(n_envs, n, N_CHANGES * d)``
+    """
+    changes, n = np.diff(inputs, axis=1), steps.shape[1]
+    by_age = [changes[:, N_CHANGES - 1 - age :][:, :n] for age in range(N_CHANGES)]
+    return np.concatenate([np.where(steps[..., None] > age, each, 0.0) for age, each in enumerate(by_age)], axis=2)
+
+
 class FitInputs:
     """
     The inputs of the kernel baseline.
@@ -86,6 +102,9 @@ class FitInputs:
 
     More than :data:`MAX_INPUTS` inputs are hashed, see :func:`hashed_inputs`.
 
+    If the policy has a memory, :func:`past_changes` are further inputs. The state of the memory is none, because its meaning
+    changes with each update, and a fit to it explains less.
+
     :param observation_space: Observation space
     """
 
@@ -96,6 +115,8 @@ class FitInputs:
         self._pictures = self._parts.keys() - small.keys()
         self._extractor: BaseFeaturesExtractor | None = None
         self._saved_extractor: dict[str, th.Tensor] | None = None
+        #: Observations of the last steps before a rollout, shape ``(n_envs, N_CHANGES, *obs_shape)``
+        self._earlier: Observations | None = None
 
     @property
     def kind(self) -> dict[str, str]:
@@ -132,6 +153,37 @@ class FitInputs:
 
         return hashed_inputs(th.cat([inputs_of(*each) for each in self._parts.items()], dim=1)).double().numpy()
 
+    def of_rollout(
+        self,
+        observations: Observations,
+        steps: np.ndarray,
+        cuts: np.ndarray,
+        cut_observations: Observations,
+        policy: ActorPolicy,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """
+        :param observations: Observations, environment by environment, shape ``(n_envs * n, *obs_shape)``
+        :param steps: Steps within the episodes, shape ``(n_envs, n)``
+        :param cuts: Indices of the transitions after which a trajectory was cut, shape ``(n_cuts,)``
+        :param cut_observations: Observations after them, shape ``(n_cuts, *obs_shape)``
+        :param policy: The actor
+        :return: Inputs of the transitions and of the observations after the cuts, shapes ``(n_envs * n, d)``, ``(n_cuts, d)``
+        """
+        after_cuts = self(cut_observations, policy)
+        if policy.state_size == 0:
+            return self(observations, policy), after_cuts
+        by_env = map_observations(lambda array: array.reshape(*steps.shape, *array.shape[1:]), observations)
+        if self._earlier is None:
+            self._earlier = map_observations(lambda array: np.repeat(array[:, :1], N_CHANGES, axis=1), by_env)
+        whole = map_observations(lambda *arrays: np.concatenate(arrays, axis=1), self._earlier, by_env)
+        self._earlier = map_observations(lambda array: array[:, -N_CHANGES:].copy(), whole)
+        inputs = self(map_observations(lambda array: array.reshape(-1, *array.shape[2:]), whole), policy)
+        inputs = inputs.reshape(len(steps), -1, inputs.shape[1])
+        changes = past_changes(inputs, steps).reshape(steps.size, -1)
+        inputs = inputs[:, N_CHANGES:].reshape(steps.size, -1)
+        at_cuts = after_cuts, after_cuts - inputs[cuts], changes[cuts, : -inputs.shape[1]]
+        return np.hstack([inputs, changes]), np.hstack(at_cuts)
+
     def standardised_by(self, policy: ActorPolicy) -> np.ndarray | bool:
         """:return: Which inputs the policy's normaliser has standardised, shape ``(d,)``; ``False`` for none"""
         if policy.normalizer is None or self._uses_network:
@@ -142,7 +194,8 @@ class FitInputs:
         ]
         standardised = policy.normalizer.slices.keys() - self._pictures
         covered = np.repeat([name in standardised for name in self._parts], sizes)
-        return covered if len(covered) <= MAX_INPUTS else False
+        n_changes = N_CHANGES * len(covered) if policy.state_size > 0 else 0
+        return np.append(covered, np.zeros(n_changes, bool)) if len(covered) <= MAX_INPUTS else False
 
     def get_state(self) -> dict[str, th.Tensor] | None:
         """:return: Weights of the features extractor; ``None`` if there is none"""

@@ -264,7 +264,8 @@ class RecurrentGRPO(MaskableGRPO):
 
     An update goes over whole sequences: each begins with the state that was stored when it was sampled, and the gradient goes
     back through all its steps, see ``sequence_length`` of :class:`GroupRolloutBuffer`. The value estimate of ``"kernel"`` sees
-    observations and time. With the state of the memory, whose meaning changes with each update, it explains less.
+    observations, their last changes, which can show hidden velocities, and time, but not the memory, see
+    :class:`~sb3_grpo.fit_inputs.FitInputs`.
 
     Departures from ``RecurrentPPO``: there is no second recurrent layer for a critic, and ``predict`` takes ``action_masks``.
 

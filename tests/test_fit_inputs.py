@@ -10,6 +10,7 @@ from helpers import VECTOR, make_model, samples
 
 from sb3_grpo.fit_inputs import MAX_INPUTS, PICTURE_SIZE, FitInputs, hashed_inputs, pooled_pictures
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MultiInputActorPolicy
+from sb3_grpo.recurrent import MlpLstmPolicy, MultiInputLstmPolicy
 
 IMAGE = spaces.Box(0, 255, (3, 36, 40), np.uint8)
 DISCRETE = spaces.Discrete(2)
@@ -120,3 +121,35 @@ def test_the_baseline_has_statistics_of_its_own_only_of_inputs_that_the_policy_d
         baseline = make_model(normalize_observations=normalizes).learn(64).rollout_buffer.baseline
         statistics = baseline.get_state()["input_statistics"]
         assert (statistics.mean == 0.0).all() == (statistics.var == 1.0).all() == normalizes
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+
+def test_changes_of_the_last_two_steps_are_inputs_with_a_memory_also_across_rollouts_and_none_reach_into_another_episode():
+    space, steps = spaces.Box(-np.inf, np.inf, (1,)), np.array([[0, 1, 2, 0]])
+    first = np.array([[3.0], [5.0], [4.0], [9.0]], np.float32)
+    second = np.array([[10.0], [12.0], [0.0], [1.0]], np.float32)
+    see, memory = FitInputs(space), MlpLstmPolicy(space, DISCRETE, lambda _: 1e-3)
+    inputs, after_cut = see.of_rollout(first, steps, np.array([2]), np.array([[7.0]], np.float32), memory)
+    np.testing.assert_array_equal(inputs, [[3, 0, 0], [5, 2, 0], [4, -1, 2], [9, 0, 0]])
+    np.testing.assert_array_equal(after_cut, [[7, 3, -1]])
+    inputs, after_cut = see.of_rollout(second, np.array([[1, 2, 0, 1]]), np.array([3]), np.array([[3.0]], np.float32), memory)
+    np.testing.assert_array_equal(inputs, [[10, 1, 0], [12, 2, 1], [0, 0, 0], [1, 1, 0]])
+    np.testing.assert_array_equal(after_cut, [[3, 2, 1]])
+    policy = ActorPolicy(space, DISCRETE, lambda _: 1e-3)
+    inputs, after_cut = FitInputs(space).of_rollout(first, steps, np.array([2]), np.array([[7.0]], np.float32), policy)
+    np.testing.assert_array_equal(inputs, first)
+    np.testing.assert_array_equal(after_cut, [[7]])
+
+
+def test_environments_with_one_step_a_rollout_have_changes_too_and_each_its_own():
+    space = spaces.Dict(a=VECTOR, b=DISCRETE)
+    see = FitInputs(space)
+    memory = MultiInputLstmPolicy(space, DISCRETE, lambda _: 1e-3, normalize_observations=True)
+    nothing = dict(a=np.zeros((0, 3), np.float32), b=np.zeros(0, np.int64))
+    moved = [dict(a=np.full((2, 3), t * t, np.float32) * [[1], [-1]], b=np.array([0, t % 2])) for t in range(4)]
+    all_inputs = [see.of_rollout(obs, np.full((2, 1), t), np.arange(0), nothing, memory)[0] for t, obs in enumerate(moved)]
+    np.testing.assert_array_equal(see.standardised_by(memory), [True] * 3 + [False] * 12)
+    expected = [[5] * 3 + [0, 0] + [3] * 3 + [0, 0], [-5] * 3 + [-1, 1] + [-3] * 3 + [1, -1]]
+    np.testing.assert_allclose(all_inputs[3][:, 5:], expected, rtol=1e-6)

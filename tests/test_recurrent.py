@@ -290,6 +290,16 @@ def without_velocities(seed: int, n: int = 8) -> Any:
 
 
 @pytest.mark.slow
+def test_with_a_memory_the_value_estimate_knows_velocities_that_observations_hide():
+    explained = {}
+    for cls, policy in ((RecurrentGRPO, "MlpLstmPolicy"), (GRPO, "MlpPolicy")):
+        env, watcher = make_vec_env("Pendulum-v1", 8, seed=0, wrapper_class=MaskVelocityWrapper), Watcher()
+        cls(policy, env, seed=0, device="cpu").learn(10 * 2048, callback=watcher)
+        explained[cls] = np.median([logged["train/explained_variance"] for logged in watcher.logged[2:]])
+    assert explained[RecurrentGRPO] > 0.6 > 0.45 > explained[GRPO]
+
+
+@pytest.mark.slow
 def test_memory_balances_the_pole_without_seeing_velocities(record_property: Callable[[str, object], None]):
     scores = {}
     for name, cls, policy in (("memory", RecurrentGRPO, "MlpLstmPolicy"), ("none", GRPO, "MlpPolicy")):

@@ -10,7 +10,7 @@ from sb3_grpo import advantages as A
 from sb3_grpo.baseline import KernelBaseline, calibration_slope, eligibility_traces, predict_by_fold
 from sb3_grpo.buffers.base import Defaults, GroupRolloutBuffer
 from sb3_grpo.buffers.rollout import Transitions
-from sb3_grpo.fit_inputs import FitInputs
+from sb3_grpo.fit_inputs import N_CHANGES, FitInputs
 from sb3_grpo.losses import UpdateRule
 from sb3_grpo.observations import Observations, map_observations, take_observations
 from sb3_grpo.policies import ActorPolicy
@@ -194,16 +194,17 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self, rollout: Transitions, last_obs: Observations, policy: ActorPolicy
     ) -> tuple[Transitions, np.ndarray]:
         time_unit = self._time_unit(rollout.steps)
-        inputs = self.inputs(rollout.observations, policy)
+        cuts, cut_obs = self._cut_observations(last_obs)
+        steps = rollout.steps.reshape(self.n_envs, -1)
+        inputs, cut_inputs = self.inputs.of_rollout(rollout.observations, steps, cuts, cut_obs, policy)
         self.baseline.observe(inputs, self.inputs.standardised_by(policy))
         if self.learn_metric:
             self._update_metric(time_unit)
-        cuts, cut_obs = self._cut_observations(last_obs)
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
         segments = Segments(rollout.rewards.astype(np.float64), 1.0 - ends, cuts, self.gamma, self.n_envs)
         # Copies, because the data outlive the storage of the rollout
-        data = FitData(np.array(inputs), rollout.steps.copy(), np.array(self.inputs(cut_obs, policy)), segments)
+        data = FitData(np.array(inputs), rollout.steps.copy(), np.array(cut_inputs), segments)
         features, cut_features = self._features(self.baseline, data, time_unit)
         folds = th.as_tensor((np.cumsum(ends) - ends) % self.n_folds)  # the same for all transitions of a trajectory
         weights = self.baseline.fit(*self._for_fit(features, cut_features, segments, folds))
@@ -302,7 +303,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     def _options_of_features(self) -> dict[str, Any]:
         options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
-        return {**options, **self.inputs.kind}
+        memory = {"n_changes": N_CHANGES} if "states" in self._kept else {}
+        return {**options, **memory, **self.inputs.kind}
 
     def set_state(self, state: dict[str, Any]) -> None:
         if self.relative_term is not None and state["relative"] is not None:
