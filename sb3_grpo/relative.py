@@ -72,7 +72,10 @@ def shrunk_correlation(sums: np.ndarray) -> np.ndarray:
 
 
 class _Kept(NamedTuple):
-    """Advantages that members in later rollouts can be compared with; all arrays have the same length."""
+    """
+    Advantages that members in later rollouts can be compared with, over the root mean square of those of their rollout. All
+    arrays have the same length.
+    """
 
     groups: np.ndarray
     steps: np.ndarray
@@ -89,7 +92,8 @@ class RelativeTerm:
 
     Each group gets the correlation of all *other* groups of this rollout and of all groups of earlier ones, so that the
     coefficient does not depend on the actions it is applied to. Members need not run at the same time: as long as a group is
-    not complete, its advantages are kept for members that run in later rollouts.
+    not complete, its advantages are kept for members that run in later rollouts. Advantages shrink and grow in the course of
+    training, so those of another rollout are compared in units of the root mean square of each.
     """
 
     def __init__(self) -> None:
@@ -104,8 +108,10 @@ class RelativeTerm:
     ) -> np.ndarray:
         """:return: The advantages of a rollout with the relative term, shape ``(n,)``, for the open groups of the ledger"""
         self._rollout += 1
+        unit = float(np.sqrt(np.mean(advantages**2))) or 1.0
+        earlier = self._kept._replace(advantages=self._kept.advantages * unit)
         now = _Kept(groups, steps, np.full(len(groups), self._rollout), advantages)
-        known = _Kept(*(np.append(mine, earlier) for mine, earlier in zip(now, self._kept, strict=True)))
+        known = _Kept(*(np.append(mine, theirs) for mine, theirs in zip(now, earlier, strict=True)))
         peers = np.unique(known.groups * (known.steps.max() + 1) + known.steps, return_inverse=True)[1]
         n_members = np.bincount(peers)[peers]
         is_now = slice(len(advantages))
@@ -124,7 +130,8 @@ class RelativeTerm:
         known_groups, labels = np.unique(known.groups, return_inverse=True)
         passed = np.array([open_groups.get(group, np.inf) for group in known_groups.tolist()])[labels]
         awaited = (known.steps > passed) & (known.rollouts > self._rollout - MAX_AGE)
-        self._kept = _Kept(*(each[awaited] for each in known))
+        kept = _Kept(*(each[awaited] for each in known))
+        self._kept = kept._replace(advantages=kept.advantages / unit)
         return relative
 
     def _correlation_of_others(self, advantages: np.ndarray, others: np.ndarray, groups: np.ndarray) -> np.ndarray:

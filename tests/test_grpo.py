@@ -46,6 +46,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_grpo import GRPO, Doctor, load_actor
+from sb3_grpo.arithmetic.update import MAX_EPOCH_KL
 from sb3_grpo.buffers import BUFFERS
 
 DICT = spaces.Dict({"a": VECTOR, "b": spaces.Discrete(4)})
@@ -308,11 +309,23 @@ def test_a_policy_whose_output_is_not_finite_is_refused():
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_target_kl_stops_an_update_early_and_says_so_as_ppo_does(verbose: int, capsys: pytest.CaptureFixture[str]):
     settings: dict[str, Any] = dict(learning_rate=0.1, n_epochs=10, verbose=verbose)
-    assert make_model(**settings).learn(64, log_interval=None)._n_updates == 20
+    assert make_model(**settings, target_kl=np.inf).learn(64, log_interval=None)._n_updates == 20
     assert "Early stopping" not in capsys.readouterr().out
     stopped = make_model(**settings, target_kl=0.01).learn(64, log_interval=None)
     assert 2 <= stopped._n_updates < 10
     assert ("Early stopping at epoch 0 due to reaching max kl: 0." in capsys.readouterr().out) == bool(verbose)
+
+
+@pytest.mark.parametrize("policy_kwargs", [{}, dict(activation_fn=th.nn.ELU)], ids=["machine code", "torch"])
+def test_without_a_target_an_update_ends_after_an_epoch_of_large_divergence_and_says_nothing(
+    policy_kwargs: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    for learning_rate, stops in ((0.1, True), (1e-4, False)):
+        model = make_model(learning_rate=learning_rate, n_epochs=10, verbose=1, policy_kwargs=policy_kwargs)
+        model.learn(32, log_interval=None)
+        assert (model._n_updates < 10) == (model.update_metrics["train/approx_kl"] > MAX_EPOCH_KL) == stops
+        assert n_optimizer_steps(model) == {model._n_updates * 32 // model.batch_size}
+    assert "Early stopping" not in capsys.readouterr().out
 
 
 def n_optimizer_steps(model: Any) -> set[int]:

@@ -1,6 +1,7 @@
 """The relative term: it removes what members have in common, without bias, and does nothing where they share nothing."""
 
 import itertools
+import math
 from typing import Any
 
 import gymnasium as gym
@@ -171,14 +172,15 @@ def test_advantages_of_zero_do_not_disturb():
 
 def slow_term(history: list[list[Any]]) -> list[np.ndarray]:
     """The relative term of each rollout, computed transition by transition from everything that came before."""
-    seen: list[tuple[int, int, int, float]] = []  # rollout, group, step, advantage
+    seen: list[tuple[int, int, int, float]] = []  # rollout, group, step, advantage over the unit of its rollout
     earlier, results = np.zeros(6), []
     for number, (advantages, groups, steps, _) in enumerate(history):
-        seen += [(number, int(g), int(t), float(a)) for a, g, t in zip(advantages, groups, steps, strict=True)]
+        unit = math.sqrt(sum(a * a for a in advantages) / len(advantages))
+        seen += [(number, int(g), int(t), float(a) / unit) for a, g, t in zip(advantages, groups, steps, strict=True)]
         others = []
         for own in range(len(seen) - len(groups), len(seen)):
             others.append([
-                a for i, (rollout, group, step, a) in enumerate(seen)
+                a * unit for i, (rollout, group, step, a) in enumerate(seen)
                 if (group, step) == seen[own][1:3] and i != own and rollout > number - MAX_AGE
             ])  # fmt: skip
         sums = {}
@@ -239,6 +241,15 @@ def test_members_that_run_later_are_compared_with_those_before(n_envs: int, grou
         different += not np.allclose(forgetful.apply(*rollout), found)
         forgetful.forget_trajectories()
     assert different > 10
+
+
+def test_the_size_of_earlier_advantages_does_not_matter():
+    history = drifting_history(n_envs=3, group_size=2, n_rollouts=25)
+    terms = RelativeTerm(), RelativeTerm()
+    for number, (advantages, *rest) in enumerate(history):
+        scale = 1000.0**-number  # as if the task were solved more and more
+        results = [term.apply(factor * advantages, *rest) / factor for term, factor in zip(terms, (1.0, scale), strict=True)]
+        np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-12)
 
 
 def test_what_is_kept_does_not_grow_while_episodes_never_end():

@@ -19,6 +19,10 @@ from sb3_grpo.arithmetic.objective import NO_CLIPPING, Objective
 from sb3_grpo.buffers import GroupRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
 
+#: Without a ``target_kl``, a clipped update ends after an epoch whose mean divergence exceeds this. Advantages are
+#: standardised, so where a task is solved and they are mere noise, further epochs could destroy the policy.
+MAX_EPOCH_KL = 0.05
+
 
 def clipped_update(
     objective: Objective,
@@ -30,14 +34,14 @@ def clipped_update(
 ) -> UpdateReport:
     """
     Take a gradient step with each minibatch of several epochs. The update ends at a minibatch whose approximate KL divergence
-    exceeds ``1.5 target_kl``.
+    exceeds ``1.5 target_kl``, or without a ``target_kl`` after an epoch in which its mean exceeds :data:`MAX_EPOCH_KL`.
 
     :param objective: Objective
     :param policy: Policy, which is changed
     :param rollout_buffer: Buffer with the transitions of the update
     :param n_epochs: Number of epochs
     :param batch_size: Minibatch size
-    :param target_kl: See above; ``None`` for no limit
+    :param target_kl: See above
     :return: Metrics of the epochs
     """
     max_kl = math.inf if target_kl is None else 1.5 * target_kl
@@ -48,6 +52,8 @@ def clipped_update(
         epochs.append(epoch)
         if approx_kl > max_kl:
             return UpdateReport(epochs, excessive_kl=approx_kl)
+        if target_kl is None and epoch.approx_kl > MAX_EPOCH_KL:
+            break
     return UpdateReport(epochs)
 
 
