@@ -42,6 +42,10 @@ ENCODING_NUMBERS = 2**21
 #: the divergence of two Gaussians with the same mean is the square of the change.
 LOG_STD_SHARE = 0.02
 
+#: Largest range of an action of which a quarter is an initial standard deviation, because some environments use the largest
+#: float as a bound. Actuators in SI units and amounts of money stay below.
+MAX_ACTION_RANGE = 1e9
+
 #: Methods that subclasses of SB3's actor-critic policies override, and what to do in a subclass of ``ActorPolicy``.
 ACTOR_CRITIC_HOOKS = {
     "_build_mlp_extractor": "make the network a `features_extractor_class`, and pass net_arch=[]",
@@ -53,6 +57,18 @@ EXTRACTORS = (FlattenExtractor, CombinedExtractor, NatureCNN, SmallCNN)
 
 #: The attribute in which ``torch.compile`` keeps the module that it wraps. It is also a part of the names of weights.
 COMPILED = "_orig_mod"
+
+
+def initial_std(space: spaces.Box) -> np.ndarray:
+    """:return: Initial standard deviations, a quarter of the range of each action, shape ``(action_dim,)``"""
+    low, high = (np.ravel(bound).astype(np.float64) for bound in (space.low, space.high))
+    if not np.max(high - low, initial=0.0) <= MAX_ACTION_RANGE:
+        raise ValueError(
+            f"The bounds of the action space {space} are more than {MAX_ACTION_RANGE:g} apart, so a quarter of its range is "
+            "no useful standard deviation: give it other bounds, such as those of the actuators, or choose one yourself, such "
+            "as `policy_kwargs=dict(log_std_init=0.0)` for 1."
+        )
+    return np.where(high > low, 0.25 * (high - low), 1.0)
 
 
 class ActorPolicy(BasePolicy):
@@ -217,8 +233,7 @@ class ActorPolicy(BasePolicy):
             log_std_init = 0.0 if self.log_std_init is None else self.log_std_init
             self.action_net, self.log_std = self.action_dist.proba_distribution_net(latent_dim, log_std_init=log_std_init)
             if self.log_std_init is None and isinstance(self.action_dist, DiagGaussianDistribution):
-                low, high = (np.ravel(each).astype(np.float64) for each in (self.action_space.low, self.action_space.high))  # type: ignore[attr-defined]
-                self.log_std.data.copy_(th.as_tensor(np.log(np.where(high > low, 0.25 * (high - low), 1.0))))
+                self.log_std.data.copy_(th.as_tensor(np.log(initial_std(self.action_space))))  # type: ignore[arg-type]
         else:
             self.action_net = self.action_dist.proba_distribution_net(latent_dim)  # type: ignore[assignment]
 

@@ -14,9 +14,6 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from sb3_grpo.observations import observation_parts, space_parts
 
-#: Largest range of an action that counts as bounded, because some environments use the largest float as a bound. The initial
-#: standard deviation is a quarter of the range. Actuators in SI units and amounts of money stay below.
-MAX_ACTION_RANGE = 1e9
 #: Spaces that SB3's networks can read
 READABLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
@@ -112,14 +109,11 @@ def check_environment(env: Any, uses_masks: bool = False) -> None:
 
 
 def _check_action_space(space: spaces.Space) -> None:
-    if isinstance(space, spaces.Box):
-        widest = np.max(space.high.astype(np.float64) - space.low.astype(np.float64), initial=0.0)
-        if not widest <= MAX_ACTION_RANGE:
-            though = f", because its bounds are more than {MAX_ACTION_RANGE:g} apart" if space.is_bounded() else ""
-            raise ValueError(
-                f"The action space {space} is unbounded{though}: give it a finite `low` and `high` in the "
-                "environment, such as those of the actuators. Actions beyond them are clipped."
-            )
+    if isinstance(space, spaces.Box) and not space.is_bounded():
+        raise ValueError(
+            f"The action space {space} is unbounded: give it a finite `low` and `high` in the environment, such as those of "
+            "the actuators. Actions beyond them are clipped."
+        )
     fault = _unreadable(space)
     if fault and isinstance(space, READABLE):  # SB3 refuses the other types
         raise ValueError(f"The action space {space} {fault}, and no policy can act in it: change it in the environment.")

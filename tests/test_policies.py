@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from helpers import BOX, CHW, SMALL, SMALL_CNN, VECTOR, samples
+from helpers import BOX, CHW, SMALL, SMALL_CNN, VECTOR, make_envs, make_model, samples
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.save_util import recursive_getattr, recursive_setattr
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor, NatureCNN
@@ -187,8 +187,12 @@ def test_the_initial_deviation_is_a_quarter_of_the_range_of_each_action_unless_i
     uneven = spaces.Box(np.array([-2.0, 0.0, 5.0]), np.array([2.0, 10.0, 5.0]), dtype=np.float64)
     std = make_policy(action_space=uneven, **SMALL).log_std.detach().exp()
     assert std.tolist() == pytest.approx([1.0, 2.5, 1.0])
+    wide = spaces.Box(-3e38, 3e38, (2,))  # of which PPO makes a policy
     for kwargs, expected in ((dict(log_std_init=-0.5), -0.5), (dict(use_sde=True), 0.0)):
-        assert (make_policy(action_space=uneven, **SMALL, **kwargs).log_std == expected).all()
+        for space in (uneven, wide):
+            assert (make_policy(action_space=space, **SMALL, **kwargs).log_std == expected).all()
+    model = make_model(make_envs(action_space=wide), policy_kwargs=dict(SMALL, log_std_init=0.0)).learn(32)
+    assert all(th.isfinite(each).all() for each in model.policy.parameters())
 
 
 def test_the_optimizer_has_ppos_epsilon_unless_told_otherwise():
