@@ -6,6 +6,7 @@ The experiments of the pages about real systems.
     python -m benchmarks.systems hidden-velocities   # CartPole and Pendulum without velocities, with frames and with memory
     python -m benchmarks.systems t-maze              # what was seen at the start decides at the end of a corridor
     python -m benchmarks.systems memory              # LunarLander, MiniGrid and POPGym, with frames and with memory
+    python -m benchmarks.systems memory-images       # steps per second with images and memory
     python -m benchmarks.systems demonstrations      # LunarLander after five demonstrations
     python -m benchmarks.systems answers             # DeepSeek's setting: one step, a prompt, a group of answers
 
@@ -40,6 +41,7 @@ from sb3_contrib.common.maskable.evaluation import evaluate_policy as evaluate_m
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.envs import FakeImageEnv
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack, VecNormalize
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
@@ -385,6 +387,29 @@ MEMORY = Experiment(
     digits=2,
 )
 
+
+def time_images(seed: int, make: Callable[..., Any]) -> dict[str, float]:
+    """:return: Steps per second of a training with eight environments of four frames of 84 x 84, after a rollout or more"""
+    env = make_vec_env(partial(FakeImageEnv, screen_height=84, screen_width=84, n_channels=4), n_envs=8, seed=seed)
+    model = make("CnnLstmPolicy", env, seed=seed, device="cpu").learn(1024)
+    began, n_before = time.process_time(), model.num_timesteps
+    model.learn(1024, reset_num_timesteps=False)
+    return {"steps per second": (model.num_timesteps - n_before) / (time.process_time() - began)}
+
+
+EQUAL: dict[str, Any] = dict(n_steps=64, batch_size=256, n_epochs=4, policy_kwargs=dict(lstm_hidden_size=64))
+MEMORY_IMAGES = Experiment(
+    time_images,
+    {
+        "RecurrentGRPO": (partial(RecurrentGRPO, share_starts=False),),
+        "RecurrentPPO": (RecurrentPPO,),
+        "RecurrentGRPO, equal settings": (partial(RecurrentGRPO, share_starts=False, **EQUAL),),
+        "RecurrentPPO, equal settings": (partial(RecurrentPPO, **EQUAL),),
+    },
+    n_seeds=3,
+    digits=0,
+)
+
 # --- demonstrations ---------------------------------------------------------------------------------------------------
 
 
@@ -504,6 +529,7 @@ EXPERIMENTS = {
     "hidden-velocities": HIDDEN_VELOCITIES,
     "t-maze": T_MAZE,
     "memory": MEMORY,
+    "memory-images": MEMORY_IMAGES,
     "demonstrations": DEMONSTRATIONS,
     "answers": ANSWERS,
 }
