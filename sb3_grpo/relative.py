@@ -108,20 +108,20 @@ class RelativeTerm:
     ) -> np.ndarray:
         """:return: The advantages of a rollout with the relative term, shape ``(n,)``, for the open groups of the ledger"""
         self._rollout += 1
-        unit = float(np.sqrt(np.mean(advantages**2))) or 1.0
-        earlier = self._kept._replace(advantages=self._kept.advantages * unit)
-        now = _Kept(groups, steps, np.full(len(groups), self._rollout), advantages)
-        known = _Kept(*(np.append(mine, theirs) for mine, theirs in zip(now, earlier, strict=True)))
+        unit = np.sqrt(np.mean(advantages**2))
+        now = _Kept(groups, steps, np.full(len(groups), self._rollout), advantages / (unit or 1.0))
+        known = _Kept(*(np.append(mine, earlier) for mine, earlier in zip(now, self._kept, strict=True)))
+        known_advantages = np.append(advantages, self._kept.advantages * unit)
         peers = np.unique(known.groups * (known.steps.max() + 1) + known.steps, return_inverse=True)[1]
         n_members = np.bincount(peers)[peers]
         is_now = slice(len(advantages))
 
-        others = known.advantages - A.differences_from_others(known.advantages, peers)
+        others = known_advantages - A.differences_from_others(known_advantages, peers)
         others = np.where(n_members > 1, others, np.nan)[is_now]
         correlation = self._correlation_of_others(advantages, others, groups)
         coefficient = np.zeros(len(peers))
         coefficient[is_now] = A.relative_coefficient(correlation, n_members[is_now] - 1)
-        relative = A.relative_advantages(known.advantages, peers, coefficient)[is_now]
+        relative = A.relative_advantages(known_advantages, peers, coefficient)[is_now]
         self.metrics = {
             "train/relative_coefficient": float(coefficient[is_now].mean()),
             "train/relative_variance_removed": A.explained_variance(advantages - relative, advantages),
@@ -130,8 +130,7 @@ class RelativeTerm:
         known_groups, labels = np.unique(known.groups, return_inverse=True)
         passed = np.array([open_groups.get(group, np.inf) for group in known_groups.tolist()])[labels]
         awaited = (known.steps > passed) & (known.rollouts > self._rollout - MAX_AGE)
-        kept = _Kept(*(each[awaited] for each in known))
-        self._kept = kept._replace(advantages=kept.advantages / unit)
+        self._kept = _Kept(*(each[awaited] for each in known))
         return relative
 
     def _correlation_of_others(self, advantages: np.ndarray, others: np.ndarray, groups: np.ndarray) -> np.ndarray:

@@ -250,6 +250,8 @@ def test_the_size_of_earlier_advantages_does_not_matter():
         scale = 1000.0**-number  # as if the task were solved more and more
         results = [term.apply(factor * advantages, *rest) / factor for term, factor in zip(terms, (1.0, scale), strict=True)]
         np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-12)
+    assert not terms[0].apply(0.0 * history[0][0], *history[-1][1:]).any()
+    assert terms[0]._kept.advantages.any()
 
 
 def test_what_is_kept_does_not_grow_while_episodes_never_end():
