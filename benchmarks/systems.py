@@ -389,7 +389,7 @@ MEMORY = Experiment(
 
 
 def time_images(seed: int, make: Callable[..., Any]) -> dict[str, float]:
-    """:return: Steps per second of a training with eight environments of four frames of 84 x 84, after a rollout or more"""
+    """:return: Steps per CPU second after the first 1,024 or more, with eight environments of four frames of 84 x 84"""
     env = make_vec_env(partial(FakeImageEnv, screen_height=84, screen_width=84, n_channels=4), n_envs=8, seed=seed)
     model = make("CnnLstmPolicy", env, seed=seed, device="cpu").learn(1024)
     began, n_before = time.process_time(), model.num_timesteps

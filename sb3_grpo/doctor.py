@@ -8,6 +8,7 @@ from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
 
 from sb3_grpo.masks import choices_of
+from sb3_grpo.policies import MAX_ACTION_RANGE
 from sb3_grpo.shared_inputs import check_copy
 
 PATIENCE = 5  #: Updates in a row with a symptom before it is reported; those without the metric in question do not count
@@ -73,7 +74,8 @@ def entropy_floor(action_space: spaces.Space, squash_output: bool = False) -> fl
     if not isinstance(action_space, spaces.Box):
         return COLLAPSED * float(np.log(choices_of(action_space)).sum())
     half_range = (action_space.high.astype(np.float64) - action_space.low) / 2.0
-    std = COLLAPSED * np.where(squash_output, 1.0, half_range)[half_range > 0.0]  # no choice, no collapse
+    is_unit = squash_output | (half_range > MAX_ACTION_RANGE / 2.0)  # then the range says nothing about useful deviations
+    std = COLLAPSED * np.where(is_unit, 1.0, half_range)[half_range > 0.0]  # no choice, no collapse
     return float(np.sum(np.log(std) + 0.5 * np.log(2.0 * np.pi * np.e)))  # the entropy of a Gaussian
 
 

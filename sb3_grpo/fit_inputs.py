@@ -76,7 +76,7 @@ def pooled_pictures(images: np.ndarray, device: th.device | str = "cpu") -> th.T
 
 def past_changes(inputs: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """
-    The changes of the inputs with the last :data:`N_CHANGES` steps, the latest first. Where observations are positions, they
+    The changes of the inputs in the last :data:`N_CHANGES` steps, the latest first. Where observations are positions, they
     stand for velocities and accelerations.
 
     :param inputs: Inputs, with those of :data:`N_CHANGES` steps before the first one, shape ``(n_envs, N_CHANGES + n, d)``
@@ -102,8 +102,8 @@ class FitInputs:
 
     More than :data:`MAX_INPUTS` inputs are hashed, see :func:`hashed_inputs`.
 
-    If the policy has a memory, :func:`past_changes` are further inputs. The state of the memory is none, because its meaning
-    changes with each update, and a fit to it explains less.
+    If the policy has a memory, :func:`past_changes` are further inputs. The state of the memory is not an input: its meaning
+    changes with each update, and a fit to it explained less.
 
     :param observation_space: Observation space
     """
@@ -169,20 +169,29 @@ class FitInputs:
         :param policy: The actor
         :return: Inputs of the transitions and of the observations after the cuts, shapes ``(n_envs * n, d)``, ``(n_cuts, d)``
         """
-        after_cuts = self(cut_observations, policy)
+        inputs, after_cuts = self(observations, policy), self(cut_observations, policy)
         if policy.state_size == 0:
-            return self(observations, policy), after_cuts
-        by_env = map_observations(lambda array: array.reshape(*steps.shape, *array.shape[1:]), observations)
-        if self._earlier is None:
-            self._earlier = map_observations(lambda array: np.repeat(array[:, :1], N_CHANGES, axis=1), by_env)
-        whole = map_observations(lambda *arrays: np.concatenate(arrays, axis=1), self._earlier, by_env)
-        self._earlier = map_observations(lambda array: array[:, -N_CHANGES:].copy(), whole)
-        inputs = self(map_observations(lambda array: array.reshape(-1, *array.shape[2:]), whole), policy)
-        inputs = inputs.reshape(len(steps), -1, inputs.shape[1])
-        changes = past_changes(inputs, steps).reshape(steps.size, -1)
-        inputs = inputs[:, N_CHANGES:].reshape(steps.size, -1)
+            return inputs, after_cuts
+        by_env = inputs.reshape(*steps.shape, -1)
+        earlier = np.repeat(by_env[:, :1], N_CHANGES, axis=1) if self._earlier is None else self._inputs_of_earlier(policy)
+        changes = past_changes(np.concatenate([earlier, by_env], axis=1), steps).reshape(len(inputs), -1)
         at_cuts = after_cuts, after_cuts - inputs[cuts], changes[cuts, : -inputs.shape[1]]
         return np.hstack([inputs, changes]), np.hstack(at_cuts)
+
+    def _inputs_of_earlier(self, policy: ActorPolicy) -> np.ndarray:
+        """:return: Inputs of the steps before the rollout, shape ``(n_envs, N_CHANGES, d)``"""
+        inputs = self(map_observations(lambda array: array.reshape(-1, *array.shape[2:]), self._earlier), policy)
+        return inputs.reshape(-1, N_CHANGES, inputs.shape[1])
+
+    def remember(self, observations: Observations) -> None:
+        """Keep the last observations before the next rollout. They have the shape ``(n_envs, n, *obs_shape)``."""
+        if self._earlier is None:
+            self._earlier = map_observations(lambda array: np.repeat(array[:, :1], N_CHANGES, axis=1), observations)
+
+        def last(*arrays: np.ndarray) -> np.ndarray:
+            return np.concatenate([each[:, -N_CHANGES:] for each in arrays], axis=1)[:, -N_CHANGES:]
+
+        self._earlier = map_observations(last, self._earlier, observations)
 
     def standardised_by(self, policy: ActorPolicy) -> np.ndarray | bool:
         """:return: Which inputs the policy's normaliser has standardised, shape ``(d,)``; ``False`` for none"""

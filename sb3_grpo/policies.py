@@ -65,8 +65,8 @@ def initial_std(space: spaces.Box) -> np.ndarray:
     if not np.max(high - low, initial=0.0) <= MAX_ACTION_RANGE:
         raise ValueError(
             f"The bounds of the action space {space} are more than {MAX_ACTION_RANGE:g} apart, so a quarter of its range is "
-            "no useful standard deviation: give it other bounds, such as those of the actuators, or choose one yourself, such "
-            "as `policy_kwargs=dict(log_std_init=0.0)` for 1."
+            "no useful standard deviation: give it tighter bounds, such as those of the actuators, or set the deviation, for "
+            "example `policy_kwargs=dict(log_std_init=0.0)` for 1."
         )
     return np.where(high > low, 0.25 * (high - low), 1.0)
 
@@ -89,7 +89,7 @@ class ActorPolicy(BasePolicy):
     :param ortho_init: Whether to initialise the layers orthogonally
     :param use_sde: Whether to explore with state-dependent noise (gSDE) instead of independent Gaussian noise
     :param log_std_init: Initial value of the log standard deviation. With ``None``, the standard deviation is a quarter of the
-        range of each action, or 1 with gSDE
+        range of each action, which has to be at most 1e9, or 1 with gSDE
     :param full_std: With gSDE: whether each pair of a feature and an action has a standard deviation, or each feature
     :param use_expln: With gSDE: whether ``expln()`` keeps the standard deviation positive. It grows more slowly than ``exp()``
     :param squash_output: With gSDE: whether to keep actions within their bounds with ``tanh()`` instead of clipping them

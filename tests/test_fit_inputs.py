@@ -1,5 +1,6 @@
 """What the kernel baseline sees of observations, compared with numbers worked out by hand and with slow loops."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch as th
 from gymnasium import spaces
 from helpers import VECTOR, make_model, samples
 
-from sb3_grpo.fit_inputs import MAX_INPUTS, PICTURE_SIZE, FitInputs, hashed_inputs, pooled_pictures
+from sb3_grpo.fit_inputs import MAX_INPUTS, N_CHANGES, PICTURE_SIZE, FitInputs, hashed_inputs, pooled_pictures
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MultiInputActorPolicy
 from sb3_grpo.recurrent import MlpLstmPolicy, MultiInputLstmPolicy
 
@@ -134,6 +135,7 @@ def test_changes_of_the_last_two_steps_are_inputs_with_a_memory_also_across_roll
     inputs, after_cut = see.of_rollout(first, steps, np.array([2]), np.array([[7.0]], np.float32), memory)
     np.testing.assert_array_equal(inputs, [[3, 0, 0], [5, 2, 0], [4, -1, 2], [9, 0, 0]])
     np.testing.assert_array_equal(after_cut, [[7, 3, -1]])
+    see.remember(first[None])
     inputs, after_cut = see.of_rollout(second, np.array([[1, 2, 0, 1]]), np.array([3]), np.array([[3.0]], np.float32), memory)
     np.testing.assert_array_equal(inputs, [[10, 1, 0], [12, 2, 1], [0, 0, 0], [1, 1, 0]])
     np.testing.assert_array_equal(after_cut, [[3, 2, 1]])
@@ -143,13 +145,39 @@ def test_changes_of_the_last_two_steps_are_inputs_with_a_memory_also_across_roll
     np.testing.assert_array_equal(after_cut, [[7]])
 
 
-def test_environments_with_one_step_a_rollout_have_changes_too_and_each_its_own():
+def slow_inputs(observations: list[float], starts: list[bool], last: int) -> list[float]:
+    """:return: The observation at an index of a list, and its two last changes, as far as they lie in its episode"""
+    begin = max(i for i in range(last + 1) if starts[i])
+    at = [observations[max(last - age, begin)] for age in range(N_CHANGES + 1)]
+    return [at[0], *(now - before for now, before in itertools.pairwise(at))]
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 5])
+def test_each_environment_has_the_changes_of_its_own_episodes_in_rollouts_of_any_length(n_steps: int):
+    rng, space, n_envs, n_rollouts = np.random.default_rng(0), spaces.Box(-np.inf, np.inf, (1,)), 3, 6
+    shape = n_envs, n_rollouts * n_steps + 1
+    values, starts = rng.normal(size=shape).astype(np.float32), rng.random(shape) < 0.3
+    starts[:, 0], starts[:, -1] = True, False
+    steps = np.stack([np.arange(shape[1]) - np.maximum.accumulate(np.where(row, np.arange(shape[1]), 0)) for row in starts])
+    see, memory = FitInputs(space), MlpLstmPolicy(space, DISCRETE, lambda _: 1e-3)
+    for begin in range(0, n_rollouts * n_steps, n_steps):
+        own, last = slice(begin, begin + n_steps), begin + n_steps - 1
+        running = np.flatnonzero(~starts[:, last + 1])
+        inputs, after_cuts = see.of_rollout(
+            values[:, own].reshape(-1, 1),
+            steps[:, own],
+            running * n_steps + n_steps - 1,
+            values[running, last + 1, None],
+            memory,
+        )
+        expected = [slow_inputs(list(values[e]), list(starts[e]), t) for e in range(n_envs) for t in range(begin, last + 1)]
+        np.testing.assert_allclose(inputs, expected, atol=1e-6)
+        expected = [slow_inputs(list(values[e]), list(starts[e]), last + 1) for e in running]
+        np.testing.assert_allclose(after_cuts, np.reshape(expected, (-1, 3)), atol=1e-6)
+        see.remember(values[:, own, None])
+
+
+def test_only_observations_are_standardised_by_the_policy_and_not_their_changes():
     space = spaces.Dict(a=VECTOR, b=DISCRETE)
-    see = FitInputs(space)
     memory = MultiInputLstmPolicy(space, DISCRETE, lambda _: 1e-3, normalize_observations=True)
-    nothing = dict(a=np.zeros((0, 3), np.float32), b=np.zeros(0, np.int64))
-    moved = [dict(a=np.full((2, 3), t * t, np.float32) * [[1], [-1]], b=np.array([0, t % 2])) for t in range(4)]
-    all_inputs = [see.of_rollout(obs, np.full((2, 1), t), np.arange(0), nothing, memory)[0] for t, obs in enumerate(moved)]
-    np.testing.assert_array_equal(see.standardised_by(memory), [True] * 3 + [False] * 12)
-    expected = [[5] * 3 + [0, 0] + [3] * 3 + [0, 0], [-5] * 3 + [-1, 1] + [-3] * 3 + [1, -1]]
-    np.testing.assert_allclose(all_inputs[3][:, 5:], expected, rtol=1e-6)
+    np.testing.assert_array_equal(FitInputs(space).standardised_by(memory), [True] * 3 + [False] * 12)

@@ -11,13 +11,14 @@ import torch as th
 from gymnasium import spaces
 from helpers import BOX, CHW, SMALL, SMALL_CNN, VECTOR, Watcher, make_envs, samples, saved, weights
 from rl_zoo3.wrappers import MaskVelocityWrapper
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 from test_masks import Rules, n_forbidden
 
 from benchmarks.tasks.t_maze import TMazeEnv
-from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO, export_onnx
+from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO, export_onnx, fit_inputs
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.distributed import RayVecEnv
 from sb3_grpo.recurrent import MlpLstmPolicy, blocks_of
@@ -289,14 +290,49 @@ def without_velocities(seed: int, n: int = 8) -> Any:
     return make_vec_env("CartPole-v1", n, seed=seed, wrapper_class=MaskVelocityWrapper)
 
 
+def test_a_fit_that_saw_no_changes_is_not_gone_on_with():
+    state = make_model().learn(64).rollout_buffer.get_state()
+    del state["options"]["n_changes"]
+    with pytest.warns(UserWarning, match="starts with a new fit"):
+        make_model().rollout_buffer.set_state(state)
+
+
+class Observes(BaseCallback):
+    """Collects the observations before each step, and stops the training after some of them."""
+
+    def __init__(self, stop_after: int):
+        super().__init__()
+        self.stop_after = stop_after
+        self.observations: list[Any] = []
+
+    def _on_step(self) -> bool:
+        self.observations.append(self.model._last_obs)
+        return len(self.observations) < self.stop_after
+
+
+def test_after_an_interrupted_rollout_changes_are_those_of_the_last_steps():
+    model = make_model(normalize_observations=False, rollout_buffer_kwargs=dict(learn_metric=True))
+    before, after = Observes(stop_after=16 + 5), Observes(stop_after=1000)
+    model.learn(1000, callback=before)
+    model.learn(16 * model.n_envs, reset_num_timesteps=False, callback=after)
+    running = model.rollout_buffer.steps[:, 0] >= 2
+    assert running.any()
+    last = [*before.observations[-2:], after.observations[0]]
+    expected = np.hstack([last[2], last[2] - last[1], last[1] - last[0]])
+    inputs = model.rollout_buffer._recent[-1].inputs.reshape(model.n_envs, 16, -1)
+    np.testing.assert_allclose(inputs[running, 0], expected[running], rtol=1e-6)
+
+
 @pytest.mark.slow
-def test_with_a_memory_the_value_estimate_knows_velocities_that_observations_hide():
-    explained = {}
-    for cls, policy in ((RecurrentGRPO, "MlpLstmPolicy"), (GRPO, "MlpPolicy")):
+def test_with_a_memory_the_value_estimate_knows_velocities_that_observations_hide(monkeypatch: pytest.MonkeyPatch):
+    def explained() -> Any:
         env, watcher = make_vec_env("Pendulum-v1", 8, seed=0, wrapper_class=MaskVelocityWrapper), Watcher()
-        cls(policy, env, seed=0, device="cpu").learn(10 * 2048, callback=watcher)
-        explained[cls] = np.median([logged["train/explained_variance"] for logged in watcher.logged[2:]])
-    assert explained[RecurrentGRPO] > 0.6 > 0.45 > explained[GRPO]
+        make_model(env, n_steps=256, policy_kwargs={}, update_rule="natural").learn(10 * 2048, callback=watcher)
+        return np.median([logged["train/explained_variance"] for logged in watcher.logged[2:]])
+
+    assert explained() > 0.6
+    monkeypatch.setattr(fit_inputs, "past_changes", lambda inputs, steps: np.zeros((*steps.shape, 2 * inputs.shape[2])))
+    assert explained() < 0.45
 
 
 @pytest.mark.slow

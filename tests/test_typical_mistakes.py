@@ -72,7 +72,7 @@ MISTAKES: list[tuple[str, Callable[[pathlib.Path], Any], type[Exception], str]] 
         "actions have bounds that stand for none",
         lambda _: make_model(AnyEnv(VECTOR, spaces.Box(-3.4e38, 3.4e38, (2,)))),
         ValueError,
-        "are more than 1e+09 apart, so a quarter of its range is no useful standard deviation: give it other bounds",
+        "are more than 1e+09 apart, so a quarter of its range is no useful standard deviation: give it tighter bounds",
     ),
     (
         "the evaluation uses the training environment",

@@ -34,7 +34,8 @@ def clipped_update(
 ) -> UpdateReport:
     """
     Take a gradient step with each minibatch of several epochs. The update ends at a minibatch whose approximate KL divergence
-    exceeds ``1.5 target_kl``, or without a ``target_kl`` after an epoch in which its mean exceeds :data:`MAX_EPOCH_KL`.
+    exceeds ``1.5 target_kl``. Without a ``target_kl``, it ends after the first epoch whose mean divergence exceeds
+    :data:`MAX_EPOCH_KL`.
 
     :param objective: Objective
     :param policy: Policy, which is changed
