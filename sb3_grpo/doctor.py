@@ -8,8 +8,8 @@ from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
 
 from sb3_grpo.masks import choices_of
-from sb3_grpo.policies import MAX_ACTION_RANGE
 from sb3_grpo.shared_inputs import check_copy
+from sb3_grpo.validation import MAX_ACTION_RANGE
 
 PATIENCE = 5  #: Updates in a row with a symptom before it is reported; those without the metric in question do not count
 COLLAPSED = 0.01  #: Fraction of the entropy of the uniform policy; of Box, of a standard deviation of half the range

@@ -33,7 +33,7 @@ from sb3_grpo.extractors import SmallCNN, has_channels_first
 from sb3_grpo.masks import masked_logits
 from sb3_grpo.normalization import ObservationNormalizer, normalized_parts
 from sb3_grpo.observations import Observations, is_large_image, space_parts, take_observations, with_axes
-from sb3_grpo.validation import require_between, require_bool, require_positive
+from sb3_grpo.validation import MAX_ACTION_RANGE, require_between, require_bool, require_positive
 
 #: Largest number of observations that are encoded at a time, and about how many numbers they may have.
 ENCODING_BATCH = 1024
@@ -41,10 +41,6 @@ ENCODING_NUMBERS = 2**21
 #: Part of the limit of a natural-gradient step that the change of a log standard deviation may use up. For small changes,
 #: the divergence of two Gaussians with the same mean is the square of the change.
 LOG_STD_SHARE = 0.02
-
-#: Largest range of an action of which a quarter is an initial standard deviation, because some environments use the largest
-#: float as a bound. Actuators in SI units and amounts of money stay below.
-MAX_ACTION_RANGE = 1e9
 
 #: Methods that subclasses of SB3's actor-critic policies override, and what to do in a subclass of ``ActorPolicy``.
 ACTOR_CRITIC_HOOKS = {

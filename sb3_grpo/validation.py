@@ -14,6 +14,9 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from sb3_grpo.observations import observation_parts, space_parts
 
+#: Largest range of an action of which a quarter is an initial standard deviation, because some environments use the largest
+#: float as a bound. Actuators in SI units and amounts of money stay below.
+MAX_ACTION_RANGE = 1e9
 #: Spaces that SB3's networks can read
 READABLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arithmetic": {"arithmetic", "buffers", "extractors", "losses", "masks", "policies", "validation"},
     "baseline": set(),
     "compile": {"arithmetic"},
-    "doctor": {"masks", "shared_inputs"},
+    "doctor": {"masks", "shared_inputs", "validation"},
     "extractors": set(),
     "fit_inputs": {"extractors", "observations", "policies"},
     "export": {"arithmetic", "grpo", "maskable", "masks", "observations", "policies", "recurrent"},
