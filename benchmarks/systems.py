@@ -281,6 +281,7 @@ HIDDEN_VELOCITIES = Experiment(
         "RecurrentPPO": (partial(recurrent_ppo, **RECURRENT), "MlpLstmPolicy", 1),
         "RecurrentPPO, Pendulum": (partial(recurrent_ppo, **RECURRENT_PENDULUM), "MlpLstmPolicy", 1, "Pendulum-v1"),
         "RecurrentGRPO, Pendulum": (RecurrentGRPO, "MlpLstmPolicy", 1, "Pendulum-v1"),
+        "the same, gamma=0.9": (partial(RecurrentGRPO, gamma=0.9), "MlpLstmPolicy", 1, "Pendulum-v1"),
         "the same, clipped": (partial(RecurrentGRPO, update_rule="clipped"), "MlpLstmPolicy", 1, "Pendulum-v1"),
     },
     n_seeds=5,

@@ -12,7 +12,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from torch.nn import functional as F
 
 from sb3_grpo.extractors import has_channels_first
-from sb3_grpo.observations import Observations, has_images, is_large_image, map_observations, observation_parts, space_parts
+from sb3_grpo.observations import Observations, has_images, is_large_image, observation_parts, space_parts
 from sb3_grpo.policies import ActorPolicy
 
 #: An observation gives a fit at most this many inputs. More are hashed, see :func:`hashed_inputs`.
@@ -77,15 +77,18 @@ def pooled_pictures(images: np.ndarray, device: th.device | str = "cpu") -> th.T
 def past_changes(inputs: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """
     The changes of the inputs in the last :data:`N_CHANGES` steps, the latest first. Where observations are positions, they
-    stand for velocities and accelerations.
+    stand for velocities and accelerations. Those before an episode or a rollout are zero.
 
-    :param inputs: Inputs, with those of :data:`N_CHANGES` steps before the first one, shape ``(n_envs, N_CHANGES + n, d)``
+    :param inputs: Inputs, shape ``(n_envs, n, d)``
     :param steps: Steps within the episodes, shape ``(n_envs, n)``
-    :return: The changes, zero for steps before the episode, shape ``(n_envs, n, N_CHANGES * d)``
+    :return: The changes, shape ``(n_envs, n, N_CHANGES * d)``
     """
-    changes, n = np.diff(inputs, axis=1), steps.shape[1]
-    by_age = [changes[:, N_CHANGES - 1 - age :][:, :n] for age in range(N_CHANGES)]
-    return np.concatenate([np.where(steps[..., None] > age, each, 0.0) for age, each in enumerate(by_age)], axis=2)
+    changes, by_age = np.diff(inputs, axis=1, prepend=inputs[:, :1]), []
+    for age in range(N_CHANGES):
+        by_age.append(np.where(steps[..., None] > age, changes, 0.0))
+        changes = np.roll(changes, 1, axis=1)
+        changes[:, 0] = 0.0
+    return np.concatenate(by_age, axis=2)
 
 
 class FitInputs:
@@ -115,8 +118,6 @@ class FitInputs:
         self._pictures = self._parts.keys() - small.keys()
         self._extractor: BaseFeaturesExtractor | None = None
         self._saved_extractor: dict[str, th.Tensor] | None = None
-        #: Observations of the last steps before a rollout, shape ``(n_envs, N_CHANGES, *obs_shape)``
-        self._earlier: Observations | None = None
 
     @property
     def kind(self) -> dict[str, str]:
@@ -172,26 +173,9 @@ class FitInputs:
         inputs, after_cuts = self(observations, policy), self(cut_observations, policy)
         if policy.state_size == 0:
             return inputs, after_cuts
-        by_env = inputs.reshape(*steps.shape, -1)
-        earlier = np.repeat(by_env[:, :1], N_CHANGES, axis=1) if self._earlier is None else self._inputs_of_earlier(policy)
-        changes = past_changes(np.concatenate([earlier, by_env], axis=1), steps).reshape(len(inputs), -1)
+        changes = past_changes(inputs.reshape(*steps.shape, -1), steps).reshape(len(inputs), -1)
         at_cuts = after_cuts, after_cuts - inputs[cuts], changes[cuts, : -inputs.shape[1]]
         return np.hstack([inputs, changes]), np.hstack(at_cuts)
-
-    def _inputs_of_earlier(self, policy: ActorPolicy) -> np.ndarray:
-        """:return: Inputs of the steps before the rollout, shape ``(n_envs, N_CHANGES, d)``"""
-        inputs = self(map_observations(lambda array: array.reshape(-1, *array.shape[2:]), self._earlier), policy)
-        return inputs.reshape(-1, N_CHANGES, inputs.shape[1])
-
-    def remember(self, observations: Observations) -> None:
-        """Keep the last observations before the next rollout. They have the shape ``(n_envs, n, *obs_shape)``."""
-        if self._earlier is None:
-            self._earlier = map_observations(lambda array: np.repeat(array[:, :1], N_CHANGES, axis=1), observations)
-
-        def last(*arrays: np.ndarray) -> np.ndarray:
-            return np.concatenate([each[:, -N_CHANGES:] for each in arrays], axis=1)[:, -N_CHANGES:]
-
-        self._earlier = map_observations(last, self._earlier, observations)
 
     def standardised_by(self, policy: ActorPolicy) -> np.ndarray | bool:
         """:return: Which inputs the policy's normaliser has standardised, shape ``(d,)``; ``False`` for none"""

@@ -159,7 +159,8 @@ class ActorPolicy(BasePolicy):
             features_extractor_class = self.default_features_extractor(observation_space)
         if features_extractor_class is CombinedExtractor and not isinstance(observation_space, spaces.Dict):
             raise ValueError(
-                f"`MultiInputPolicy` needs a Dict observation space, not {observation_space}: pass `MlpPolicy` or `CnnPolicy`."
+                f"`MultiInputPolicy` needs a Dict observation space, not {observation_space}: pass `MlpPolicy` or "
+                "`CnnPolicy`, with a memory `MlpLstmPolicy` or `CnnLstmPolicy`."
             )
         if optimizer_kwargs is None:
             # eps as in SB3's PPO: with Adam's own 1e-8, a step can explode where gradients vanish.

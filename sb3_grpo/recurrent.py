@@ -13,7 +13,7 @@ from torch import nn
 from sb3_grpo.grpo import GRPO
 from sb3_grpo.maskable import MaskableGRPO
 from sb3_grpo.policies import ActorCnnPolicy, ActorPolicy, MultiInputActorPolicy
-from sb3_grpo.validation import has_action_masks, require_at_least, require_one_of
+from sb3_grpo.validation import has_action_masks, require_at_least, require_mapping, require_one_of
 
 Cell = Literal["lstm", "gru"]
 SelfRecurrentGRPO = TypeVar("SelfRecurrentGRPO", bound="RecurrentGRPO")
@@ -98,9 +98,17 @@ class RecurrentActorPolicy(ActorPolicy):
         chrono_init: int | None = None,
         **kwargs: Any,
     ):
+        for hook in ("get_distribution", "_latent"):
+            if getattr(type(self), hook) is not getattr(RecurrentActorPolicy, hook):
+                raise TypeError(
+                    f"{type(self).__name__} overrides `{hook}`, and actions are chosen without it, because a step also has "
+                    "states: override `remember` or `_distribution`."
+                )
         require_at_least("lstm_hidden_size", lstm_hidden_size, 1)
         require_at_least("n_lstm_layers", n_lstm_layers, 1)
         require_one_of("cell", cell, get_args(Cell))
+        if lstm_kwargs is not None:
+            require_mapping("lstm_kwargs", lstm_kwargs)
         if unknown := (lstm_kwargs or {}).keys() - LSTM_OPTIONS:
             raise ValueError(f"lstm_kwargs={lstm_kwargs} has {sorted(unknown)}, and takes {sorted(LSTM_OPTIONS)} only.")
         if chrono_init is not None:
@@ -121,7 +129,7 @@ class RecurrentActorPolicy(ActorPolicy):
 
     def _build_memory(self, features_dim: int) -> int:
         layer = nn.LSTM if self.cell == "lstm" else nn.GRU
-        self.memory = layer(features_dim, self.lstm_hidden_size, self.n_lstm_layers, **self.lstm_kwargs)
+        self.memory = layer(int(features_dim), self.lstm_hidden_size, self.n_lstm_layers, **self.lstm_kwargs)
         if self.chrono_init is not None:
             for index in range(self.n_lstm_layers):
                 self._forget_late(getattr(self.memory, f"bias_ih_l{index}").data, self.chrono_init)
@@ -150,6 +158,12 @@ class RecurrentActorPolicy(ActorPolicy):
         :return: Its outputs, shape ``(n, lstm_hidden_size)``, and states of the memory after the last step
         """
         features = self.extract_features(obs, self.features_extractor)
+        if states is not None and tuple(getattr(states, "shape", ())[1:]) != (self.state_size,):
+            given = getattr(states, "shape", type(states).__name__)
+            raise ValueError(
+                f"`states` must be an array of shape (n, {self.state_size}), hidden and then cell states of all layers, not "
+                f"{given}."
+            )
         states = features.new_zeros(len(features), self.state_size) if states is None else th.as_tensor(states).to(features)
         if sequences is None:
             outputs, after = self._run(features[None], states)
@@ -226,21 +240,20 @@ class RecurrentActorPolicy(ActorPolicy):
 
     def _states_of(self, n: int, state: Any, episode_start: Any) -> th.Tensor | None:
         """:return: The states of ``n`` environments that the arguments of :meth:`predict` mean; ``None`` for zeros"""
+        starts = np.zeros(n, bool) if episode_start is None else np.asarray(episode_start, dtype=bool).reshape(-1)
+        if len(starts) != n:
+            raise ValueError(f"`episode_start` has {len(starts)} entries for {n} observation(s): pass one for each.")
         if state is None:
             return None
-        shapes, shape = [np.shape(part) for part in state], (self.n_lstm_layers, n, self.lstm_hidden_size)
+        parts = state if isinstance(state, (tuple, list)) else [state]
+        shapes, shape = [np.shape(part) for part in parts], (self.n_lstm_layers, n, self.lstm_hidden_size)
         if shapes != [shape] * self._n_parts:
             raise ValueError(
                 f"`state` has the shapes {shapes}, and {n} observation(s) need {[shape] * self._n_parts}: pass the state that "
                 "the last call of `predict` returned for as many observations, or None where episodes begin."
             )
-        states = self._joined([th.as_tensor(part) for part in state])
-        if episode_start is not None:
-            starts = np.asarray(episode_start, dtype=bool).reshape(-1)
-            if len(starts) != n:
-                raise ValueError(f"`episode_start` has {len(starts)} entries for {n} observation(s): pass one for each.")
-            states = states.masked_fill(th.as_tensor(starts)[:, None], 0.0)
-        return states
+        states = self._joined([th.as_tensor(part) for part in parts])
+        return states.masked_fill(th.as_tensor(starts)[:, None], 0.0)
 
 
 class RecurrentCnnPolicy(RecurrentActorPolicy, ActorCnnPolicy):

@@ -145,14 +145,18 @@ def _refuse_unknown(taker: str, arguments: Mapping[str, Any], accepted: Iterable
         raise TypeError(f"{taker} does not take `{given}={arguments[given]!r}`: {hint}")
 
 
-def check_policy_class(policy: Any, aliases: Iterable[str]) -> None:
-    """Raise a ``ValueError`` if the argument is neither the short name of a policy nor an actor-only policy."""
+def check_policy_class(policy: Any, aliases: Mapping[str, type]) -> None:
+    """
+    Raise a ``ValueError`` if the argument is neither the short name of a policy nor a subclass of the first policy that has
+    one.
+    """
     if isinstance(policy, (gym.Env, VecEnv)):
         raise ValueError("The first argument is the policy and the second the environment: GRPO('MlpPolicy', env).")
-    if not (isinstance(policy, type) and issubclass(policy, ActorPolicy)) and policy not in aliases:
+    base = next(iter(aliases.values()))
+    if not (isinstance(policy, type) and issubclass(policy, base)) and policy not in aliases:
         raise ValueError(
-            f"`policy` must be {', '.join(map(repr, aliases))} or a subclass of `sb3_grpo.ActorPolicy`, not {policy!r}: SB3's "
-            "own policies have a critic."
+            f"`policy` must be {', '.join(map(repr, aliases))} or a subclass of `{base.__module__}.{base.__name__}`, not "
+            f"{policy!r}: SB3's own policies have a critic."
         )
 
 

@@ -14,8 +14,12 @@ from torch import nn
 
 from sb3_grpo.policies import COMPILED, plain_name
 
-_CRITIC_PREFIXES = ("value_net.", "mlp_extractor.value_net.", "vf_features_extractor.")
-_ACTOR_PREFIXES = {"mlp_extractor.policy_net.": "policy_net.", "pi_features_extractor.": "features_extractor."}
+_CRITIC_PREFIXES = ("value_net.", "mlp_extractor.value_net.", "vf_features_extractor.", "lstm_critic.", "critic.")
+_ACTOR_PREFIXES = {
+    "mlp_extractor.policy_net.": "policy_net.",
+    "pi_features_extractor.": "features_extractor.",
+    "lstm_actor.": "memory.",
+}
 _NORMALIZER = "normalizer."
 
 Source = BaseAlgorithm | BasePolicy | str | pathlib.Path | io.BufferedIOBase

@@ -127,54 +127,45 @@ def test_the_baseline_has_statistics_of_its_own_only_of_inputs_that_the_policy_d
 # --- changes ----------------------------------------------------------------------------------------------------------
 
 
-def test_changes_of_the_last_two_steps_are_inputs_with_a_memory_also_across_rollouts_and_none_reach_into_another_episode():
-    space, steps = spaces.Box(-np.inf, np.inf, (1,)), np.array([[0, 1, 2, 0]])
-    first = np.array([[3.0], [5.0], [4.0], [9.0]], np.float32)
-    second = np.array([[10.0], [12.0], [0.0], [1.0]], np.float32)
-    see, memory = FitInputs(space), MlpLstmPolicy(space, DISCRETE, lambda _: 1e-3)
-    inputs, after_cut = see.of_rollout(first, steps, np.array([2]), np.array([[7.0]], np.float32), memory)
-    np.testing.assert_array_equal(inputs, [[3, 0, 0], [5, 2, 0], [4, -1, 2], [9, 0, 0]])
-    np.testing.assert_array_equal(after_cut, [[7, 3, -1]])
-    see.remember(first[None])
-    inputs, after_cut = see.of_rollout(second, np.array([[1, 2, 0, 1]]), np.array([3]), np.array([[3.0]], np.float32), memory)
-    np.testing.assert_array_equal(inputs, [[10, 1, 0], [12, 2, 1], [0, 0, 0], [1, 1, 0]])
-    np.testing.assert_array_equal(after_cut, [[3, 2, 1]])
-    policy = ActorPolicy(space, DISCRETE, lambda _: 1e-3)
-    inputs, after_cut = FitInputs(space).of_rollout(first, steps, np.array([2]), np.array([[7.0]], np.float32), policy)
-    np.testing.assert_array_equal(inputs, first)
-    np.testing.assert_array_equal(after_cut, [[7]])
+def test_changes_of_the_last_two_steps_are_inputs_with_a_memory_and_none_reach_into_another_episode():
+    space, steps = spaces.Box(-np.inf, np.inf, (1,)), np.array([[7, 8, 9, 0, 1]])
+    seen, after = np.array([[3.0], [5.0], [4.0], [9.0], [9.5]], np.float32), np.array([[7.0], [10.0]], np.float32)
+    memory, none = (cls(space, DISCRETE, lambda _: 1e-3) for cls in (MlpLstmPolicy, ActorPolicy))
+    inputs, after_cuts = FitInputs(space).of_rollout(seen, steps, np.array([2, 4]), after, memory)
+    np.testing.assert_array_equal(inputs, [[3, 0, 0], [5, 2, 0], [4, -1, 2], [9, 0, 0], [9.5, 0.5, 0]])
+    np.testing.assert_array_equal(after_cuts, [[7, 3, -1], [10, 0.5, 0.5]])
+    inputs, after_cuts = FitInputs(space).of_rollout(seen, steps, np.array([2, 4]), after, none)
+    np.testing.assert_array_equal(inputs, seen)
+    np.testing.assert_array_equal(after_cuts, after)
 
 
 def slow_inputs(observations: list[float], starts: list[bool], last: int) -> list[float]:
     """:return: The observation at an index of a list, and its two last changes, as far as they lie in its episode"""
-    begin = max(i for i in range(last + 1) if starts[i])
+    begin = max(i for i in range(last + 1) if starts[i] or i == 0)
     at = [observations[max(last - age, begin)] for age in range(N_CHANGES + 1)]
     return [at[0], *(now - before for now, before in itertools.pairwise(at))]
 
 
-@pytest.mark.parametrize("n_steps", [1, 2, 5])
+@pytest.mark.parametrize("n_steps", [1, 2, 5, 20])
 def test_each_environment_has_the_changes_of_its_own_episodes_in_rollouts_of_any_length(n_steps: int):
-    rng, space, n_envs, n_rollouts = np.random.default_rng(0), spaces.Box(-np.inf, np.inf, (1,)), 3, 6
-    shape = n_envs, n_rollouts * n_steps + 1
-    values, starts = rng.normal(size=shape).astype(np.float32), rng.random(shape) < 0.3
-    starts[:, 0], starts[:, -1] = True, False
-    steps = np.stack([np.arange(shape[1]) - np.maximum.accumulate(np.where(row, np.arange(shape[1]), 0)) for row in starts])
-    see, memory = FitInputs(space), MlpLstmPolicy(space, DISCRETE, lambda _: 1e-3)
-    for begin in range(0, n_rollouts * n_steps, n_steps):
-        own, last = slice(begin, begin + n_steps), begin + n_steps - 1
-        running = np.flatnonzero(~starts[:, last + 1])
-        inputs, after_cuts = see.of_rollout(
-            values[:, own].reshape(-1, 1),
-            steps[:, own],
-            running * n_steps + n_steps - 1,
-            values[running, last + 1, None],
-            memory,
-        )
-        expected = [slow_inputs(list(values[e]), list(starts[e]), t) for e in range(n_envs) for t in range(begin, last + 1)]
-        np.testing.assert_allclose(inputs, expected, atol=1e-6)
-        expected = [slow_inputs(list(values[e]), list(starts[e]), last + 1) for e in running]
-        np.testing.assert_allclose(after_cuts, np.reshape(expected, (-1, 3)), atol=1e-6)
-        see.remember(values[:, own, None])
+    rng, space, n_envs = np.random.default_rng(0), spaces.Box(-np.inf, np.inf, (1,)), 7
+    values = rng.normal(size=(n_envs, n_steps + 1)).astype(np.float32)
+    starts = rng.random(values.shape) < 0.3
+    starts[:, -1] = rng.random(n_envs) < 0.3
+    time = np.arange(n_steps + 1)
+    # An episode that goes on from the rollout before has 100 steps there
+    steps = np.stack([time - np.maximum.accumulate(np.where(row, time, 0 if row[0] else -100)) for row in starts])
+    running = np.flatnonzero(~starts[:, -1])
+    inputs, after_cuts = FitInputs(space).of_rollout(
+        values[:, :-1].reshape(-1, 1),
+        steps[:, :-1],
+        running * n_steps + n_steps - 1,
+        values[running, -1:],
+        MlpLstmPolicy(space, DISCRETE, lambda _: 1e-3),
+    )
+    expected = [[slow_inputs(list(values[e]), list(starts[e]), int(t)) for t in time] for e in range(n_envs)]
+    np.testing.assert_allclose(inputs, np.array(expected)[:, :-1].reshape(-1, 3), atol=1e-6)
+    np.testing.assert_allclose(after_cuts, np.array(expected)[running, -1], atol=1e-6)
 
 
 def test_only_observations_are_standardised_by_the_policy_and_not_their_changes():

@@ -11,14 +11,15 @@ import torch as th
 from gymnasium import spaces
 from helpers import BOX, CHW, SMALL, SMALL_CNN, VECTOR, Watcher, make_envs, samples, saved, weights
 from rl_zoo3.wrappers import MaskVelocityWrapper
-from stable_baselines3.common.callbacks import BaseCallback
+from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 from test_masks import Rules, n_forbidden
 
 from benchmarks.tasks.t_maze import TMazeEnv
-from sb3_grpo import GRPO, MaskableGRPO, RecurrentGRPO, export_onnx, fit_inputs
+from sb3_grpo import GRPO, ActorPolicy, MaskableGRPO, RecurrentGRPO, export_onnx, fit_inputs, load_actor
+from sb3_grpo.arithmetic.choice import choose_actor
 from sb3_grpo.buffers import BUFFERS
 from sb3_grpo.distributed import RayVecEnv
 from sb3_grpo.recurrent import MlpLstmPolicy, blocks_of
@@ -290,37 +291,69 @@ def without_velocities(seed: int, n: int = 8) -> Any:
     return make_vec_env("CartPole-v1", n, seed=seed, wrapper_class=MaskVelocityWrapper)
 
 
+def overriding(hook: str) -> type:
+    return type(
+        "Own", (MlpLstmPolicy,), {hook: lambda self, *args, **kwargs: getattr(super(MlpLstmPolicy, self), hook)(*args)}
+    )
+
+
+@pytest.mark.parametrize("hook", ["get_distribution", "_latent"])
+def test_a_hook_that_acting_would_not_call_is_refused(hook: str):
+    with pytest.raises(TypeError, match=f"Own overrides `{hook}`.*override `remember` or `_distribution`"):
+        overriding(hook)(VECTOR, BOX, lambda _: 0.01)
+
+
+class Triples(MlpLstmPolicy):
+    def preprocess(self, obs: Any, **kwargs: Any) -> Any:
+        return super().preprocess(3.0 * obs, **kwargs)
+
+
+def test_a_policy_that_preprocesses_in_its_own_way_acts_and_learns_in_that_way():
+    policy = Triples(VECTOR, BOX, lambda _: 0.01, **TINY)
+    with th.no_grad():
+        policy.action_net.weight.normal_()
+        obs, plain = th.randn(5, 3), policy.features_extractor
+        actions, log_prob, _ = policy(obs)
+        th.testing.assert_close(policy.evaluate_actions(obs, actions)[0], log_prob)
+        acted = choose_actor(policy)(obs.numpy(), obs, states=np.zeros((5, policy.state_size), np.float32))
+        th.testing.assert_close(policy.evaluate_actions(obs, th.as_tensor(acted[0]))[0], th.as_tensor(acted[1]))
+        assert plain is policy.features_extractor
+
+
+def test_states_in_the_form_of_recurrent_ppo_are_refused():
+    policy, obs = make_policy(), th.randn(2, 3)
+    with pytest.raises(ValueError, match=r"`states` must be an array of shape \(n, 12\), .* not tuple"):
+        policy.get_distribution(obs, (th.zeros(1, 2, 6), th.zeros(1, 2, 6)))
+
+
+def test_policies_without_a_memory_are_refused():
+    for policy in ("MlpPolicy", ActorPolicy):
+        with pytest.raises(ValueError, match="or a subclass of `sb3_grpo.recurrent.RecurrentActorPolicy`".replace(".", r"\.")):
+            make_model(policy=policy)
+
+
+def test_choices_as_observations_have_a_memory_too():
+    space = spaces.MultiDiscrete([3, 4])
+    assert make_model(make_envs(observation_space=space)).learn(32).num_timesteps == 32
+
+
+def test_the_actor_of_recurrent_ppo_can_be_taken_over():
+    theirs = RecurrentPPO("MlpLstmPolicy", make_envs(), n_steps=16, policy_kwargs=dict(lstm_hidden_size=6, net_arch=[8]))
+    ours = make_model(policy_kwargs=dict(lstm_hidden_size=6, net_arch=[8]), normalize_observations=False)
+    load_actor(ours, theirs)
+    obs, states = samples(VECTOR, 4), (None, None)
+    for _ in range(3):
+        (a, s), (b, r) = (m.predict(obs, each, deterministic=True) for m, each in zip((ours, theirs), states, strict=True))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(s[0], r[0], rtol=1e-4, atol=1e-6)
+        states = s, r
+
+
 def test_a_fit_that_saw_no_changes_is_not_gone_on_with():
     state = make_model().learn(64).rollout_buffer.get_state()
     del state["options"]["n_changes"]
     with pytest.warns(UserWarning, match="starts with a new fit"):
         make_model().rollout_buffer.set_state(state)
-
-
-class Observes(BaseCallback):
-    """Collects the observations before each step, and stops the training after some of them."""
-
-    def __init__(self, stop_after: int):
-        super().__init__()
-        self.stop_after = stop_after
-        self.observations: list[Any] = []
-
-    def _on_step(self) -> bool:
-        self.observations.append(self.model._last_obs)
-        return len(self.observations) < self.stop_after
-
-
-def test_after_an_interrupted_rollout_changes_are_those_of_the_last_steps():
-    model = make_model(normalize_observations=False, rollout_buffer_kwargs=dict(learn_metric=True))
-    before, after = Observes(stop_after=16 + 5), Observes(stop_after=1000)
-    model.learn(1000, callback=before)
-    model.learn(16 * model.n_envs, reset_num_timesteps=False, callback=after)
-    running = model.rollout_buffer.steps[:, 0] >= 2
-    assert running.any()
-    last = [*before.observations[-2:], after.observations[0]]
-    expected = np.hstack([last[2], last[2] - last[1], last[1] - last[0]])
-    inputs = model.rollout_buffer._recent[-1].inputs.reshape(model.n_envs, 16, -1)
-    np.testing.assert_allclose(inputs[running, 0], expected[running], rtol=1e-6)
 
 
 @pytest.mark.slow

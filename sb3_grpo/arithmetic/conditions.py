@@ -40,7 +40,7 @@ MAX_WEIGHTS = 300_000
 
 #: Methods that choose actions. A subclass that overrides one of them acts in its own way.
 ACTING = (
-    *("__call__", "forward", "extract_features", "get_distribution"),
+    *("__call__", "forward", "preprocess", "extract_features", "get_distribution"),
     *("_distribution", "_distribution_of", "_latent", "_sample", "remember", "_run"),
 )
 #: Methods that evaluate actions.

@@ -185,11 +185,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         metrics = super()._describe_groups(returns)
         return {name: value for name, value in metrics.items() if self.reward_weights and name == "rollout/group_return_mean"}
 
-    def reset(self) -> None:
-        if self.pos > 0 and "states" in self._kept:  # the rollout may have been interrupted
-            self.inputs.remember(map_observations(lambda array: array[:, : self.pos], self.observations))
-        super().reset()
-
     def forget_trajectories(self) -> None:
         super().forget_trajectories()
         if self.relative_term is not None:
