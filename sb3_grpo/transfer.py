@@ -29,9 +29,9 @@ def load_actor(target: BaseAlgorithm, source: Source) -> None:
     """
     Copy an actor (features extractor, hidden layers, action layer, ``log_std``) into a model, in place.
 
-    Both models may be GRPO, PPO or A2C, so an actor can move between algorithms in either direction. The critic of a PPO or
-    A2C target stays as it is, except for a features extractor that it shares with the actor. With gSDE, the exploration
-    matrices of the target are sampled again from the copied ``log_std``.
+    Both models may be GRPO, PPO or A2C, or with memory RecurrentGRPO or RecurrentPPO, so an actor can move between algorithms
+    in either direction. The critic of a target stays as it is, except for a features extractor that it shares with the actor.
+    With gSDE, the exploration matrices of the target are sampled again from the copied ``log_std``.
 
     The copy maps the same observations to the same actions. If the source standardises observations and the target does not,
     the statistics become part of the first layer, which does not clip. If only the target does, it no longer does so. The
@@ -132,8 +132,8 @@ def _fold_statistics(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
     weight = state.get(f"{first}.weight", th.empty(0, 0))
     # With gSDE, the noise depends on the input of the action layer.
     noise_sees_observations = first == "action_net" and state.get("log_std", th.empty(0)).dim() == 2
-    has_extractor = any(key.startswith("features_extractor.") for key in state)
-    if weight.shape[-1] != len(shift) or has_extractor or noise_sees_observations:
+    sees_others = any(key.startswith(("features_extractor.", "memory.", "lstm_actor.")) for key in state)
+    if weight.shape[-1] != len(shift) or sees_others or noise_sees_observations:
         return state
     weight = weight * scale
     folded = {f"{first}.weight": weight, f"{first}.bias": state[f"{first}.bias"] - weight @ shift}

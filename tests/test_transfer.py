@@ -116,7 +116,7 @@ def test_a_policy_of_another_kind_is_refused_although_the_rest_may_fit(tmp_path:
             load_actor(ours, source)
     recurrent = make_model(PPO, "CartPole-v1")
     recurrent.policy.lstm_actor = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"lstm_actor\.weight: \(2, 2\) in the source, absent in the target"):
+    with pytest.raises(ValueError, match=r"memory\.weight: \(2, 2\) in the source, absent in the target"):
         load_actor(ours, recurrent)
 
 
