@@ -279,6 +279,7 @@ HIDDEN_VELOCITIES = Experiment(
         "PPO, 4 frames": (partial(PPO, n_steps=256), "MlpPolicy", 4),
         "RecurrentGRPO": (RecurrentGRPO, "MlpLstmPolicy", 1),
         "RecurrentPPO": (partial(recurrent_ppo, **RECURRENT), "MlpLstmPolicy", 1),
+        "RecurrentPPO, defaults": (RecurrentPPO, "MlpLstmPolicy", 1),
         "RecurrentPPO, Pendulum": (partial(recurrent_ppo, **RECURRENT_PENDULUM), "MlpLstmPolicy", 1, "Pendulum-v1"),
         "RecurrentGRPO, Pendulum": (RecurrentGRPO, "MlpLstmPolicy", 1, "Pendulum-v1"),
         "the same, gamma=0.9": (partial(RecurrentGRPO, gamma=0.9), "MlpLstmPolicy", 1, "Pendulum-v1"),
