@@ -117,7 +117,7 @@ def environments_table(suite: Suite, arms: Arms, column: str) -> str:
             continue
         means = ["" if each is None else mean_over_seeds(suite.column(each, env, column)) for each in found.values()]
         n_seeds = sorted({len(suite.runs(each, env)) for each in found.values() if each is not None})
-        counts = str(n_seeds[0]) if len(n_seeds) == 1 else f"{n_seeds[0]} to {n_seeds[-1]}"
+        counts = str(n_seeds[0]) if len(n_seeds) == 1 else f"{n_seeds[0]}-{n_seeds[-1]}"
         random = format_number(suite.random_area(env))
         lines.append([env.removeprefix("sb3_grpo/"), f"{suite.timesteps[env]:,}", counts, random, *means])
     header = ["environment", "steps", "seeds", "random", *arms]

@@ -352,7 +352,7 @@ def test_the_actor_of_recurrent_ppo_can_be_taken_over():
 def test_statistics_of_observations_do_not_become_a_part_of_a_layer_behind_the_memory():
     theirs = RecurrentPPO("MlpLstmPolicy", make_envs(), n_steps=16, policy_kwargs=dict(lstm_hidden_size=3, net_arch=[8]))
     ours = make_model(policy_kwargs=dict(lstm_hidden_size=3, net_arch=[8]))  # as many units as numbers in an observation
-    with pytest.raises(ValueError, match="cannot become part of the target.s first layer"):
+    with pytest.raises(ValueError, match=r"cannot become part of the target's first layer"):
         load_actor(theirs, ours)
 
 
