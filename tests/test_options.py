@@ -314,6 +314,7 @@ def test_the_logged_metrics_are_those_of_the_gradients_and_the_ratios(
         clip_range=own.low,
         objective=dict(clip_range_high=own.high),
         max_grad_norm=max_grad_norm,
+        target_kl=np.inf,
         normalize_observations=False,
         policy_kwargs={**SMALL, "optimizer_class": th.optim.SGD, "lr_follows_std": False},
     )
