@@ -43,7 +43,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import FakeImageEnv
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.vec_env import VecEnv, VecFrameStack, VecNormalize
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack, VecNormalize, sync_envs_normalization
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,6 +68,13 @@ class Experiment(NamedTuple):
     n_seeds: int
     digits: int
     draw: Callable[[Sequence[dict[str, Any]]], None] | None = None
+
+
+def trained(model: Any, n_steps: int, **kwargs: Any) -> float:
+    """:return: CPU seconds of a training, with further arguments of ``learn``"""
+    began = time.process_time()
+    model.learn(n_steps, **kwargs)
+    return time.process_time() - began
 
 
 # --- action masks -----------------------------------------------------------------------------------------------------
@@ -241,9 +248,9 @@ def recurrent_ppo(policy: str, env: VecEnv, **kwargs: Any) -> RecurrentPPO:
 
 def evaluated(model: Any, env: VecEnv) -> float:
     """:return: Mean return of the last policy over 50 episodes, with observations as in its training"""
-    if (normalizer := model.get_vec_normalize_env()) is not None:
+    if model.get_vec_normalize_env() is not None:
         env = VecNormalize(env, training=False, norm_reward=False)
-        env.obs_rms = normalizer.obs_rms
+        sync_envs_normalization(model.get_env(), env)
     return float(np.mean(evaluate_policy(model, env, 50)[0]))
 
 
@@ -261,9 +268,7 @@ def train_without_velocities(
     """:return: Mean return of the last policy over 50 episodes, and CPU seconds of the training"""
     make_env = partial(make_framed, env_id, MaskVelocityWrapper, n_frames)
     model = make(policy, make_env(seed), seed=seed, device="cpu")
-    began = time.process_time()
-    model.learn(100_000)
-    seconds = time.process_time() - began
+    seconds = trained(model, 100_000)
     return {
         "mean return": evaluated(model, make_env(10_000)),
         "seconds": seconds,
@@ -313,9 +318,7 @@ def train_in_t_maze(seed: int, make: Callable[..., Any], policy: str, length: in
     wrapper = None if has_masks else OnlyTurns
     env = make_vec_env("sb3_grpo/TMaze-v0", n_envs=8, seed=seed, env_kwargs=dict(length=length), wrapper_class=wrapper)
     model = make(policy, env, seed=seed, device="cpu", stats_window_size=500)
-    began = time.process_time()
-    model.learn(40_960)
-    seconds = time.process_time() - began
+    seconds = trained(model, 40_960)
     return {"mean return": float(np.mean([episode["r"] for episode in model.ep_info_buffer])), "seconds": seconds}
 
 
@@ -363,9 +366,7 @@ def train_to_remember(seed: int, make: Callable[..., Any], policy: str, n_frames
     # Not by its name, with which SB3 asks for images, for which LunarLander simulates particles
     make_env = partial(make_framed, partial(gym.make, task), MEMORY_TASKS[task], n_frames)
     model = make(policy, make_env(seed), seed=seed, device="cpu", stats_window_size=100_000)
-    began = time.process_time()
-    model.learn(100_000)
-    seconds = time.process_time() - began
+    seconds = trained(model, 100_000)
     return {
         "mean return": evaluated(model, make_env(10_000)),
         "in training": float(np.mean([episode["r"] for episode in model.ep_info_buffer])),
@@ -394,9 +395,8 @@ def time_images(seed: int, make: Callable[..., Any]) -> dict[str, float]:
     """:return: Steps per CPU second after the first 1,024 or more, with eight environments of four frames of 84 x 84"""
     env = make_vec_env(partial(FakeImageEnv, screen_height=84, screen_width=84, n_channels=4), n_envs=8, seed=seed)
     model = make("CnnLstmPolicy", env, seed=seed, device="cpu").learn(1024)
-    began, n_before = time.process_time(), model.num_timesteps
-    model.learn(1024, reset_num_timesteps=False)
-    return {"steps per second": (model.num_timesteps - n_before) / (time.process_time() - began)}
+    n_before, seconds = model.num_timesteps, trained(model, 1024, reset_num_timesteps=False)
+    return {"steps per second": (model.num_timesteps - n_before) / seconds}
 
 
 EQUAL: dict[str, Any] = dict(n_steps=64, batch_size=256, n_epochs=4, policy_kwargs=dict(lstm_hidden_size=64))
@@ -501,9 +501,7 @@ def train_on_answers(seed: int, make: Callable[..., Any], mood: float) -> dict[s
     """:return: Percentage of correct answers to the 100 prompts after the training and during it, and its CPU seconds"""
     env = make_vec_env("sb3_grpo/Answers-v0", n_envs=8, seed=seed, env_kwargs=dict(mood=mood))
     model, correct, n_steps = make("MlpPolicy", env, seed=seed, device="cpu"), Correct(), 100_000
-    began = time.process_time()
-    model.learn(n_steps, callback=correct)
-    seconds = time.process_time() - began
+    seconds = trained(model, n_steps, callback=correct)
     prompts = np.array([(first, second) for first in range(10) for second in range(10)])
     answers = model.predict(np.eye(10, dtype=np.float32)[prompts].reshape(100, 20), deterministic=True)[0]
     n_right = np.sum(answers @ [10, 1] == prompts.sum(axis=1))

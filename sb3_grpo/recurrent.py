@@ -107,17 +107,17 @@ class RecurrentActorPolicy(ActorPolicy):
         require_at_least("lstm_hidden_size", lstm_hidden_size, 1)
         require_at_least("n_lstm_layers", n_lstm_layers, 1)
         require_one_of("cell", cell, get_args(Cell))
-        if lstm_kwargs is not None:
-            require_mapping("lstm_kwargs", lstm_kwargs)
-        if unknown := (lstm_kwargs or {}).keys() - LSTM_OPTIONS:
+        lstm_kwargs = {} if lstm_kwargs is None else lstm_kwargs
+        require_mapping("lstm_kwargs", lstm_kwargs)
+        if unknown := lstm_kwargs.keys() - LSTM_OPTIONS:
             raise ValueError(f"lstm_kwargs={lstm_kwargs} has {sorted(unknown)}, and takes {sorted(LSTM_OPTIONS)} only.")
         if chrono_init is not None:
             require_at_least("chrono_init", chrono_init, 2, "or None")
-            if not (lstm_kwargs or {}).get("bias", True):
+            if not lstm_kwargs.get("bias", True):
                 raise ValueError(f"chrono_init={chrono_init} sets biases, and lstm_kwargs={lstm_kwargs} has none: drop one.")
         self.lstm_hidden_size, self.n_lstm_layers, self.cell = lstm_hidden_size, n_lstm_layers, cell
         self.chrono_init = chrono_init
-        self.lstm_kwargs = dict(lstm_kwargs or {})
+        self.lstm_kwargs = dict(lstm_kwargs)
         self._n_parts = 2 if cell == "lstm" else 1
         self.state_size = self._n_parts * n_lstm_layers * lstm_hidden_size
         self._before: tuple[Any, Any] = None, None  # `state` and `episode_start` of a call of `predict`

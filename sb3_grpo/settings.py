@@ -147,8 +147,10 @@ def _refuse_unknown(taker: str, arguments: Mapping[str, Any], accepted: Iterable
 
 def check_policy_class(policy: Any, aliases: Mapping[str, type]) -> None:
     """
-    Raise a ``ValueError`` if the argument is neither the short name of a policy nor a subclass of the first policy that has
-    one.
+    Raise a ``ValueError`` if the argument is no policy of the algorithm.
+
+    :param policy: Argument of the user
+    :param aliases: Policies by their short names. The first is the base class of all
     """
     if isinstance(policy, (gym.Env, VecEnv)):
         raise ValueError("The first argument is the policy and the second the environment: GRPO('MlpPolicy', env).")

@@ -132,7 +132,7 @@ def _fold_statistics(state: dict[str, th.Tensor]) -> dict[str, th.Tensor]:
     weight = state.get(f"{first}.weight", th.empty(0, 0))
     # With gSDE, the noise depends on the input of the action layer.
     noise_sees_observations = first == "action_net" and state.get("log_std", th.empty(0)).dim() == 2
-    sees_others = any(key.startswith(("features_extractor.", "memory.", "lstm_actor.")) for key in state)
+    sees_others = any(key.startswith(("features_extractor.", "memory.")) for key in state)
     if weight.shape[-1] != len(shift) or sees_others or noise_sees_observations:
         return state
     weight = weight * scale
