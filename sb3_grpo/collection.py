@@ -109,14 +109,17 @@ def collect(
     return last_obs
 
 
-def _names(callback: BaseCallback) -> list[str]:
-    """:return: Names of the callbacks in a callback that are not SB3's own"""
+def _names(callback: BaseCallback, seen: frozenset[int] = frozenset()) -> list[str]:
+    """:return: Names of the callbacks in a callback that are not SB3's own, but for those in ``seen``"""
     if isinstance(callback, ConvertCallback):
         return [getattr(callback.callback, "__name__", repr(callback.callback))]
+    if id(callback) in seen:
+        return []
+    seen |= {id(callback)}
     values = [value for name, value in vars(callback).items() if name != "parent"]
     inner = [each for value in values for each in (value if isinstance(value, list) else [value])]
     own = [] if type(callback).__module__.startswith("stable_baselines3.") else [type(callback).__name__]
-    return own + [name for each in inner if isinstance(each, BaseCallback) for name in _names(each)]
+    return own + [name for each in inner if isinstance(each, BaseCallback) for name in _names(each, seen)]
 
 
 def prepare_starts(starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, chooses_group_size: bool) -> dict[str, float]:

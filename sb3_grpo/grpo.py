@@ -471,7 +471,7 @@ class GRPO(PersistentAlgorithm):
             if self.kl_coef > 0:
                 self.kl_penalty.renew(self.policy)
             if self.update_rule == "natural":
-                limit = self.target_kl or default_limit(self.num_timesteps)
+                limit = (self.target_kl or default_limit(self.num_timesteps)) * self.rollout_buffer.limit_factor
                 report = update.natural_update(objective, self.policy, self.rollout_buffer, limit)
             else:
                 report = update.clipped_update(

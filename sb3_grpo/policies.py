@@ -239,11 +239,11 @@ class ActorPolicy(BasePolicy):
             for module, gain in ((self.features_extractor, 2**0.5), (self.policy_net, 2**0.5), (self.action_net, 0.01)):
                 module.apply(partial(self.init_weights, gain=gain))
 
-        groups: list[dict[str, Any]] = [{"params": list(self.parameters())}]
+        trained: Any = self.parameters()  # as SB3 passes them; optimizers of users may not know groups
         if self.log_std_lr_factor != 1.0:
             others = [parameter for parameter in self.parameters() if parameter is not self.log_std]
-            groups = [{"params": others}, {"params": [self.log_std], "lr_factor": self.log_std_lr_factor}]
-        self.optimizer = self.optimizer_class(groups, lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
+            trained = [{"params": others}, {"params": [self.log_std], "lr_factor": self.log_std_lr_factor}]
+        self.optimizer = self.optimizer_class(trained, lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
         self.set_learning_rate(lr_schedule(1))
 
     def _build_memory(self, features_dim: int) -> int:

@@ -315,7 +315,7 @@ class RecurrentGRPO(MaskableGRPO):
         super().__init__(policy, env, learning_rate, n_steps, batch_size, *args, **kwargs)
 
     def _setup_model(self) -> None:
-        self._uses_masks = self._uses_masks and self._is_maskable()
+        self._uses_masks = self._uses_masks and self._is_maskable() and (self.env is None or has_action_masks(self.env))
         (MaskableGRPO if self._is_maskable() else GRPO)._setup_model(self)
 
     def _is_maskable(self) -> bool:

@@ -2,13 +2,12 @@
 
 import io
 import pathlib
-import warnings
-import zipfile
+from typing import Any
 
 import torch as th
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.save_util import load_from_zip_file, open_path
+from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor
 from torch import nn
 
@@ -48,7 +47,7 @@ def load_actor(target: BaseAlgorithm, source: Source) -> None:
     :raises ValueError: If the actors differ in names or shapes; nothing is copied then
     """
     policy = _policy_of(target, "target")
-    target_state, (source_state, kinds) = policy.state_dict(), _source_state(source)
+    target_state, source_state = policy.state_dict(), _source_state(source)
     source_standardises, target_standardises = (f"{_NORMALIZER}mean" in state for state in (source_state, target_state))
     needs_folding = source_standardises and not target_standardises
     extractor = getattr(getattr(source, "policy", source), "features_extractor", None)
@@ -76,11 +75,6 @@ def load_actor(target: BaseAlgorithm, source: Source) -> None:
             "use_sde as the source:\n  " + "\n  ".join(differences)
         )
 
-    if "MaskableActorCriticPolicy" in kinds:  # of sb3-contrib
-        warnings.warn(
-            "The source is a MaskablePPO, and the copied actor runs without its masks: it may choose what was masked before.",
-            stacklevel=2,
-        )
     actor = {key: theirs[name] for key in target_state if (name := _name_in_actor(key)) is not None}
     if target_standardises and not source_standardises:
         policy.normalizer = None  # type: ignore[assignment]
@@ -93,25 +87,20 @@ def load_actor(target: BaseAlgorithm, source: Source) -> None:
         policy.reset_noise()  # type: ignore[operator]
 
 
-def _source_state(source: Source) -> tuple[dict[str, th.Tensor], str]:
-    """:return: The state dict of the policy of a model or file, and a text with the name of the policy's class"""
-    if not isinstance(source, (str, pathlib.Path, io.BufferedIOBase)):
-        policy = _policy_of(source, "source")
-        state, description = policy.state_dict(), " ".join(each.__name__ for each in type(policy).__mro__)
-        return {plain_name(key): value for key, value in state.items()}, description
-    # The weights alone, because the rest of the archive is pickled.
-    _, params, _ = load_from_zip_file(source, load_data=False, device="cpu")
-    if "policy" not in params:
-        raise ValueError(
-            f"source={source!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C. For a file "
-            "of `policy.save`, load the policy with its class and pass it."
-        )
-    file = open_path(source, "r", suffix="zip")
-    with zipfile.ZipFile(file) as archive:
-        description = archive.read("data").decode() if "data" in archive.namelist() else ""
-    if file is not source:
-        file.close()
-    return {plain_name(key): value for key, value in params["policy"].items()}, description  # type: ignore[attr-defined]
+def _source_state(source: Source) -> dict[str, th.Tensor]:
+    """:return: The state dict of the policy of a model or file"""
+    if isinstance(source, (str, pathlib.Path, io.BufferedIOBase)):
+        # The weights alone, because the rest of the archive is pickled.
+        _, params, _ = load_from_zip_file(source, load_data=False, device="cpu")
+        if "policy" not in params:
+            raise ValueError(
+                f"source={source!r} contains {sorted(params)} but no policy: pass a model saved by GRPO, PPO or A2C. For a "
+                "file of `policy.save`, load the policy with its class and pass it."
+            )
+        state: Any = params["policy"]
+    else:
+        state = _policy_of(source, "source").state_dict()
+    return {plain_name(key): value for key, value in state.items()}
 
 
 def _policy_of(model: BaseAlgorithm | BasePolicy, argument: str) -> nn.Module:

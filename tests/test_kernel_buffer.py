@@ -1,5 +1,6 @@
 """The numbers of the kernel buffer, compared with a slow computation from scratch and with problems whose answer is known."""
 
+import math
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -454,6 +455,23 @@ def test_the_fit_has_double_precision_while_single_precision_would_leave_roundin
     if spread == 0.0:
         # What remains is what the penalty keeps the fit from explaining. Single precision would leave errors of 1e-5.
         assert advantages.std() < 1e-6
+
+
+def test_where_advantages_have_become_tiny_the_limit_of_a_step_falls_with_their_variance():
+    rng = np.random.default_rng(0)
+    buffer, restored = (KernelRolloutBuffer(100, VECTOR, DISCRETE, "cpu", n_envs=4, relative=False) for _ in range(2))
+    deviations: list[float] = []
+    for spread in (1.0, 1.0, 0.3, 1e-3, 1e-3, 1.0):
+        restored.set_state(deepcopy(buffer.get_state()))
+        observations = rng.uniform(-1, 1, (101, 4, 3)).astype(np.float32)
+        rewards = spread * rng.normal(size=(100, 4))
+        deviations.append(collect(buffer, observations, rewards).std())
+        # Below a tenth of the usual deviation, the length of a step is proportional to the deviation.
+        relative_length = 10 * deviations[-1] / math.sqrt(np.mean(np.square(deviations)))
+        assert buffer.limit_factor == pytest.approx(min(relative_length, 1.0) ** 2, rel=1e-4)
+        assert (buffer.limit_factor < 1.0) == (spread == 1e-3)
+        collect(restored, observations, rewards)
+        assert restored.limit_factor == buffer.limit_factor
 
 
 # --- the state of the fit ---------------------------------------------------------------------------------------------

@@ -205,6 +205,27 @@ def test_the_default_limit_falls_in_long_runs_and_a_limit_that_was_set_does_not(
     assert 0.3 * limit < model.update_metrics["train/kl_divergence_loss"] <= limit
 
 
+def test_steps_become_short_where_all_actions_have_become_nearly_as_good():
+    class Calm(AnyEnv):
+        """The best action is 0.3."""
+
+        scale = 100.0
+
+        def step(self, action: np.ndarray) -> Any:
+            observation, _, *others = super().step(action)
+            return observation, -self.scale * float((action[0] - 0.3) ** 2), *others
+
+    env = Calm(spaces.Box(-1, 1, (3,)), spaces.Box(-1, 1, (1,)))
+    # A fit to earlier rollouts as well would take a while to notice
+    model = make_model(env, normalize_observations=False, rollout_buffer_kwargs=dict(forgetting=0.0)).learn(2048)
+    assert model.update_metrics["train/kl_divergence_loss"] > 0.3 * LIMIT
+    env.scale = 0.1
+    for target_kl in (None, LIMIT):
+        model.target_kl = target_kl
+        model.learn(1024, reset_num_timesteps=False)
+        assert 0 < model.update_metrics["train/kl_divergence_loss"] < 1e-3 * LIMIT
+
+
 @pytest.mark.parametrize("policy", ["MlpPolicy", InTorch], ids=["machine code", "torch"])
 @pytest.mark.parametrize("factor", [1.0, 0.1])
 def test_the_deviation_changes_by_no_more_than_its_part_of_the_limit(policy: Any, factor: float):

@@ -205,6 +205,18 @@ def test_the_optimizer_has_ppos_epsilon_unless_told_otherwise():
         assert {key: defaults[key] for key in expected} == expected
 
 
+class OnlyTrained(th.optim.SGD):
+    """An optimizer that takes parameters, and no groups of them."""
+
+    def __init__(self, params: Any, **kwargs: Any):
+        super().__init__([each for each in params if each.requires_grad], **kwargs)
+
+
+def test_an_optimizer_gets_parameters_as_from_sb3():
+    policy = make_policy(optimizer_class=OnlyTrained, **SMALL)
+    assert [id(each) for each in policy.optimizer.param_groups[0]["params"]] == [id(each) for each in policy.parameters()]
+
+
 @pytest.mark.parametrize("use_sde", [False, True])
 def test_the_standard_deviation_learns_faster_by_its_factor(use_sde: bool):
     policies = [make_policy(log_std_lr_factor=factor, use_sde=use_sde, lr_follows_std=False, **SMALL) for factor in (1.0, 8.0)]

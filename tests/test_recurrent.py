@@ -232,6 +232,14 @@ def test_images_and_dicts_have_a_memory_too(policy: str, space: spaces.Space, kw
     assert model.predict(space.sample())[1][0].shape == (1, 1, 6)
 
 
+def test_an_interrupted_rollout_and_the_next_are_different_sequences():
+    model = make_model(make_envs(n_envs=2, lengths=(12, 13)), rollout_buffer_class="outcome", seed=1)
+    model.learn(64, callback=lambda names, _: names["self"].num_timesteps < 2 * 5)
+    model.learn(32, reset_num_timesteps=False)
+    sequences = model.rollout_buffer.update.sequences
+    assert sorted(np.unique(sequences, return_counts=True)[1]) == [5, 5, 7, 7]
+
+
 def test_processes_give_the_weights_of_environments_in_one_process():
     runs = []
     for cls in (DummyVecEnv, SubprocVecEnv):
@@ -268,6 +276,13 @@ def test_an_exported_policy_acts_as_predict_with_its_states(kwargs: dict[str, An
         expected, state = model.predict(observation, state, deterministic=True)
         action, states = session.run(["action", "next_state"], {"observation": observation, "state": states})
         np.testing.assert_allclose(action, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_has_masks_as_an_input_only_where_the_environments_have_them(tmp_path: pathlib.Path):
+    ort = pytest.importorskip("onnxruntime")
+    export_onnx(make_model(), tmp_path / "policy.onnx")  # of a model that has not learned
+    inputs = ort.InferenceSession(tmp_path / "policy.onnx").get_inputs()
+    assert [each.name for each in inputs] == ["observation", "state"]
 
 
 # --- masks ---

@@ -548,6 +548,12 @@ def forgets(names: Any, others: Any) -> None:
     pass
 
 
+def with_itself(callback: Any) -> Any:
+    callback.partner = StopTrainingOnMaxEpisodes(99)
+    callback.partner.partner = callback
+    return callback
+
+
 @pytest.mark.parametrize(
     ("callback", "name"),
     [
@@ -555,9 +561,10 @@ def forgets(names: Any, others: Any) -> None:
         (forgets, "forgets"),
         ([StopTrainingOnMaxEpisodes(99), Forgets()], "Forgets"),
         (EveryNTimesteps(1, Forgets()), "Forgets"),
+        (with_itself(Forgets()), "Forgets"),
         (Remembers(), None),
     ],
-    ids=["class", "function", "list", "event", "returns"],
+    ids=["class", "function", "list", "event", "circle", "returns"],
 )
 def test_a_callback_that_forgets_to_return_ends_the_training_with_its_name(callback: Any, name: str | None):
     model = make_model(DummyVecEnv([Counts]))

@@ -1,7 +1,6 @@
 """Copying actors between models, with and without a critic."""
 
 import pathlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -139,17 +138,3 @@ def test_weights_come_from_a_file_without_unpickling_objects(tmp_path: pathlib.P
     assert all(th.equal(value, state_of(model)[key]) for key, value in state_of(fresh).items())
     with pytest.raises(AssertionError, match="an object was unpickled"):
         GRPO.load(tmp_path / "model.zip", device="cpu")
-
-
-@pytest.mark.parametrize("saved", [False, True], ids=["model", "file"])
-def test_the_masks_of_a_maskable_policy_are_missed_with_a_warning(saved: bool, tmp_path: pathlib.Path):
-    contrib = pytest.importorskip("sb3_contrib")
-    masked = make_model(contrib.MaskablePPO, "CartPole-v1")
-    masked.save(tmp_path / "masked.zip")
-    ours = make_model(env="CartPole-v1")
-    with pytest.warns(UserWarning, match="The source is a MaskablePPO, and the copied actor runs without its masks"):
-        load_actor(ours, tmp_path / "masked.zip" if saved else masked)
-    assert th.equal(ours.policy.action_net.weight, masked.policy.action_net.weight)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_actor(ours, make_model(PPO, "CartPole-v1"))

@@ -28,19 +28,10 @@ def machine_policy(
     announce: Callable[[], None] = lambda: None,
 ) -> MachinePolicy | str:
     """
-    The conditions of machine code. It is for policies that
+    Choose machine code if a policy, and an update if there is one, meet its conditions, and compile what the run needs. The
+    conditions are listed in ``docs/speed.md`` and tested by :func:`~sb3_grpo.arithmetic.conditions.parts_of`,
+    :func:`~sb3_grpo.arithmetic.conditions.unusual_optimizer` and :func:`_unusual_update`.
 
-    - have linear layers with a bias, and tanh or ReLU between them, on a CPU and in single precision;
-    - are not so large that torch is faster;
-    - have a ``FlattenExtractor`` and no images, or a ``SmallCNN``, and distributions from ``FAMILIES``, so no gSDE;
-    - have no memory, or one layer of an LSTM or a GRU, with a bias and without a convolution before it;
-    - choose and evaluate actions as the policies of this package do, without hooks;
-    - have no other parameters, and train all of them;
-
-    and for updates by Adam without extras, from minibatches that the buffer does not choose in its own way, with importance
-    ratios of steps and the exact KL penalty. What the run needs is compiled now.
-
-    :param policy: Policy
     :param update: Objective, buffer and rule of an update; ``None`` for acting
     :param announce: Called before a wait for the compiler
     :return: The policy in machine code, which shares its memory, or a reason why torch is used, a clause
@@ -73,10 +64,7 @@ def _unusual_update(policy: ActorPolicy, objective: Objective, rollout_buffer: G
 
 
 def choose_actor(policy: ActorPolicy) -> Actor:
-    """
-    :param policy: Policy
-    :return: The function that chooses actions during a rollout
-    """
+    """:return: The function that chooses actions during a rollout"""
     machine = machine_policy(policy)
     return torch_actor(policy) if isinstance(machine, str) else machine.actor(policy)
 
@@ -84,14 +72,7 @@ def choose_actor(policy: ActorPolicy) -> Actor:
 def choose_learner(
     objective: Objective, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, rule: UpdateRule, max_kl: float
 ) -> TorchLearner | MachineLearner:
-    """
-    :param objective: Objective of the update
-    :param policy: Policy
-    :param rollout_buffer: Buffer with the transitions of the update
-    :param rule: Update rule
-    :param max_kl: Limit of the approximate KL divergence of a minibatch
-    :return: What takes the steps of the update
-    """
+    """:return: The learner that takes the steps of the update. :class:`TorchLearner` explains the arguments"""
     machine = machine_policy(policy, (objective, rollout_buffer, rule))
     if isinstance(machine, str):
         return TorchLearner(objective, policy, rollout_buffer, max_kl)
@@ -102,9 +83,8 @@ def describe_choice(
     policy: ActorPolicy, objective: Objective, rollout_buffer: GroupRolloutBuffer, rule: UpdateRule, verbose: int
 ) -> str:
     """
-    Compile what a run needs, and say before the wait that there is one.
+    Compile what a run needs, and with ``verbose`` say before the wait that there is one.
 
-    :param verbose: Whether to print that
     :return: A sentence about who acts and who updates
     """
     began = time.perf_counter()

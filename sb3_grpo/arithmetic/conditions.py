@@ -60,8 +60,7 @@ DEVICES = {"cuda"}
 
 class Parts(NamedTuple):
     """
-    :param network: Description of a policy's network
-    :param tensors: Its parameters: those of a recurrent layer, weight and bias of each linear one, and ``log_std``
+    A policy's network, and its parameters: those of a recurrent layer, weight and bias of each other layer, and ``log_std``.
     """
 
     network: Network
@@ -70,7 +69,6 @@ class Parts(NamedTuple):
 
 def is_unaltered(policy: ActorPolicy, methods: Sequence[str]) -> bool:
     """
-    :param policy: Policy
     :param methods: Names of methods of ``ActorPolicy`` and of policies with memory
     :return: Whether no subclass, no attribute of the policy and no wrapper of ``torch.compile`` replaces one of them
     """
@@ -82,20 +80,12 @@ def is_unaltered(policy: ActorPolicy, methods: Sequence[str]) -> bool:
 
 
 def is_from(instance: object, base: type, method: str) -> bool:
-    """
-    :param instance: Instance of a class
-    :param base: One of its base classes
-    :param method: Name of a method
-    :return: Whether the method is that of the base class, and neither a subclass nor the instance has replaced it
-    """
+    """:return: Whether a method is that of a base class, and neither a subclass nor the instance has replaced it"""
     return getattr(getattr(instance, method), "__func__", None) is getattr(base, method)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """
-    :param module: Any module
-    :return: Whether there are hooks on it, on all modules, or on one of its own parameters, or its ``forward`` is replaced
-    """
+    """:return: Whether there are hooks on a module, on all modules or on its own parameters, or its ``forward`` is replaced"""
     hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
     for parameter in module.parameters(recurse=False):
         hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]  # type: ignore[list-item]
@@ -103,10 +93,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def parts_of(policy: ActorPolicy) -> Parts | str:
-    """
-    :param policy: Policy
-    :return: The parts of which it consists, or a reason why they are not suitable
-    """
+    """:return: The parts of which a policy consists, or a reason why they are not suitable for machine code"""
     if not is_unaltered(policy, (*ACTING, *EVALUATING)):
         return f"{type(policy).__name__} chooses or evaluates actions in its own way"
     family = FAMILIES.get(type(policy.action_dist))
@@ -166,9 +153,8 @@ def _first_layer(policy: ActorPolicy, n_units: int) -> FirstLayer:
 
 def _layers(policy: ActorPolicy) -> list[Any] | str:
     """
-    :param policy: Policy
-    :return: The layers of its network that are not recurrent, with what is between them, or a reason why they or the memory
-        are not suitable
+    :return: The layers of a policy's network that are not recurrent, with what is between them, or a reason why they or the
+        memory are not suitable
     """
     extractor = policy.features_extractor
     if type(extractor) is SmallCNN:
@@ -192,10 +178,7 @@ def _layers(policy: ActorPolicy) -> list[Any] | str:
 
 
 def unusual_optimizer(policy: ActorPolicy) -> str:
-    """
-    :param policy: Policy
-    :return: A reason why its optimizer is not suitable; empty if it is
-    """
+    """:return: A reason why the optimizer of a policy is not suitable; empty if it is"""
     optimizer = policy.optimizer
     if type(optimizer) is not th.optim.Adam:
         return f"the optimizer is {type(optimizer).__name__}"
@@ -212,9 +195,8 @@ def unusual_optimizer(policy: ActorPolicy) -> str:
 
 def is_capturable(policy: ActorPolicy) -> bool:
     """
-    :param policy: Policy
-    :return: Whether it is on a GPU of NVIDIA or AMD, acts and evaluates in the ordinary way, and consists of known modules
-        without hooks
+    :return: Whether a policy is on a GPU of NVIDIA or AMD, acts and evaluates in the ordinary way, and consists of known
+        modules without hooks
     """
     if policy.device.type not in DEVICES or type(policy.action_dist) not in FAMILIES:
         return False
@@ -225,10 +207,7 @@ def is_capturable(policy: ActorPolicy) -> bool:
 
 
 def may_capture_steps(policy: ActorPolicy) -> bool:
-    """
-    :param policy: Policy
-    :return: Whether it is capturable, and its optimizer is Adam without extras, on the GPU, which has taken a step
-    """
+    """:return: Whether a policy is capturable, and its optimizer is Adam without extras, on the GPU, which has taken a step"""
     if not is_capturable(policy) or unusual_optimizer(policy):
         return False
     if not all(parameter.requires_grad for parameter in policy.parameters()):

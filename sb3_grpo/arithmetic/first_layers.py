@@ -82,13 +82,7 @@ class FirstLayer:
 
 @dataclass(frozen=True, eq=False)
 class Convolution(FirstLayer):
-    """
-    A convolution.
-
-    :param n_inputs: Number of inputs
-    :param n_units: Number of outputs
-    :param patches: The inputs that each position sees, see :func:`~sb3_grpo.arithmetic.machine_code.layers.take_patches`
-    """
+    """A convolution. Its ``patches`` are those of :func:`~sb3_grpo.arithmetic.machine_code.layers.take_patches`."""
 
     n_inputs: int
     n_units: int
@@ -135,13 +129,7 @@ class Convolution(FirstLayer):
 
 @dataclass(frozen=True, eq=False)
 class Recurrent(FirstLayer):
-    """
-    A recurrent layer.
-
-    :param n_inputs: Number of inputs
-    :param n_units: Number of units
-    :param cell: ``LSTM`` or ``GRU``
-    """
+    """A recurrent layer. Its ``cell`` is ``LSTM`` or ``GRU``."""
 
     n_inputs: int
     n_units: int

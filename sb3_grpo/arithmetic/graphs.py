@@ -39,10 +39,7 @@ class Captured:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Sequence[th.Tensor]],
-        arguments: Sequence[th.Tensor],
-        warm_up: Callable[..., object],
+        self, function: Callable[..., Sequence[th.Tensor]], arguments: Sequence[th.Tensor], warm_up: Callable[..., object]
     ):
         self._arguments = [argument.clone() for argument in arguments]
         device = self._arguments[0].device
@@ -93,12 +90,10 @@ class Graphs:
         warm_up: Callable[..., object],
     ) -> Captured | None:
         """
-        :param name: Name of the graph
+        Find a graph by its name, or capture it with the arguments of :class:`Captured`.
+
         :param state: What the function depends on besides the numbers of its arguments and in memory. If it has changed, or
             the shapes of the arguments, the graph is captured again
-        :param arguments: See :class:`Captured`
-        :param function: See :class:`Captured`
-        :param warm_up: See :class:`Captured`
         :return: The graph, or ``None`` if there can be none, which is warned of once
         """
         known_state, graph = self._kept.get(name, (None, None))
@@ -127,10 +122,7 @@ def memory_of(tensors: Sequence[th.Tensor]) -> tuple[int, ...]:
 
 class _Evaluation(nn.Module):
     """
-    A function as a module, so that it can be called with other tensors in the place of the policy's parameters.
-
-    :param policy: Policy
-    :param function: Function that uses the policy
+    A function that uses the policy, as a module, so that it can be called with other tensors in the place of its parameters.
     """
 
     def __init__(self, policy: ActorPolicy, function: Callable[..., Sequence[th.Tensor]]):
@@ -139,7 +131,6 @@ class _Evaluation(nn.Module):
         self.function = function
 
     def forward(self, *arguments: th.Tensor) -> Sequence[th.Tensor]:
-        """:return: What the function gives"""
         return self.function(*arguments)
 
 
@@ -154,12 +145,9 @@ def gradient_step(
     """
     A gradient step as a graph.
 
-    :param policy: Policy
     :param state: What ``evaluate`` depends on besides the numbers of its arguments and of the policy
-    :param max_grad_norm: Limit of the norm of the gradient
     :param numbers: Learning rate of each parameter group, and further arguments of ``evaluate``, shape ``(k,)``
-    :param batch: A minibatch
-    :param evaluate: Function of ``batch`` and of the further numbers, which gives the loss and other tensors
+    :param evaluate: Function of ``batch``, a minibatch, and of the further numbers, which gives the loss and other tensors
     :return: The graph, or ``None`` if there can be none. Its arguments are ``batch`` and ``numbers``; its results are those of
         ``evaluate``, and the norm of the gradient before it was clipped
     """

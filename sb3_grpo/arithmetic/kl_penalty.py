@@ -23,15 +23,12 @@ KL_COEF_BOUNDS = (1e-6, 1e6)
 
 def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
     """
-    The adaptive penalty of PPO (https://arxiv.org/abs/1707.06347, section 4): the coefficient is doubled if the divergence is
-    above ``1.5 target``, and halved if it is below ``target / 1.5``.
+    The adaptive penalty of PPO (https://arxiv.org/abs/1707.06347, section 4): the coefficient is doubled if the divergence
+    after the last update is above ``1.5 target``, and halved if it is below ``target / 1.5``.
 
     Departures: the coefficient stays within ``KL_COEF_BOUNDS``, and the divergence is KL(pi || reference) instead of
     KL(pi_old || pi).
 
-    :param kl_coef: Coefficient of the last update
-    :param kl: Divergence after the last update
-    :param target: Desired divergence
     :return: Coefficient of the next update
     """
     if kl > 1.5 * target:
@@ -59,7 +56,6 @@ class KLPenalty:
     The divergence KL(pi || reference) that the loss penalises.
 
     :param reference: ``"old"``, ``"initial"``, or the number of updates between two renewals
-    :param estimator: ``"exact"`` or ``"k3"``
     :raises ValueError: If an argument is out of range
     """
 

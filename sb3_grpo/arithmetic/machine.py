@@ -37,11 +37,7 @@ NO_NUMBERS = np.zeros(0, np.float32)
 
 
 class MachinePolicy:
-    """
-    A policy and its optimizer in machine code, in one memory with those of torch.
-
-    :param parts: Parts of the policy
-    """
+    """A policy and its optimizer in machine code, in one memory with those of torch."""
 
     def __init__(self, parts: Parts):
         self.network = parts.network
@@ -68,17 +64,13 @@ class MachinePolicy:
         return type(None), ()
 
     def fits(self, parts: Parts) -> bool:
-        """
-        :param parts: Parts of the policy as it is now
-        :return: Whether they are still the same parameters with the same shapes, and the same activation
-        """
+        """:return: Whether the policy still has the same parameters with the same shapes, and the same activation"""
         return list(map(id, self.tensors)) == list(map(id, parts.tensors)) and self.network.is_like(parts.network)
 
     def take_over(self, optimizer: th.optim.Optimizer | None) -> None:
         """
-        Make views of the flat arrays of those tensors that are none, and copy their numbers.
-
-        :param optimizer: Optimizer; ``None`` for the parameters alone
+        Make views of the flat arrays of those tensors that are none, and copy their numbers. Without an optimizer, do so for
+        the parameters alone.
         """
         for i, tensor in enumerate(self.tensors):
             view = self._views["parameter"][i]
@@ -104,11 +96,7 @@ class MachinePolicy:
                 self._rates[i] = [float(each) for each in (group["lr"], *group["betas"], group["eps"])]
 
     def take_gradient_step(self, max_grad_norm: float) -> float:
-        """
-        Take a step of Adam along :attr:`gradient`, which is clipped.
-
-        :return: Norm of the gradient before clipping
-        """
+        """Clip :attr:`gradient`, take a step of Adam along it, and return its norm before clipping."""
         norm = optimizer.clip_gradient.run(self.gradient, max_grad_norm)
         optimizer.adam.run(self.parameters, self.gradient, *self._moments, self.bounds, self._rates)
         return float(norm)
@@ -120,7 +108,6 @@ class MachinePolicy:
 
     def actor(self, policy: ActorPolicy) -> Callable[..., tuple[Any, ...]]:
         """
-        :param policy: The policy
         :return: A function that chooses actions as the policy does now: with its weights of any time, and with its present
             statistics of observations
         """
@@ -153,9 +140,7 @@ class MachinePolicy:
         return choose
 
     def _noise(self) -> Callable[[int], np.ndarray]:
-        """
-        :return: A function that draws the noise of ``n`` actions, as SB3's distributions draw it
-        """
+        """:return: A function that draws the noise of ``n`` actions, as SB3's distributions draw it"""
         network = self.network
         choices = network.n_categories.tolist()
         if len(choices) > 1:
@@ -228,14 +213,12 @@ class Rows(NamedTuple):
 
 class Workspace(NamedTuple):
     """
-    Memory for the passes of ``n`` transitions forward and back through the network.
+    Memory for the passes of ``n`` transitions forward and back through the network. For ``terms`` and the gradients, see
+    :mod:`~sb3_grpo.arithmetic.machine_code.distributions`.
 
-    :param values: Numbers of all layers, see :meth:`~sb3_grpo.arithmetic.network.Network.forward`
+    :param values: Numbers of all layers, see :meth:`~sb3_grpo.arithmetic.network.Network.new_values`
     :param inputs: View of the inputs among them, shape ``(n, n_inputs)``
     :param outputs: View of the outputs among them, shape ``(n, k)``
-    :param terms: Terms of the loss, shape ``(3, n)``
-    :param grad_terms: Gradient with respect to them, shape ``(3, n)``
-    :param grad_outputs: Gradient with respect to the outputs, shape ``(n, k)``
     """
 
     values: np.ndarray
@@ -255,13 +238,8 @@ class Workspace(NamedTuple):
 
 class MachineLearner:
     """
-    An update in machine code. It is a :class:`~sb3_grpo.arithmetic.natural.LocalModel` of the policy as well.
-
-    :param objective: Objective
-    :param policy: Policy
-    :param rollout_buffer: Buffer with the transitions of the update
-    :param max_kl: Limit of the approximate KL divergence of a minibatch
-    :param machine: The policy in machine code
+    An update in machine code. It is a :class:`~sb3_grpo.arithmetic.natural.LocalModel` of the policy as well. The arguments
+    are those of :class:`~sb3_grpo.arithmetic.torch_learner.TorchLearner`, and the policy in machine code.
     """
 
     def __init__(
@@ -312,12 +290,7 @@ class MachineLearner:
         )
 
     def take_epoch(self, batch_size: int) -> tuple[Epoch, float]:
-        """
-        Take a gradient step with each minibatch of an epoch, up to one whose approximate KL divergence exceeds the limit.
-
-        :param batch_size: Minibatch size; the last minibatch may be smaller
-        :return: Metrics of the epoch, and the divergence of the last minibatch
-        """
+        """As :meth:`~sb3_grpo.arithmetic.torch_learner.TorchLearner.take_epoch`, but the divergence is always computed."""
         sums, norms = np.zeros(optimizer.N_SUMS), []
         approx_kl = 0.0
         for minibatch in self._shuffled(batch_size):
@@ -353,7 +326,6 @@ class MachineLearner:
         """
         The loss of a minibatch: its metrics and its gradient.
 
-        :param rows: Transitions of the minibatch
         :param sums: The :class:`~sb3_grpo.arithmetic.machine_code.optimizer.Sums` to which those of the minibatch are added
         :param gradient: Receives the gradient, shape of the parameters
         :return: Estimate of the divergence from the old policy

@@ -7,17 +7,12 @@ from sb3_grpo.arithmetic.natural import NaturalStep
 
 class Epoch(NamedTuple):
     """
-    Means over the transitions of an epoch, if nothing else is said.
+    Metrics of an epoch: means over its transitions, if nothing else is said. :mod:`~sb3_grpo.losses` has the functions that
+    define ``approx_kl``, the clip fractions and ``effective_sample_size``.
 
     :param n: Number of transitions
-    :param n_minibatches: Number of minibatches
-    :param n_steps: Number of gradient steps, which is smaller if the update ended early
-    :param entropy: Entropy of the policy
+    :param n_steps: Number of gradient steps, which is smaller than that of minibatches if the update ended early
     :param policy_gradient_loss: Clipped surrogate, a mean over minibatches
-    :param approx_kl: :func:`~sb3_grpo.losses.approximate_kl`
-    :param clip_fraction_low: See :func:`~sb3_grpo.losses.clip_fractions`
-    :param clip_fraction_high: Likewise
-    :param effective_sample_size: :func:`~sb3_grpo.losses.effective_sample_size`
     :param kl: Divergence from the reference; ``None`` without a penalty
     :param grad_norm: Norm of the gradient before clipping, a mean over gradient steps
     :param loss: Loss of the last minibatch
@@ -41,7 +36,6 @@ class UpdateReport(NamedTuple):
     """
     What an update did.
 
-    :param epochs: Metrics of each epoch
     :param excessive_kl: The approximate KL divergence that ended the update early, if one did
     :param natural: The natural-gradient step, if it was one
     """

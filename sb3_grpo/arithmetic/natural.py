@@ -40,8 +40,7 @@ class LocalModel(Protocol):
 
     def fisher_product(self, vector: th.Tensor) -> th.Tensor:
         """
-        :param vector: Vector, shape ``(m,)``
-        :return: Its product with the Fisher matrix at the weights of the last :meth:`loss_and_gradient`, which is the
+        :return: Product of a vector with the Fisher matrix at the weights of the last :meth:`loss_and_gradient`, which is the
             second derivative of :meth:`divergence`, shape ``(m,)``
         """
 
@@ -55,25 +54,19 @@ class LocalModel(Protocol):
         """:return: A copy of the present weights, shape ``(m,)``"""
 
     def move(self, weights: th.Tensor) -> None:
-        """
-        :param weights: New weights, shape ``(m,)``
-        """
+        """Set the weights, shape ``(m,)``."""
 
     def loss(self) -> float:
         """:return: Loss at the present weights"""
 
     def divergence(self) -> float:
-        """
-        :return: Mean KL divergence from the policy of the last :meth:`loss_and_gradient`, summed over the components of an
-            action
-        """
+        """:return: Mean KL divergence from the policy of the last :meth:`loss_and_gradient`, summed over action components"""
 
 
 class NaturalStep(NamedTuple):
     """
     A step that was tried.
 
-    :param grad_norm: Norm of the gradient
     :param divergence: Divergence from the policy before, a mean over the components of an action; 0 if the step was rejected
     :param n_tried: Number of sizes that were tried
     :param is_accepted: Whether one of them was taken
@@ -87,18 +80,14 @@ class NaturalStep(NamedTuple):
 
 def default_limit(num_timesteps: int) -> float:
     """
-    :param num_timesteps: Number of timesteps of the run so far
-    :return: Limit of the divergence where none is set: constant at first, then inversely proportional to the timesteps, as the
-        step sizes of stochastic approximation (Robbins & Monro 1951), because most of a gradient is noise
+    :return: Limit of the divergence where none is set: constant at first, then inversely proportional to the timesteps of the
+        run so far, as the step sizes of stochastic approximation (Robbins & Monro 1951), because most of a gradient is noise
     """
     return LIMIT * CONSTANT_UNTIL / max(num_timesteps, CONSTANT_UNTIL)
 
 
 def fisher_stride(n_samples: int) -> int:
-    """
-    :param n_samples: Number of transitions of an update
-    :return: Distance of those that the Fisher matrix is a mean over
-    """
+    """:return: Distance between the transitions that the Fisher matrix is a mean over, if an update has ``n_samples``"""
     return max(n_samples // FISHER_SAMPLES, 1)
 
 
@@ -139,10 +128,6 @@ def natural_step(local: LocalModel, limit: float) -> NaturalStep:
     layers (https://arxiv.org/abs/2101.09207): the other weights use the whole limit, and the change of each log standard
     deviation is bounded apart. As the Fisher matrix of a Gaussian has no entries that connect means and standard deviations,
     the loss still falls.
-
-    :param local: The policy
-    :param limit: Limit of the divergence
-    :return: The step
     """
     loss_before, gradient = local.loss_and_gradient()
     grad_norm = gradient.norm().item()

@@ -18,10 +18,6 @@ class Family(NamedTuple):
     The functions of a family of action distributions, see :mod:`~sb3_grpo.arithmetic.machine_code.distributions`.
 
     :param noise: Method of torch's tensors that draws the noise of samples
-    :param sample: Draws actions
-    :param evaluate: Computes log-probabilities, entropies and divergences
-    :param backward: Applies the chain rule to ``evaluate``
-    :param fisher: Multiplies derivatives of the outputs by the Fisher matrix
     """
 
     noise: str
@@ -59,11 +55,8 @@ BERNOULLI = Family(
 
 class Distribution(NamedTuple):
     """
-    Action distributions of ``n`` observations.
-
-    :param outputs: Outputs of the network, shape ``(n, k)``; logarithms of probabilities for ``CATEGORICAL``
-    :param log_std: Log standard deviations, shape ``(d,)``; empty for other families than ``GAUSSIAN``
-    :param n_categories: Number of categories of each choice; empty for other families than ``CATEGORICAL``
+    Action distributions of ``n`` observations, as the first arguments of the functions in
+    :mod:`~sb3_grpo.arithmetic.machine_code.distributions`, which explains them.
     """
 
     outputs: np.ndarray
@@ -78,11 +71,14 @@ class Network:
     layers are in one array, tensor after tensor, with ``log_std`` at the end. Where the first layer is recurrent, rows are
     steps of sequences, in the order that :mod:`~sb3_grpo.arithmetic.machine_code.recurrent` explains.
 
+    Arguments of its methods: all ``parameters``, the number of rows ``n``, the ``values`` of :meth:`new_values`, in which
+    :meth:`forward` leaves the numbers of all layers, and ``running``, the number of sequences that have each step, which only
+    recurrent layers need.
+
     :param sizes: Number of inputs, of the units of each hidden layer, and of outputs
     :param first: What comes before the linear layers
     :param activation: ``TANH`` or ``RELU``, between the layers
-    :param family: Family of the action distributions
-    :param n_categories: Number of categories of each choice; empty for other families
+    :param n_categories: Number of categories of each choice; empty for other families than ``CATEGORICAL``
     """
 
     sizes: np.ndarray
@@ -99,12 +95,10 @@ class Network:
 
     @cached_property
     def n_inputs(self) -> int:
-        """Number of inputs."""
         return int(self.sizes[0])
 
     @cached_property
     def n_outputs(self) -> int:
-        """Number of outputs."""
         return int(self.sizes[-1])
 
     @cached_property
@@ -168,12 +162,8 @@ class Network:
         states: np.ndarray = NO_ROWS,
     ) -> np.ndarray:
         """
-        :param parameters: All parameters
-        :param values: The inputs, and space for the numbers of the other layers
-        :param n: Number of rows
         :param forced: Logits that action masks put in the place of outputs, and zero elsewhere, see
             :func:`sb3_grpo.masks.forced_logits`, shape ``(n, k)``; no rows without masks
-        :param running: With a recurrent layer: number of sequences that have each step
         :param states: With a recurrent layer: states of which the first are those before the first steps
         :return: The outputs, a view of ``values``, shape ``(n, k)``
         """
@@ -195,11 +185,8 @@ class Network:
         running: np.ndarray = NO_STEPS,
     ) -> None:
         """
-        :param parameters: All parameters
-        :param values: As :meth:`forward` has left them
         :param grad_outputs: Gradient with respect to the outputs, shape ``(n, k)``
         :param gradient: Receives the gradient with respect to weights and biases, shape of ``parameters``
-        :param running: As for :meth:`forward`
         """
         *own, linear = self.first.weights(parameters)
         *grad_own, grad_linear = self.first.weights(gradient)
@@ -212,11 +199,7 @@ class Network:
         self, parameters: np.ndarray, values: np.ndarray, vector: np.ndarray, n: int, running: np.ndarray = NO_STEPS
     ) -> np.ndarray:
         """
-        :param parameters: All parameters
-        :param values: As :meth:`forward` has left them
         :param vector: A direction, shape of ``parameters``
-        :param n: Number of rows
-        :param running: As for :meth:`forward`
         :return: Derivatives of the outputs in this direction, shape ``(n, k)``
         """
         *own, linear = self.first.weights(parameters)

@@ -26,7 +26,8 @@ NO_CLIPPING = ClipRange(math.inf, math.inf)
 class Objective:
     """
     The objective of an update: surrogate, entropy bonus and KL penalty, with the present values of GRPO's arguments.
-    :meth:`take_clipped_steps` and :meth:`take_natural_steps` improve a policy by it.
+    :func:`~sb3_grpo.arithmetic.update.clipped_update` and :func:`~sb3_grpo.arithmetic.update.natural_update` improve a policy
+    by it.
     """
 
     clip_range: ClipRange

@@ -30,10 +30,7 @@ FISHER_BY_DIFFERENCES: "WeakKeyDictionary[ActorPolicy, bool]" = WeakKeyDictionar
 
 
 def torch_actor(policy: ActorPolicy) -> Callable[..., tuple[np.ndarray, th.Tensor]]:
-    """
-    :param policy: Policy
-    :return: A function that chooses actions during a rollout, by a CUDA graph if that is possible
-    """
+    """:return: A function that chooses actions during a rollout, by a CUDA graph if that is possible"""
     if is_capturable(policy):
         return _graph_actor(policy)
 
@@ -68,8 +65,6 @@ class TorchLearner:
     """
     An update by torch, for every policy. It is a :class:`~sb3_grpo.arithmetic.natural.LocalModel` of the policy as well.
 
-    :param objective: Objective
-    :param policy: Policy
     :param rollout_buffer: Buffer with the transitions of the update
     :param max_kl: Limit of the approximate KL divergence of a minibatch
     """
@@ -87,7 +82,6 @@ class TorchLearner:
         """
         Take a gradient step with each minibatch of an epoch, up to one whose approximate KL divergence exceeds the limit.
 
-        :param batch_size: Minibatch size
         :return: Metrics of the epoch, and the divergence of the last minibatch, if there is a limit
         """
         policy, objective = self._policy, self._objective
@@ -125,7 +119,6 @@ class TorchLearner:
 
     def _graph(self, batch: GroupRolloutBufferSamples, numbers: th.Tensor) -> Captured | None:
         """
-        :param batch: A minibatch
         :param numbers: Learning rates and clip range, shape ``(k,)``
         :return: A gradient step with a minibatch of this size as a graph, or ``None`` if there can be none
         """

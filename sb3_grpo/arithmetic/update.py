@@ -33,17 +33,9 @@ def clipped_update(
     target_kl: float | None = None,
 ) -> UpdateReport:
     """
-    Take a gradient step with each minibatch of several epochs. The update ends at a minibatch whose approximate KL divergence
-    exceeds ``1.5 target_kl``. Without a ``target_kl``, it ends after the first epoch whose mean divergence exceeds
-    :data:`MAX_EPOCH_KL`.
-
-    :param objective: Objective
-    :param policy: Policy, which is changed
-    :param rollout_buffer: Buffer with the transitions of the update
-    :param n_epochs: Number of epochs
-    :param batch_size: Minibatch size
-    :param target_kl: See above
-    :return: Metrics of the epochs
+    Take a gradient step with each minibatch of several epochs over the transitions in the buffer. The update ends at a
+    minibatch whose approximate KL divergence exceeds ``1.5 target_kl``. Without a ``target_kl``, it ends after the first epoch
+    whose mean divergence exceeds :data:`MAX_EPOCH_KL`.
     """
     max_kl = math.inf if target_kl is None else 1.5 * target_kl
     learner = choose_learner(objective, policy, rollout_buffer, "clipped", max_kl)
@@ -62,12 +54,9 @@ def natural_update(
     objective: Objective, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, limit: float
 ) -> UpdateReport:
     """
-    Take a natural-gradient step with all transitions of the update. Importance ratios are not clipped, because the limit of
+    Take a natural-gradient step with all transitions in the buffer. Importance ratios are not clipped, because the limit of
     the divergence keeps them close to one.
 
-    :param objective: Objective
-    :param policy: Policy, which is changed
-    :param rollout_buffer: Buffer with the transitions of the update
     :param limit: Limit of the divergence, see :func:`~sb3_grpo.arithmetic.natural.natural_step`
     :return: Metrics of the step, which counts as an epoch
     """

@@ -90,6 +90,8 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         self.sequence_length = sequence_length
         #: Metrics of the last rollout. GRPO logs those under ``rollout/`` at once and those under ``train/`` with the update.
         self.metrics: dict[str, float] = {}
+        #: Factor of the limit of a natural-gradient step, which a buffer lowers where its advantages are mostly errors.
+        self.limit_factor = 1.0
         #: Returns of the members of each group that was completed in the last rollout, by the number of the group.
         self.group_returns: dict[int, list[float]] = {}
         #: For each group that may still get transitions the last step that all of its members have taken.
@@ -139,6 +141,7 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
     def reset(self) -> None:
         """Prepare for the next rollout."""
         super().reset()
+        self._rollout += 1
         self._update = None
         self._final_observations: list[tuple[int, int, Any]] = []
 
@@ -262,7 +265,6 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         :param open_groups: See :meth:`~sb3_grpo.starts.Ledger.open_groups`
         :param normalize_advantage: Whether to standardise the advantages, for buffers that do so
         """
-        self._rollout += 1
         self.open_groups = open_groups
         self.group_returns = self._running_returns.pop_complete(open_groups)
         self.metrics = self._describe_groups(list(self.group_returns.values()))

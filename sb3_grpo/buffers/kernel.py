@@ -33,25 +33,35 @@ FIRST_METRIC = 4
 KEPT_ROLLOUTS = 5
 #: Time limits count as ends if more than this part of a value would stand for rewards beyond them, which no episode has had.
 MAX_UNSEEN = 0.5
+#: Where a task is solved, advantages are mere errors of the fit, and with steps of full length along them, a policy would lose
+#: what it has learned. So the limit of a natural-gradient step falls with the variance of the advantages where that is below
+#: this share of its mean over all rollouts.
+QUIET = 0.01
 #: Limit of standardised advantages. The largest ones are mostly errors of the value estimate.
 MAX_ADVANTAGE = 3.0
 
 
-class Segments(NamedTuple):
+class FitData(NamedTuple):
     """
     A rollout as the baseline sees it: trajectories, or the part of them that lies in the rollout, one after another.
 
+    :param inputs: Inputs of the transitions, see :class:`~sb3_grpo.fit_inputs.FitInputs`, shape ``(n, d)``
+    :param steps: Steps within the episodes, shape ``(n,)``
     :param rewards: Rewards, shape ``(n,)``
     :param continues: 0 where a trajectory or the rollout ended with the step, else 1, shape ``(n,)``
     :param cuts: Indices of the transitions after which a time limit or the end of the rollout cut a trajectory, so that the
         baseline replaces the rewards that would follow, shape ``(n_cuts,)``
+    :param cut_inputs: Inputs of the observations after the cuts, shape ``(n_cuts, d)``
     :param gamma: Discount factor
     :param n_envs: Number of environments, each with the same number of transitions, one environment after another
     """
 
+    inputs: np.ndarray
+    steps: np.ndarray
     rewards: np.ndarray
     continues: np.ndarray
     cuts: np.ndarray
+    cut_inputs: np.ndarray
     gamma: float
     n_envs: int
 
@@ -60,22 +70,6 @@ class Segments(NamedTuple):
         next_baseline = np.append(baseline[1:], 0.0) * self.continues
         next_baseline[self.cuts] = cut_baseline
         return A.generalized_advantages(self.rewards, baseline, next_baseline, self.continues, self.gamma, lambda_)
-
-
-class FitData(NamedTuple):
-    """
-    What a fit takes from a rollout.
-
-    :param inputs: Inputs of the transitions, see :class:`~sb3_grpo.fit_inputs.FitInputs`, shape ``(n, d)``
-    :param steps: Steps within the episodes, shape ``(n,)``
-    :param cut_inputs: Inputs of the observations after the cuts, shape ``(n_cuts, d)``
-    :param segments: The rollout as the baseline sees it
-    """
-
-    inputs: np.ndarray
-    steps: np.ndarray
-    cut_inputs: np.ndarray
-    segments: Segments
 
 
 class KernelRolloutBuffer(GroupRolloutBuffer):
@@ -151,6 +145,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.learn_metric = learn_metric
         self._longest = 1
         self._n_fits, self._recent = 0, list[FitData]()
+        self._mean_variance = 0.0  # of the advantages, over all rollouts
         self._dtype = th.float64  # of the next fit, see RESOLUTION
         # The fit keeps its unit of time, also in environments with another time limit.
         self._fixed_time_unit = self.horizon
@@ -202,16 +197,16 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             self._update_metric(time_unit)
         ends = rollout.dones.copy()
         ends[self.buffer_size - 1 :: self.buffer_size] = True
-        segments = Segments(rollout.rewards.astype(np.float64), 1.0 - ends, cuts, self.gamma, self.n_envs)
         # Copies, because the data outlive the storage of the rollout
-        data = FitData(np.array(inputs), rollout.steps.copy(), np.array(cut_inputs), segments)
+        arrays = np.array(inputs), rollout.steps.copy(), rollout.rewards.astype(np.float64), 1.0 - ends, cuts
+        data = FitData(*arrays, np.array(cut_inputs), self.gamma, self.n_envs)
         features, cut_features = self._features(self.baseline, data, time_unit)
         folds = th.as_tensor((np.cumsum(ends) - ends) % self.n_folds)  # the same for all transitions of a trajectory
-        weights = self.baseline.fit(*self._for_fit(features, cut_features, segments, folds))
+        weights = self.baseline.fit(*self._for_fit(features, cut_features, data, folds))
         baseline = predict_by_fold(features, weights, folds).numpy()
         cut_baseline = predict_by_fold(cut_features, weights, folds[cuts]).numpy()
-        baseline, cut_baseline = self._shrink(baseline, cut_baseline, segments)
-        advantages = segments.advantages(baseline, cut_baseline, self.gae_lambda)
+        baseline, cut_baseline = self._shrink(baseline, cut_baseline, data)
+        advantages = data.advantages(baseline, cut_baseline, self.gae_lambda)
         self._n_fits += 1
         if self.learn_metric:
             self._recent = [*self._recent[1 - KEPT_ROLLOUTS :], data]
@@ -221,14 +216,17 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         if self.relative_term is not None:
             advantages = self.relative_term.apply(advantages, rollout.groups, rollout.steps, self.open_groups)
             self.metrics.update(self.relative_term.metrics)
+        variance = float(np.var(advantages))
+        self._mean_variance += (variance - self._mean_variance) / self._n_fits
+        self.limit_factor = min(1.0, variance / (QUIET * self._mean_variance)) if variance > 0 else 1.0
         return rollout, advantages
 
-    def _shrink(self, baseline: np.ndarray, cut_baseline: np.ndarray, segments: Segments) -> tuple[np.ndarray, np.ndarray]:
+    def _shrink(self, baseline: np.ndarray, cut_baseline: np.ndarray, data: FitData) -> tuple[np.ndarray, np.ndarray]:
         """:return: The predictions for transitions and for observations after the cuts, shrunk towards the former's mean"""
 
         def returns(baseline: np.ndarray, cut_baseline: np.ndarray) -> np.ndarray:
             # Those of the rollout. Beyond a cut, only the prediction itself can stand for them.
-            return baseline + segments.advantages(baseline, cut_baseline, 1.0)
+            return baseline + data.advantages(baseline, cut_baseline, 1.0)
 
         shrinkage, mean = calibration_slope(baseline, returns(baseline, cut_baseline)), baseline.mean()
         baseline, cut_baseline = (mean + shrinkage * (each - mean) for each in (baseline, cut_baseline))
@@ -247,26 +245,24 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         for data in self._recent:
             features, cut_features = self._features(baseline, data, time_unit)
             no_folds = th.zeros(len(features), dtype=th.int64)
-            baseline.add(*self._for_fit(features, cut_features, data.segments, no_folds))
+            baseline.add(*self._for_fit(features, cut_features, data, no_folds))
         self.baseline = baseline
 
     def _features(self, baseline: KernelBaseline, data: FitData, time_unit: float) -> tuple[th.Tensor, th.Tensor]:
         """:return: Features of the transitions, and of the observations after the cuts"""
         features = baseline.features(data.inputs, data.steps / time_unit, self._dtype)
-        cut_steps = data.steps[data.segments.cuts] + 1
+        cut_steps = data.steps[data.cuts] + 1
         return features, baseline.features(data.cut_inputs, cut_steps / time_unit, self._dtype)
 
-    def _for_fit(
-        self, features: th.Tensor, cut_features: th.Tensor, segments: Segments, folds: th.Tensor
-    ) -> tuple[th.Tensor, ...]:
+    def _for_fit(self, features: th.Tensor, cut_features: th.Tensor, data: FitData, folds: th.Tensor) -> tuple[th.Tensor, ...]:
         """:return: What LSTD(lambda) takes, which solves ``sum_t e_t (r_t + gamma phi_{t+1} . w - phi_t . w) ~ 0``"""
-        goes_on = th.as_tensor(segments.continues, dtype=features.dtype)
+        goes_on = th.as_tensor(data.continues, dtype=features.dtype)
         following = features.roll(-1, dims=0).mul_(goes_on[:, None])
-        following[segments.cuts] = cut_features
-        by_env = features.view(segments.n_envs, -1, features.shape[1])
-        traces = eligibility_traces(by_env, goes_on.view(segments.n_envs, -1), self.gamma * self.gae_lambda)
+        following[data.cuts] = cut_features
+        by_env = features.view(data.n_envs, -1, features.shape[1])
+        traces = eligibility_traces(by_env, goes_on.view(data.n_envs, -1), self.gamma * self.gae_lambda)
         differences = following.mul_(-self.gamma).add_(features)
-        return features, th.as_tensor(segments.rewards), folds, traces.flatten(end_dim=1), differences
+        return features, th.as_tensor(data.rewards), folds, traces.flatten(end_dim=1), differences
 
     def _time_unit(self, steps: np.ndarray) -> float:
         if self._fixed_time_unit is not None:
@@ -293,6 +289,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             "baseline": self.baseline.get_state(),
             "longest": self._longest,
             "n_fits": self._n_fits,
+            "mean_variance": self._mean_variance,
             "recent": self._recent,
             "dtype": self._dtype,
             "time_unit": self._fixed_time_unit,
@@ -318,6 +315,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             return
         self.baseline.set_state(state["baseline"])
         self._longest, self._n_fits, self._recent = state["longest"], state["n_fits"], state["recent"]
-        self._dtype = state["dtype"]
+        self._dtype, self._mean_variance = state["dtype"], state["mean_variance"]
         self.inputs.set_state(state["extractor"])
         self._fixed_time_unit = state["time_unit"]

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sb3_grpo.validation import require_at_least
-
 
 class Start(NamedTuple):
     """The start of one trajectory: number of its group, from 0 over the run, number in the group, and seed of the reset."""
@@ -57,14 +55,11 @@ class Ledger:
 
     :param group_size: Number of trajectories in each group to come, at least 2. It may change in the course of a run
     :param seed: Seed of the run, not negative; ``None`` for a random number from numpy's global generator, as in SB3
-    :raises ValueError: If ``group_size`` is not an integer of at least 2, or ``seed`` not one of at least 0
     """
 
     def __init__(self, group_size: int, seed: int | None = None):
-        require_at_least("group_size", group_size, 2)
         if seed is None:
             seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))
-        require_at_least("seed", seed, 0)
         self.group_size = int(group_size)
         self.seed = int(seed)
         self.position = Position(*(np.zeros(0, dtype=np.int64) for _ in Position._fields))
@@ -132,10 +127,6 @@ class Ledger:
     def seed_apart(self, number: int = 0) -> int:
         """:return: A seed for resets that are not starts of this run, unlike those of groups. It changes with each start"""
         return derived_seed(self.seed, self._next_group, 2 * number)
-
-    def is_open(self, group: int) -> bool:
-        """:return: Whether a member of a group has not ended, or not even begun"""
-        return group in self._open
 
     def open_groups(self) -> dict[int, int]:
         """

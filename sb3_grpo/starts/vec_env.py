@@ -265,7 +265,8 @@ class SeededVecEnv:
         observation = {key: np.array(batch[env_idx]) for key, batch in observation_parts(observations).items()}
         if group not in self._first:
             if len(self._first) > 2 * self.venv.num_envs:
-                self._first = {each: first for each, first in self._first.items() if self.ledger.is_open(each)}
+                still_open = self.ledger.open_groups()
+                self._first = {each: first for each, first in self._first.items() if each in still_open}
             self._first[group] = observation
         elif not same_values(observation, self._first[group]):
             self.mismatches += 1

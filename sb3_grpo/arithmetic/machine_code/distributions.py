@@ -39,11 +39,7 @@ HALF_LOG_2_PI = np.float32(0.5 * math.log(2.0 * math.pi))
 
 @entry_point(SAMPLING)
 def sample_gaussian(
-    means: np.ndarray,
-    log_std: np.ndarray,
-    n_categories: np.ndarray,
-    noise: np.ndarray,
-    actions: np.ndarray,
+    means: np.ndarray, log_std: np.ndarray, n_categories: np.ndarray, noise: np.ndarray, actions: np.ndarray
 ) -> None:
     """``a = mu + sigma noise``, with normal noise."""
     for j in range(len(log_std)):
@@ -132,15 +128,8 @@ def backward_gaussian(
 
 
 @entry_point(FISHER)
-def fisher_gaussian(
-    means: np.ndarray,
-    log_std: np.ndarray,
-    n_categories: np.ndarray,
-    tangent: np.ndarray,
-) -> None:
-    """
-    Multiply derivatives of the means, in place, by the Fisher matrix: ``t / sigma^2``.
-    """
+def fisher_gaussian(means: np.ndarray, log_std: np.ndarray, n_categories: np.ndarray, tangent: np.ndarray) -> None:
+    """Multiply derivatives of the means, in place, by the Fisher matrix: ``t / sigma^2``."""
     for j in range(len(log_std)):
         precision = math.exp(-log_std[j])
         for i in range(len(tangent)):
@@ -152,12 +141,7 @@ def fisher_gaussian(
 
 @entry_point("void(f4[:, ::1], i8[::1])")
 def log_softmax(logits: np.ndarray, n_categories: np.ndarray) -> None:
-    """
-    ``log p_j = x_j - log sum_i exp(x_i)`` for each choice, in place.
-
-    :param logits: Logits ``x`` of all choices, shape ``(n, k)``; minus infinity forbids a category
-    :param n_categories: Number of categories of each choice
-    """
+    """``log p_j = x_j - log sum_i exp(x_i)`` for each choice, in place. A logit of minus infinity forbids a category."""
     for i in range(len(logits)):
         row = logits[i]
         first = 0
@@ -176,11 +160,7 @@ def log_softmax(logits: np.ndarray, n_categories: np.ndarray) -> None:
 
 @entry_point(SAMPLING)
 def sample_categorical(
-    log_p: np.ndarray,
-    log_std: np.ndarray,
-    n_categories: np.ndarray,
-    noise: np.ndarray,
-    actions: np.ndarray,
+    log_p: np.ndarray, log_std: np.ndarray, n_categories: np.ndarray, noise: np.ndarray, actions: np.ndarray
 ) -> None:
     """The category with the largest ``p_j / noise_j``, with exponential noise (an exponential race)."""
     for i in range(len(log_p)):
@@ -206,9 +186,7 @@ def evaluate_categorical(
     actions: np.ndarray,
     terms: np.ndarray,
 ) -> None:
-    """
-    ``log p_a``, ``H = -sum_j p_j log p_j`` and ``KL = sum_j p_j (log p_j - log q_j)``, summed over the choices.
-    """
+    """``log p_a``, ``H = -sum_j p_j log p_j`` and ``KL = sum_j p_j (log p_j - log q_j)``, summed over the choices."""
     has_reference = len(log_q) > 0
     for i in range(len(log_p)):
         log_prob, entropy, kl = ZERO, ZERO, ZERO
@@ -267,15 +245,8 @@ def backward_categorical(
 
 
 @entry_point(FISHER)
-def fisher_categorical(
-    log_p: np.ndarray,
-    log_std: np.ndarray,
-    n_categories: np.ndarray,
-    tangent: np.ndarray,
-) -> None:
-    """
-    Multiply derivatives of the logits, in place, by the Fisher matrix: ``p_j (t_j - sum_i p_i t_i)`` for each choice.
-    """
+def fisher_categorical(log_p: np.ndarray, log_std: np.ndarray, n_categories: np.ndarray, tangent: np.ndarray) -> None:
+    """Multiply derivatives of the logits, in place, by the Fisher matrix: ``p_j (t_j - sum_i p_i t_i)`` for each choice."""
     for i in range(len(tangent)):
         first = 0
         for size in n_categories:
@@ -292,30 +263,20 @@ def fisher_categorical(
 
 @inner
 def softplus(x: np.float32) -> np.float32:
-    """
-    :param x: A number
-    :return: ``log(1 + exp(x))``
-    """
+    """:return: ``log(1 + exp(x))``"""
     return math.log1p(math.exp(-abs(x))) + (x if x > ZERO else ZERO)
 
 
 @inner
 def sigmoid(x: np.float32) -> np.float32:
-    """
-    :param x: A number
-    :return: ``1 / (1 + exp(-x))``
-    """
+    """:return: ``1 / (1 + exp(-x))``"""
     e = math.exp(-abs(x))
     return (ONE if x >= ZERO else e) / (ONE + e)
 
 
 @entry_point(SAMPLING)
 def sample_bernoulli(
-    logits: np.ndarray,
-    log_std: np.ndarray,
-    n_categories: np.ndarray,
-    noise: np.ndarray,
-    actions: np.ndarray,
+    logits: np.ndarray, log_std: np.ndarray, n_categories: np.ndarray, noise: np.ndarray, actions: np.ndarray
 ) -> None:
     """``a = 1[noise < p]``, with uniform noise."""
     for i in range(len(logits)):
@@ -378,15 +339,8 @@ def backward_bernoulli(
 
 
 @entry_point(FISHER)
-def fisher_bernoulli(
-    logits: np.ndarray,
-    log_std: np.ndarray,
-    n_categories: np.ndarray,
-    tangent: np.ndarray,
-) -> None:
-    """
-    Multiply derivatives of the logits, in place, by the Fisher matrix: ``p (1 - p) t``.
-    """
+def fisher_bernoulli(logits: np.ndarray, log_std: np.ndarray, n_categories: np.ndarray, tangent: np.ndarray) -> None:
+    """Multiply derivatives of the logits, in place, by the Fisher matrix: ``p (1 - p) t``."""
     for i in range(len(tangent)):
         for j in range(tangent.shape[1]):
             tangent[i, j] *= sigmoid(logits[i, j]) * sigmoid(-logits[i, j])

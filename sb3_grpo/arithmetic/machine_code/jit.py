@@ -45,11 +45,7 @@ FINGERPRINT = _fingerprint()
 
 
 def inner(function: Function, **options: Any) -> Function:
-    """
-    :param function: A function that is called by machine code alone
-    :param options: Further options of numba
-    :return: The function as machine code calls it. Without numba, the function itself
-    """
+    """:return: The compiled function, which only machine code can call. Without numba, the function itself"""
     if UNAVAILABLE:
         return function
     return numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options, **OPTIONS)(function)
@@ -64,12 +60,7 @@ def inlined(function: Function) -> Function:
 
 
 class EntryPoint:
-    """
-    A function that Python calls.
-
-    :param function: The function
-    :param signature: Types of its result and its arguments, as numba writes them
-    """
+    """A function that Python calls. Its signature has the types of its result and its arguments, as numba writes them."""
 
     def __init__(self, function: Callable[..., Any], signature: str):
         self.function = function
@@ -107,10 +98,7 @@ class EntryPoint:
 
 
 def entry_point(signature: str) -> Callable[[Callable[..., Any]], EntryPoint]:
-    """
-    :param signature: See :class:`EntryPoint`
-    :return: A decorator of functions
-    """
+    """:return: A decorator that makes a function an :class:`EntryPoint` with this signature"""
     return lambda function: EntryPoint(function, signature)
 
 

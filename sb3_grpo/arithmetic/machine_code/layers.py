@@ -8,18 +8,15 @@ so are the weights and biases, as in :class:`torch.nn.Linear`.
 A convolution comes before the linear layers. It has functions of its own, and its outputs are the inputs of the linear layers,
 which are then activated first (``is_hidden``). So may a recurrent layer, whose outputs are not activated, see
 :mod:`~sb3_grpo.arithmetic.machine_code.recurrent`.
+
+Arguments that :func:`forward` and :func:`convolve` explain mean the same in other functions. :func:`backward` and
+:func:`forward_tangent` take ``values`` as :func:`forward` has left them.
 """
 
 import numpy as np
 
 from sb3_grpo.arithmetic.machine_code.jit import entry_point, inner
-from sb3_grpo.arithmetic.machine_code.linear_algebra import (
-    ZERO,
-    fill_with_zeros,
-    matmul,
-    matmul_transposed,
-    transposed_matmul,
-)
+from sb3_grpo.arithmetic.machine_code.linear_algebra import ZERO, fill_with_zeros, matmul, matmul_transposed, transposed_matmul
 
 TANH, RELU = 0, 1
 
@@ -39,7 +36,6 @@ def standardise(shift: np.ndarray, scale: np.ndarray, observations: np.ndarray, 
     ``clip((x - shift) scale, -10, 10)``.
 
     :param shift: Shift of each input; empty to take the observations as they are
-    :param scale: Scale of each input
     :param observations: Observations in double precision, shape ``(n, n_inputs)``
     :param features: Receives the standardised observations, same shape
     """
@@ -55,11 +51,7 @@ def standardise(shift: np.ndarray, scale: np.ndarray, observations: np.ndarray, 
 
 @inner
 def tanh(values: np.ndarray) -> None:
-    """
-    The hyperbolic tangent, in place.
-
-    :param values: Any numbers, one axis
-    """
+    """The hyperbolic tangent of any numbers with one axis, in place."""
     for i in range(len(values)):
         x = values[i]
         x = TANH_LIMIT if x > TANH_LIMIT else x  # NaN stays NaN
@@ -72,12 +64,7 @@ def tanh(values: np.ndarray) -> None:
 
 @inner
 def activate(values: np.ndarray, activation: int) -> None:
-    """
-    Apply the activation function in place.
-
-    :param values: Any numbers, one axis
-    :param activation: ``TANH`` or ``RELU``
-    """
+    """Apply the activation function in place to any numbers with one axis."""
     if activation == TANH:
         tanh(values)
     else:
@@ -92,7 +79,6 @@ def activate_backward(gradient: np.ndarray, values: np.ndarray, activation: int)
 
     :param gradient: Gradient with respect to the values; becomes that with respect to the arguments
     :param values: Values of the function
-    :param activation: ``TANH`` or ``RELU``
     """
     if activation == TANH:
         for i in range(len(values)):
@@ -145,11 +131,6 @@ def backward(
     The chain rule through :func:`forward` (backpropagation, Rumelhart, Hinton & Williams 1986): with ``g_l`` the gradient with
     respect to ``x_l``, ``dW_l = g_l^T phi(x_(l-1))``, ``db_l = sum g_l``, ``g_(l-1) = phi'(x_(l-1)) g_l W_l``.
 
-    :param sizes: As for :func:`forward`
-    :param activation: As for :func:`forward`
-    :param is_hidden: As for :func:`forward`
-    :param parameters: As for :func:`forward`
-    :param values: As :func:`forward` has left them
     :param grad_outputs: Gradient with respect to the outputs, shape ``(n, k)``
     :param gradient: Receives the gradient with respect to the weights and biases
     :param grad_inputs: Receives the gradient with respect to the outputs of the layer before, shape ``(n, n_inputs)``; no rows
@@ -197,11 +178,6 @@ def forward_tangent(
     multiplication by the Hessian"): with ``U_l`` and ``u_l`` the parts of the vector that belong to ``W_l`` and ``b_l``,
     ``t_l = phi'(x_(l-1)) t_(l-1) W_l^T + phi(x_(l-1)) U_l^T + u_l``.
 
-    :param sizes: As for :func:`forward`
-    :param activation: As for :func:`forward`
-    :param is_hidden: As for :func:`forward`
-    :param parameters: As for :func:`forward`
-    :param values: As :func:`forward` has left them
     :param vector: Direction, shape of ``parameters``
     :param tangent_inputs: Derivatives ``t_0`` of the outputs of the layer before, shape ``(n, n_inputs)``, which are
         overwritten; no rows without one, where ``t_0 = 0``
@@ -249,9 +225,8 @@ def take_patches(row: np.ndarray, patches: np.ndarray, taken: np.ndarray) -> Non
 @entry_point("void(i8[:, ::1], f4[:, ::1], f4[:, ::1], f4[::1], f4[:, ::1])")
 def convolve(patches: np.ndarray, inputs: np.ndarray, weight: np.ndarray, bias: np.ndarray, outputs: np.ndarray) -> None:
     """
-    ``W x + b`` at each position.
+    ``W x + b`` at each position, whose inputs :func:`take_patches` takes.
 
-    :param patches: See :func:`take_patches`
     :param inputs: Inputs, shape ``(n, n_inputs)``
     :param weight: Weight, shape ``(n_channels, n_seen)``
     :param bias: Bias, shape ``(n_channels,)``
@@ -272,13 +247,10 @@ def convolve_backward(
     patches_transposed: np.ndarray, inputs: np.ndarray, grad: np.ndarray, grad_weight: np.ndarray, grad_bias: np.ndarray
 ) -> None:
     """
-    The gradient of :func:`convolve` in its parameters, summed over positions.
+    The gradient of :func:`convolve` in its weight and its bias, summed over positions.
 
     :param patches_transposed: Transpose of ``patches``, shape ``(n_positions, n_seen)``
-    :param inputs: As for :func:`convolve`
     :param grad: Gradient with respect to the outputs, shape ``(n, n_channels * n_positions)``
-    :param grad_weight: Receives the gradient, shape of the weight
-    :param grad_bias: Receives the gradient, shape of the bias
     """
     n_positions = len(patches_transposed)
     taken, part = np.empty(patches_transposed.shape, np.float32), np.empty(grad_weight.shape, np.float32)

@@ -3,6 +3,8 @@ Products of matrices, all in single precision and contiguous.
 
 BLAS is no faster for matrices as small as these, and would use threads where one is better. Blocks of four rows by four terms
 of the sums keep what they load in registers, and compilers vectorise the inner loops.
+
+Shapes are those of the arguments, in their order. The last argument receives the result.
 """
 
 import numpy as np
@@ -16,9 +18,7 @@ LINE = 16
 
 @inner
 def fill_with_zeros(out: np.ndarray) -> None:
-    """
-    :param out: A matrix. A loop, because numba compiles much more for an assignment to a slice
-    """
+    """Fill a matrix in a loop, because numba compiles much more for an assignment to a slice."""
     for i in range(out.shape[0]):
         for j in range(out.shape[1]):
             out[i, j] = ZERO
@@ -26,12 +26,7 @@ def fill_with_zeros(out: np.ndarray) -> None:
 
 @inner
 def transpose(a: np.ndarray, out: np.ndarray) -> None:
-    """
-    ``out = a^T``.
-
-    :param a: Shape ``(m, n)``
-    :param out: Shape ``(n, m)``
-    """
+    """``out = a^T``, shapes ``(m, n)`` and ``(n, m)``."""
     m, n = a.shape
     for first in range(0, m, LINE):
         for j in range(n):
@@ -41,13 +36,7 @@ def transpose(a: np.ndarray, out: np.ndarray) -> None:
 
 @inner
 def add_products(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """
-    Add ``a b`` to ``out``, one term of the sums after the other.
-
-    :param a: Shape ``(m, l)``
-    :param b: Shape ``(l, n)``
-    :param out: Shape ``(m, n)``
-    """
+    """Add ``a b`` to ``out``, one term of the sums after the other. Shapes: ``(m, l)``, ``(l, n)`` and ``(m, n)``."""
     for i in range(len(a)):
         row = out[i]
         for k in range(len(b)):
@@ -58,13 +47,7 @@ def add_products(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 @inner
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """
-    ``out = a b``.
-
-    :param a: Shape ``(m, l)``
-    :param b: Shape ``(l, n)``
-    :param out: Shape ``(m, n)``
-    """
+    """``out = a b``, shapes ``(m, l)``, ``(l, n)`` and ``(m, n)``."""
     m, n_terms = a.shape
     n = b.shape[1]
     fill_with_zeros(out)
@@ -96,13 +79,7 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 @inner
 def dot_products(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """
-    ``out = a b^T``, each number as a sum of its own.
-
-    :param a: Shape ``(m, l)``
-    :param b: Shape ``(n, l)``
-    :param out: Shape ``(m, n)``
-    """
+    """``out = a b^T``, each number as a sum of its own. Shapes: ``(m, l)``, ``(n, l)`` and ``(m, n)``."""
     m, n_terms = a.shape
     n = b.shape[0]
     for i in range(0, m - m % 4, 4):
@@ -146,13 +123,7 @@ def dot_products(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 @inlined
 def matmul_transposed(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """
-    ``out = a b^T``.
-
-    :param a: Shape ``(m, l)``
-    :param b: Shape ``(n, l)``
-    :param out: Shape ``(m, n)``
-    """
+    """``out = a b^T``, shapes ``(m, l)``, ``(n, l)`` and ``(m, n)``."""
     m, n_terms = a.shape
     n = b.shape[0]
     if m < 4 or n < LINE:
@@ -169,13 +140,7 @@ def matmul_transposed(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 @inlined
 def transposed_matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """
-    ``out = a^T b``.
-
-    :param a: Shape ``(l, m)``
-    :param b: Shape ``(l, n)``
-    :param out: Shape ``(m, n)``
-    """
+    """``out = a^T b``, shapes ``(l, m)``, ``(l, n)`` and ``(m, n)``."""
     transposed = np.empty((a.shape[1], a.shape[0]), np.float32)
     transpose(a, transposed)
     matmul(transposed, b, out)

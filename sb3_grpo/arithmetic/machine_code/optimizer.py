@@ -16,14 +16,10 @@ class Sums(NamedTuple):
     """
     Sums over the minibatches of an epoch, except for ``loss``.
 
-    :param n_minibatches: Number of minibatches
     :param n: Number of transitions
-    :param entropy: Sum of their entropies
     :param approx_kl: Sum of the estimates of the divergence from the old policy
     :param clipped_low: Number of ratios below the clip range
     :param clipped_high: Number of ratios above the clip range
-    :param ratio: Sum of the ratios
-    :param ratio_squared: Sum of their squares
     :param kl: Sum of the divergences from the reference
     :param surrogate: Sum of the minibatches' mean surrogates
     :param loss: Loss of the last minibatch
@@ -66,12 +62,10 @@ def surrogate(
 
     :param terms: Log-probabilities, entropies and divergences, shape ``(3, n)``
     :param old_log_prob: Log-probabilities under the policy that sampled the actions, shape ``(n,)``
-    :param advantages: Advantages, shape ``(n,)``
-    :param weights: Weights in the loss, shape ``(n,)``
+    :param advantages: ``A``, shape ``(n,)``
+    :param weights: ``w``, shape ``(n,)``
     :param clip_range: Lower limit of the importance ratio, as the distance from 1
     :param clip_range_high: Upper limit, likewise
-    :param ent_coef: Coefficient of the entropy bonus
-    :param kl_coef: Coefficient of the penalty KL(pi || q)
     :param grad_terms: Receives the derivatives, shape ``(3, n)``
     :param sums: The :class:`Sums` of the epoch, to which those of the minibatch are added, shape ``(N_SUMS,)``
     :return: Estimate of the divergence from the old policy
@@ -123,13 +117,7 @@ def surrogate(
 
 @entry_point("f8(f4[::1], f8)")
 def clip_gradient(gradient: np.ndarray, max_norm: float) -> float:
-    """
-    Clip the gradient as :func:`torch.nn.utils.clip_grad_norm_` does.
-
-    :param gradient: Gradient, changed in place
-    :param max_norm: Maximum norm
-    :return: Norm before clipping
-    """
+    """Clip the gradient in place, as :func:`torch.nn.utils.clip_grad_norm_` does, and return its norm before clipping."""
     squares = ZERO
     for i in range(len(gradient)):
         squares += gradient[i] * gradient[i]

@@ -42,11 +42,7 @@ WEIGHTS = "f4[:, ::1], f4[:, ::1], f4[::1], f4[::1]"
 
 @inner
 def sigmoid(values: np.ndarray) -> None:
-    """
-    ``(1 + tanh(x / 2)) / 2``, in place.
-
-    :param values: Any numbers, one axis
-    """
+    """``(1 + tanh(x / 2)) / 2`` of any numbers with one axis, in place."""
     for i in range(len(values)):
         values[i] *= HALF
     tanh(values)
@@ -56,11 +52,7 @@ def sigmoid(values: np.ndarray) -> None:
 
 @inner
 def take_states_before(running: np.ndarray, hidden: np.ndarray, previous: np.ndarray) -> None:
-    """
-    :param running: See above
-    :param hidden: See above
-    :param previous: Receives the hidden state before each step, shape ``(n, u)``
-    """
+    """Write the hidden state before each step into ``previous``, shape ``(n, u)``."""
     before, at, row = 0, running[0], 0
     for n in running:
         for i in range(n):
