@@ -461,17 +461,21 @@ def test_where_advantages_have_become_tiny_the_limit_of_a_step_falls_with_their_
     rng = np.random.default_rng(0)
     buffer, restored = (KernelRolloutBuffer(100, VECTOR, DISCRETE, "cpu", n_envs=4, relative=False) for _ in range(2))
     deviations: list[float] = []
-    for spread in (1.0, 1.0, 0.3, 1e-3, 1e-3, 1.0):
+    for spread, is_short in ((1.0, False), (1.0, False), (0.3, False), (1e-3, True), (1e-6, True), (1e-6, True), (1.0, False)):
         restored.set_state(deepcopy(buffer.get_state()))
         observations = rng.uniform(-1, 1, (101, 4, 3)).astype(np.float32)
         rewards = spread * rng.normal(size=(100, 4))
         deviations.append(collect(buffer, observations, rewards).std())
-        # Below a tenth of the usual deviation, the length of a step is proportional to the deviation.
-        relative_length = 10 * deviations[-1] / math.sqrt(np.mean(np.square(deviations)))
-        assert buffer.limit_factor == pytest.approx(min(relative_length, 1.0) ** 2, rel=1e-4)
-        assert (buffer.limit_factor < 1.0) == (spread == 1e-3)
+        # Below a tenth of the usual deviation, the length of a step is proportional to it, down to a tenth of its length.
+        length = 10 * deviations[-1] / math.sqrt(np.mean(np.square(deviations)))
+        assert buffer.limit_factor == pytest.approx(np.clip(length, 0.1, 1.0) ** 2, rel=1e-4)
+        assert (buffer.limit_factor < 1.0) == is_short
         collect(restored, observations, rewards)
         assert restored.limit_factor == buffer.limit_factor
+    buffer = KernelRolloutBuffer(100, VECTOR, DISCRETE, "cpu", n_envs=4, relative=False, forgetting=0.0)
+    for spread, factor in ((1.0, 1.0), (1e-6, 0.01)):
+        collect(buffer, observations, spread * rewards)
+        assert buffer.limit_factor == factor
 
 
 # --- the state of the fit ---------------------------------------------------------------------------------------------

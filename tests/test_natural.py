@@ -223,7 +223,7 @@ def test_steps_become_short_where_all_actions_have_become_nearly_as_good():
     for target_kl in (None, LIMIT):
         model.target_kl = target_kl
         model.learn(1024, reset_num_timesteps=False)
-        assert 0 < model.update_metrics["train/kl_divergence_loss"] < 1e-3 * LIMIT
+        assert 0 < model.update_metrics["train/kl_divergence_loss"] <= 0.01 * LIMIT
 
 
 @pytest.mark.parametrize("policy", ["MlpPolicy", InTorch], ids=["machine code", "torch"])

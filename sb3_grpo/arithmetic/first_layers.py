@@ -41,10 +41,6 @@ class FirstLayer:
     #: Number of entries of a state of the memory: the hidden state, and for an LSTM the cell state
     state_size = 0
 
-    def is_like(self, other: "FirstLayer") -> bool:
-        """:return: Whether two layers are of the same kind; sizes are compared by the network"""
-        return type(self) is type(other)
-
     @property
     def acting_entry_points(self) -> tuple[EntryPoint, ...]:
         """The functions that acting calls."""
@@ -92,9 +88,6 @@ class Convolution(FirstLayer):
     is_activated = True
     acting_entry_points = (layers.convolve,)
 
-    def is_like(self, other: FirstLayer) -> bool:
-        return isinstance(other, Convolution) and np.array_equal(self.patches, other.patches)
-
     def update_entry_points(self, rule: UpdateRule) -> tuple[EntryPoint, ...]:
         return (layers.convolve_backward,)
 
@@ -141,9 +134,6 @@ class Recurrent(FirstLayer):
     @cached_property
     def state_size(self) -> int:  # type: ignore[override]
         return self.n_units * (2 if self.cell == recurrent.LSTM else 1)
-
-    def is_like(self, other: FirstLayer) -> bool:
-        return isinstance(other, Recurrent) and self.cell == other.cell
 
     def update_entry_points(self, rule: UpdateRule) -> tuple[EntryPoint, ...]:
         return recurrent.backward, *((recurrent.forward_tangent,) if rule == "natural" else ())

@@ -88,10 +88,10 @@ class Network:
     n_categories: np.ndarray
 
     def is_like(self, other: "Network") -> bool:
-        """:return: Whether two descriptions are equal"""
+        """:return: Whether two descriptions of the same parameters are equal"""
         same = all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ("sizes", "n_categories"))
         same &= all(getattr(self, name) == getattr(other, name) for name in ("activation", "family"))
-        return same and self.first.is_like(other.first)
+        return same and type(self.first) is type(other.first)
 
     @cached_property
     def n_inputs(self) -> int:

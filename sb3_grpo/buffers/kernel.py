@@ -35,7 +35,8 @@ KEPT_ROLLOUTS = 5
 MAX_UNSEEN = 0.5
 #: Where a task is solved, advantages are mere errors of the fit, and with steps of full length along them, a policy would lose
 #: what it has learned. So the limit of a natural-gradient step falls with the variance of the advantages where that is below
-#: this share of its mean over all rollouts.
+#: this share of its mean over all rollouts, down to the same share of itself. Then, steps have a tenth of their length, with
+#: which a policy can still learn where it is the rewards that have become smaller.
 QUIET = 0.01
 #: Limit of standardised advantages. The largest ones are mostly errors of the value estimate.
 MAX_ADVANTAGE = 3.0
@@ -218,7 +219,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             self.metrics.update(self.relative_term.metrics)
         variance = float(np.var(advantages))
         self._mean_variance += (variance - self._mean_variance) / self._n_fits
-        self.limit_factor = min(1.0, variance / (QUIET * self._mean_variance)) if variance > 0 else 1.0
+        relative = variance / (QUIET * self._mean_variance) if variance > 0 else 1.0
+        self.limit_factor = min(max(relative, QUIET), 1.0)
         return rollout, advantages
 
     def _shrink(self, baseline: np.ndarray, cut_baseline: np.ndarray, data: FitData) -> tuple[np.ndarray, np.ndarray]:
