@@ -285,6 +285,7 @@ HIDDEN_VELOCITIES = Experiment(
         "RecurrentGRPO": (RecurrentGRPO, "MlpLstmPolicy", 1),
         "RecurrentPPO": (partial(recurrent_ppo, **RECURRENT), "MlpLstmPolicy", 1),
         "RecurrentPPO, defaults": (RecurrentPPO, "MlpLstmPolicy", 1),
+        "GRPO, 4 frames, Pendulum": (GRPO, "MlpPolicy", 4, "Pendulum-v1"),
         "RecurrentPPO, Pendulum": (partial(recurrent_ppo, **RECURRENT_PENDULUM), "MlpLstmPolicy", 1, "Pendulum-v1"),
         "RecurrentGRPO, Pendulum": (RecurrentGRPO, "MlpLstmPolicy", 1, "Pendulum-v1"),
         "the same, gamma=0.9": (partial(RecurrentGRPO, gamma=0.9), "MlpLstmPolicy", 1, "Pendulum-v1"),
@@ -386,7 +387,7 @@ MEMORY = Experiment(
             ("RecurrentPPO", partial(RecurrentPPO, **RECURRENT), "MlpLstmPolicy", 1),
         )
     },
-    n_seeds=3,
+    n_seeds=5,
     digits=2,
 )
 

@@ -46,6 +46,7 @@ def in_form(observations: Any, space: spaces.Space) -> Any:
     :param observations: A batch, as an environment or a wrapper returned it: arrays, tensors, lists, of any type of numbers
     :param space: Space of each observation, none of which is a ``Tuple``
     :return: A copy in arrays of shape ``(n, *obs_shape)``, with numbers of the space in the place of booleans
+    :raises ValueError: If observations have more or fewer numbers than the space
     """
     if type(observations) is np.ndarray and observations.shape[1:] == space.shape and observations.dtype.kind != "b":
         return np.array(observations)  # nearly always; the order in memory stays
@@ -54,7 +55,16 @@ def in_form(observations: Any, space: spaces.Space) -> Any:
         array = np.array(batch)
         if array.dtype.kind == "b":
             array = array.astype(part.dtype)
-        return array if array.shape[1:] == part.shape else array.reshape(-1, *part.shape)  # type: ignore[misc]
+        shape: Any = part.shape
+        if array.shape[1:] == shape:
+            return array
+        if array.shape == shape:  # of a single environment
+            return array[None]
+        if array.size != len(array) * np.prod(shape):
+            raise ValueError(
+                f"The environments returned observations of shape {array.shape[1:]}, but their space {part} has shape {shape}."
+            )
+        return array.reshape(len(array), *shape)
 
     if isinstance(space, spaces.Dict):
         return {key: formed(observations[key], part) for key, part in space.spaces.items()}

@@ -271,11 +271,14 @@ def test_an_error_of_an_environment_keeps_its_type_and_traceback_and_gets_a_note
         assert note.startswith(f"This was raised by `{method}` of environment 1. ")
 
 
+@pytest.mark.parametrize("make", [DummyVecEnv, forked])
 @pytest.mark.parametrize("fault", ["fewer numbers in step", "fewer numbers in reset"])
 @pytest.mark.parametrize(("where", "named"), [("", "an observation"), (" of a dict", "an observation with 'x'")])
-def test_an_observation_of_another_size_is_refused_and_not_broadcast(fault: str, where: str, named: str):
+def test_an_observation_of_another_size_is_refused_and_not_broadcast(
+    make: Any, fault: str, where: str, named: str, close: Any
+):
     faults = [f"none{where}", f"{fault}{where}"]
-    adapter = begin(DummyVecEnv([partial(Faulty, each) for each in faults]))
+    adapter = begin(close(make([partial(Faulty, each) for each in faults])))
     message = rf"Environment 1 returned {named} of shape \(1,\), but its space has shape \(3,\)"
     with pytest.raises(EnvironmentFault, match=message) as raised:
         run(adapter)

@@ -437,6 +437,25 @@ def test_observations_rewards_and_ends_are_brought_into_form(venv_class: Any, fo
     assert rewards(model)[:7] == [10, 20, 30, 40, 50, 60, 10]
 
 
+class HidesVelocities(VecEnvWrapper):
+    """Half of the numbers of two environments are as many as one environment has."""
+
+    venv: Any
+
+    def reset(self) -> Any:
+        return self.venv.reset()[:, ::2]
+
+    def step_wait(self) -> Any:
+        observations, *others = self.venv.step_wait()
+        return observations[:, ::2], *others
+
+
+def test_a_wrapper_that_forgets_to_change_the_space_of_its_observations_is_told_so():
+    env = HidesVelocities(make_vec_env("CartPole-v1", 2))
+    with pytest.raises(ValueError, match=r"returned observations of shape \(2,\), but their space Box\(.*\) has shape \(4,\)"):
+        make_model(env).learn(64)
+
+
 # --- features extractors ------------------------------------------------------------------------------------------------
 
 

@@ -340,15 +340,17 @@ def sampled(n_trials: int) -> list[tuple[optuna.trial.FrozenTrial, dict[str, Any
 def test_every_sampled_configuration_is_valid():
     seen: dict[str, int] = {}
     for trial, hyperparams in sampled(60):
-        buffer = hyperparams["rollout_buffer_class"]
-        seen[buffer] = seen.get(buffer, 0) + 1
+        buffer, rule = hyperparams["rollout_buffer_class"], hyperparams["update_rule"]
+        for name in (buffer, rule):
+            seen[name] = seen.get(name, 0) + 1
         hyperparams["n_steps"] = min(hyperparams.get("n_steps", 64), 64)  # storage that nobody reads takes time
         model = GRPO("MlpPolicy", "CartPole-v1", device="cpu", **hyperparams)
-        assert type(model.rollout_buffer) is BUFFERS[buffer]
+        assert type(model.rollout_buffer) is BUFFERS[buffer] and model.update_rule == rule
+        assert ("target_kl" in hyperparams) == (rule == "natural") == ("learning_rate" not in hyperparams)
         assert ("ridge" in hyperparams["rollout_buffer_kwargs"]) == (buffer == "kernel") == ("forgetting" in trial.params)
         assert ("scale" in hyperparams["rollout_buffer_kwargs"]) == (buffer != "kernel")
         assert 0 < hyperparams["gamma"] < 1 and 0 < hyperparams["gae_lambda"] < 1
-    assert set(seen) == set(BUFFERS) and min(seen.values()) > 3
+    assert set(seen) == {*BUFFERS, "clipped", "natural"} and min(seen.values()) > 3
 
 
 def test_the_converter_gives_the_settings_of_the_sampler():

@@ -111,7 +111,7 @@ plt.show()
 # The log
 # -------
 #
-# These are a few of the logged metrics; *Every logged metric* explains them all. ``rollout/groups_tied`` is the share of
+# These are a few of the logged metrics, which *Metrics and troubleshooting* explains. ``rollout/groups_tied`` is the share of
 # groups whose members cannot be told apart, which is all of them with ``process``. ``train/approx_kl`` is the distance that
 # an update has moved the policy. ``train/entropy_loss`` is the negative entropy. It rises as the policy becomes certain.
 

@@ -119,9 +119,34 @@ class VecEnvAdapter:
 
 
 class KnownVecEnvAdapter(VecEnvAdapter):
-    """The adapter of a ``VecEnv`` of SB3, whose ``step`` consists of ``step_async`` and ``step_wait``."""
+    """
+    The adapter of a ``VecEnv`` of SB3, whose ``step`` consists of ``step_async`` and ``step_wait``, and whose first
+    environment has the index ``first_env`` among all.
+    """
 
     takes_seeds = True
+
+    def __init__(self, venv: VecEnv, first_env: int = 0):
+        super().__init__(venv)
+        self.first_env = first_env
+        parts = space_parts(venv.observation_space)
+        self._sizes = {key: int(np.prod(part.shape)) for key, part in parts.items() if part.shape is not None}
+        self._size = self._sizes.get(None, -1)
+
+    def _check_size(self, env_idx: int, observation: Any) -> None:
+        """Raise an :class:`EnvironmentFault` for an observation of another size, which numpy would broadcast or regroup."""
+        if getattr(observation, "size", None) == self._size:  # nearly always
+            return
+        if isinstance(self.venv.observation_space, spaces.Dict) and not isinstance(observation, dict):
+            what = f"returned an observation of type {type(observation).__name__}, but its space is a Dict: return a dict"
+            raise EnvironmentFault(self.first_env + env_idx, what)
+        for key, size in self._sizes.items():
+            part = np.asarray(observation if key is None else observation_parts(observation).get(key, ()))
+            if part.size != size:
+                name = "an observation" if key is None else f"an observation with {key!r}"
+                expected = space_parts(self.venv.observation_space)[key].shape
+                what = f"returned {name} of shape {part.shape}, but its space has shape {expected}"
+                raise EnvironmentFault(self.first_env + env_idx, what)
 
     def step(self, actions: np.ndarray, restart: Restart) -> VecEnvStepReturn:
         self.step_async(actions)
@@ -129,16 +154,12 @@ class KnownVecEnvAdapter(VecEnvAdapter):
 
 
 class DummyVecEnvAdapter(KnownVecEnvAdapter):
-    """The adapter of a ``DummyVecEnv``, whose first environment has the index ``first_env`` among all."""
+    """The adapter of a ``DummyVecEnv``."""
 
     venv: DummyVecEnv
 
     def __init__(self, venv: DummyVecEnv, first_env: int = 0):
-        super().__init__(venv)
-        self.first_env = first_env
-        parts = space_parts(venv.observation_space)
-        self._sizes = {key: int(np.prod(part.shape)) for key, part in parts.items() if part.shape is not None}
-        self._size = self._sizes.get(None, -1)
+        super().__init__(venv, first_env)
         is_own = venv._obs_from_buf.__func__ is not DummyVecEnv._obs_from_buf  # type: ignore[attr-defined]
         self._observations = venv._obs_from_buf if is_own else self._copied_observations
 
@@ -156,7 +177,7 @@ class DummyVecEnvAdapter(KnownVecEnvAdapter):
                 name_environment(error, self.first_env + env_idx, "step")
                 raise
             if getattr(observation, "size", None) != size:
-                self._check_sizes(env_idx, observation)
+                self._check_size(env_idx, observation)
             rewards[env_idx] = reward
             dones[env_idx] = is_done = terminated or truncated
             info["TimeLimit.truncated"] = truncated and not terminated
@@ -185,21 +206,8 @@ class DummyVecEnvAdapter(KnownVecEnvAdapter):
             raise
         finally:
             exchange(self._generators, None)
-        self._check_sizes(env_idx, observation)
+        self._check_size(env_idx, observation)
         return observation
-
-    def _check_sizes(self, env_idx: int, observation: Any) -> None:
-        if isinstance(self.venv.observation_space, spaces.Dict) and not isinstance(observation, dict):
-            what = f"returned an observation of type {type(observation).__name__}, but its space is a Dict: return a dict"
-            raise EnvironmentFault(self.first_env + env_idx, what)
-        # numpy would broadcast a part of an observation to the whole.
-        for key, size in self._sizes.items():
-            part = np.asarray(observation if key is None else observation_parts(observation).get(key, ()))
-            if part.size != size:
-                name = "an observation" if key is None else f"an observation with {key!r}"
-                expected = space_parts(self.venv.observation_space)[key].shape
-                what = f"returned {name} of shape {part.shape}, but its space has shape {expected}"
-                raise EnvironmentFault(self.first_env + env_idx, what)
 
 
 #: Types of values that nobody can change.
@@ -275,6 +283,8 @@ class SubprocVecEnvAdapter(KnownVecEnvAdapter):
             for env_idx in done:
                 observations[env_idx], reset_infos[env_idx] = self._receive(env_idx)
             self.venv.reset_infos = reset_infos
+            for env_idx, observation in enumerate(observations):
+                self._check_size(env_idx, observation)
         return _stack_obs(observations, self.venv.observation_space), np.stack(rewards), dones, infos
 
     @contextmanager

@@ -10,14 +10,17 @@ from sb3_grpo.buffers import buffer_options, resolve_buffer_class
 
 def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additional_args: dict[str, Any]) -> dict[str, Any]:
     """:return: Keyword arguments of :class:`~sb3_grpo.grpo.GRPO`, of which all combinations are valid"""
-    trial.suggest_int("batch_size_pow", 5, 10)
     n_steps_pow = trial.suggest_int("n_steps_pow", 5, 11)
     trial.suggest_float("one_minus_gamma", 0.0001, 0.1, log=True)
-    trial.suggest_float("learning_rate", 1e-5, 0.003, log=True)
     trial.suggest_float("ent_coef", 1e-8, 0.1, log=True)
-    trial.suggest_categorical("clip_range", [0.1, 0.2, 0.3, 0.4])
-    trial.suggest_categorical("n_epochs", [1, 5, 10, 20])
-    trial.suggest_float("max_grad_norm", 0.3, 2.0)
+    if trial.suggest_categorical("update_rule", ["clipped", "natural"]) == "natural":
+        trial.suggest_float("target_kl", 0.001, 0.1, log=True)
+    else:
+        trial.suggest_int("batch_size_pow", 5, 10)
+        trial.suggest_float("learning_rate", 1e-5, 0.003, log=True)
+        trial.suggest_categorical("clip_range", [0.1, 0.2, 0.3, 0.4])
+        trial.suggest_categorical("n_epochs", [1, 5, 10, 20])
+        trial.suggest_float("max_grad_norm", 0.3, 2.0)
     trial.suggest_categorical("net_arch", ["tiny", "small", "medium"])
     trial.suggest_categorical("activation_fn", ["tanh", "relu"])
     trial.suggest_categorical("group_size", [2, 4, 8])
@@ -29,7 +32,7 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
         trial.suggest_float("bandwidth", 0.1, 2.0, log=True)
         trial.suggest_float("ridge", 1e-5, 0.1, log=True)
         trial.suggest_float("forgetting", 0.0, 0.98)
-        trial.suggest_categorical("time_feature", [True, False])
+        trial.suggest_categorical("learn_metric", [True, False])
     else:
         trial.suggest_categorical("scale", ["group", "batch", "none"])
         trial.suggest_categorical("tied_groups", ["keep", "skip"])
@@ -38,9 +41,8 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
 
     hyperparams = convert_grpo_params(trial.params)
     # Values as GRPO takes them, for display.
-    trial.set_user_attr("gamma", hyperparams["gamma"])
-    trial.set_user_attr("n_steps", 2**n_steps_pow)
-    trial.set_user_attr("batch_size", hyperparams["batch_size"])
+    for name in hyperparams.keys() & {"gamma", "n_steps", "batch_size"}:
+        trial.set_user_attr(name, hyperparams[name])
     trial.set_user_attr("transitions per rollout", 2**n_steps_pow * n_envs)
     return hyperparams
 
