@@ -86,7 +86,7 @@ class GRPO(PersistentAlgorithm):
     :param target_kl: Limit of the KL divergence of an update. ``"clipped"``: an update stops once the approximate divergence
         of a minibatch exceeds 1.5 times this value; ``None`` ends it after the first epoch whose mean divergence exceeds 0.05,
         and ``math.inf`` never. ``"natural"``: the size of the trust region, a mean over the components of an action as in
-        sb3-contrib's TRPO; ``None`` for 0.02 at first, falling in long runs, see
+        sb3-contrib's TRPO, smaller where advantages have become tiny; ``None`` for 0.02 at first, falling in long runs, see
         :func:`~sb3_grpo.arithmetic.natural.default_limit`
     :param normalize_observations: Whether the policy standardises vectors of floating point numbers and large images, see
         :class:`~sb3_grpo.normalization.ObservationNormalizer`. ``None`` for True, unless the policy has a features extractor

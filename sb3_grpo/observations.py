@@ -62,7 +62,8 @@ def in_form(observations: Any, space: spaces.Space) -> Any:
             return array[None]
         if array.size != len(array) * np.prod(shape):
             raise ValueError(
-                f"The environments returned observations of shape {array.shape[1:]}, but their space {part} has shape {shape}."
+                f"The environments returned observations of shape {array.shape[1:]}, but their space {part} has shape "
+                f"{shape}: a wrapper that changes the shape of observations has to change `observation_space` as well."
             )
         return array.reshape(len(array), *shape)
 

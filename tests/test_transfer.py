@@ -138,3 +138,13 @@ def test_weights_come_from_a_file_without_unpickling_objects(tmp_path: pathlib.P
     assert all(th.equal(value, state_of(model)[key]) for key, value in state_of(fresh).items())
     with pytest.raises(AssertionError, match="an object was unpickled"):
         GRPO.load(tmp_path / "model.zip", device="cpu")
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["model", "file"])
+def test_the_actor_of_maskable_ppo_can_be_taken_over(saved: bool, tmp_path: pathlib.Path):
+    contrib = pytest.importorskip("sb3_contrib")
+    masked = make_model(contrib.MaskablePPO, "CartPole-v1")
+    masked.save(tmp_path / "masked.zip")
+    ours = make_model(env="CartPole-v1")
+    load_actor(ours, tmp_path / "masked.zip" if saved else masked)
+    assert th.equal(ours.policy.action_net.weight, masked.policy.action_net.weight)

@@ -219,8 +219,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
             self.metrics.update(self.relative_term.metrics)
         variance = float(np.var(advantages))
         self._mean_variance += (variance - self._mean_variance) / self._n_fits
-        relative = variance / (QUIET * self._mean_variance) if variance > 0 else 1.0
-        self.limit_factor = min(max(relative, QUIET), 1.0)
+        share = variance / (QUIET * self._mean_variance) if variance > 0 else 1.0
+        self.limit_factor = min(max(share, QUIET), 1.0)
         return rollout, advantages
 
     def _shrink(self, baseline: np.ndarray, cut_baseline: np.ndarray, data: FitData) -> tuple[np.ndarray, np.ndarray]:

@@ -168,7 +168,7 @@ class DummyVecEnvAdapter(KnownVecEnvAdapter):
 
     def step_wait(self, restart: Restart | None) -> VecEnvStepReturn:
         """See :meth:`VecEnvAdapter.step_wait`. With ``None``, environments that are done are left as they are."""
-        venv, size = self.venv, self._size
+        venv = self.venv
         actions, rewards, dones, infos, save = venv.actions, venv.buf_rews, venv.buf_dones, venv.buf_infos, venv._save_obs
         for env_idx, env in enumerate(venv.envs):
             try:
@@ -176,8 +176,7 @@ class DummyVecEnvAdapter(KnownVecEnvAdapter):
             except Exception as error:
                 name_environment(error, self.first_env + env_idx, "step")
                 raise
-            if getattr(observation, "size", None) != size:
-                self._check_size(env_idx, observation)
+            self._check_size(env_idx, observation)
             rewards[env_idx] = reward
             dones[env_idx] = is_done = terminated or truncated
             info["TimeLimit.truncated"] = truncated and not terminated
