@@ -160,7 +160,7 @@ def buffer_defaults(buffer: str | None) -> dict[str, Any]:
         merged["default_scale"] = buffer_class.default_scale
         merged["gae_lambda"] = 1.0  # the default of these buffers, which do not use it, when the rows were made
     elif issubclass(buffer_class, KernelRolloutBuffer):
-        merged["fit"] = "lstd"  # an option when the rows were made, of which this is what remains
+        merged |= dict(fit="lstd", time_feature=True)  # options when the rows were made, of which this is what remains
     return merged
 
 

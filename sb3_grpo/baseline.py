@@ -34,37 +34,27 @@ BLOCK_STEPS = 32
 BLOCK_COLUMNS = 192
 
 
-def fourier_features(
-    inputs: th.Tensor, times: th.Tensor, frequencies: th.Tensor, phases: th.Tensor, time_feature: bool = True
-) -> th.Tensor:
+def fourier_features(inputs: th.Tensor, times: th.Tensor, frequencies: th.Tensor, phases: th.Tensor) -> th.Tensor:
     """
-    ``phi(s, t) = [1, z, tau, sqrt(2/D) cos(W [z, 2 tau] + u)]``, or ``[1, z, sqrt(2/D) cos(W z + u)]`` without the time
-    feature.
+    ``phi(s, t) = [1, z, tau, sqrt(2/D) cos(W [z, 2 tau] + u)]``
 
     The inner product of two cosine parts approximates the Gaussian kernel ``exp(-sigma^2 |x - x'|^2 / 2)`` if the frequencies
     have the standard deviation ``sigma`` and the phases are uniform in ``[0, 2 pi)``.
 
     :param inputs: Standardised observations ``z``, shape ``(n, d)``
     :param times: ``tau``, the step within the episode in units of time, shape ``(n,)``
-    :param frequencies: ``W^T``, shape ``(d + 1, D)``, or ``(d, D)`` without the time feature
+    :param frequencies: ``W^T``, shape ``(d + 1, D)``
     :param phases: ``u``, shape ``(D,)``
-    :param time_feature: Whether the features depend on time
-    :return: Features, shape ``(n, d + 2 + D)``, or ``(n, d + 1 + D)`` without the time feature
+    :return: Features, shape ``(n, d + 2 + D)``
     """
     ones = th.ones(len(inputs), 1, dtype=inputs.dtype)
     tau, frequencies, phases = times[:, None], frequencies.to(inputs), phases.to(inputs)
-    linear, arguments = ([ones, inputs, tau], th.hstack([inputs, 2.0 * tau])) if time_feature else ([ones, inputs], inputs)
-    cosines = th.addmm(phases, arguments, frequencies).cos_().mul_(math.sqrt(2.0 / len(phases)))
-    return th.hstack([*linear, cosines])
+    cosines = th.addmm(phases, th.hstack([inputs, 2.0 * tau]), frequencies).cos_().mul_(math.sqrt(2.0 / len(phases)))
+    return th.hstack([ones, inputs, tau, cosines])
 
 
 def gradient_metric(
-    weights: th.Tensor,
-    inputs: th.Tensor,
-    times: th.Tensor,
-    frequencies: th.Tensor,
-    phases: th.Tensor,
-    time_feature: bool = True,
+    weights: th.Tensor, inputs: th.Tensor, times: th.Tensor, frequencies: th.Tensor, phases: th.Tensor
 ) -> th.Tensor | None:
     """
     ``M = (1 - epsilon) k G / tr(G) + epsilon I``, where ``G`` is the mean outer product of the gradients of a value
@@ -77,15 +67,12 @@ def gradient_metric(
     :param times: ``tau``, shape ``(n,)``
     :param frequencies: See :func:`fourier_features`
     :param phases: See :func:`fourier_features`
-    :param time_feature: Whether the features depend on time
-    :return: ``M``, shape ``(k, k)`` with ``k = d + 1``, or ``d`` without the time feature; ``None`` if the value has no
-        gradient, or one that is not finite
+    :return: ``M``, shape ``(k, k)`` with ``k = d + 1``; ``None`` if the value has no gradient, or one that is not finite
     """
-    arguments = th.hstack([inputs, 2.0 * times[:, None]]) if time_feature else inputs
+    arguments = th.hstack([inputs, 2.0 * times[:, None]])
     dim = arguments.shape[1]
     linear = weights[1 : dim + 1].clone()
-    if time_feature:
-        linear[-1] /= 2.0
+    linear[-1] /= 2.0
     sines = (arguments @ frequencies + phases).sin_().mul_(weights[-len(phases) :] * math.sqrt(2.0 / len(phases)))
     gradients = linear - sines @ frequencies.T
     outer = gradients.T @ gradients
@@ -321,7 +308,6 @@ class KernelBaseline:
         bandwidth: float | None = None,
         ridge: float = 1e-5,
         forgetting: float = 0.8,
-        time_feature: bool = True,
         clip: float = 5.0,
         seed: int = 0,
     ):
@@ -329,7 +315,6 @@ class KernelBaseline:
         self.bandwidth = bandwidth
         self.ridge = ridge
         self.forgetting = forgetting
-        self.time_feature = time_feature
         self.clip = clip
         self.seed = seed
         self._input_statistics: RunningMeanStd | None = None
@@ -367,14 +352,12 @@ class KernelBaseline:
 
     def _feature_columns(self, varies: np.ndarray) -> np.ndarray:
         """:return: Indices of the features in use, among the features of all ``d`` inputs, of which some vary"""
-        n_others = int(self.time_feature) + self.n_features
-        return np.flatnonzero(np.concatenate([[True], varies, np.ones(n_others, dtype=bool)]))
+        return np.flatnonzero(np.concatenate([[True], varies, np.ones(1 + self.n_features, dtype=bool)]))
 
     def _draw_features(self, input_dim: int, n_varying: int) -> None:
         rng = np.random.default_rng(self.seed)
-        argument_dim = input_dim + int(self.time_feature)
         bandwidth = BANDWIDTH / math.sqrt(max(n_varying, 1)) if self.bandwidth is None else self.bandwidth
-        self._draws = self._frequencies = th.from_numpy(bandwidth * rng.standard_normal((argument_dim, self.n_features)))
+        self._draws = self._frequencies = th.from_numpy(bandwidth * rng.standard_normal((input_dim + 1, self.n_features)))
         self._phases = th.from_numpy(rng.uniform(0.0, 2.0 * np.pi, size=self.n_features))
 
     def features(self, inputs: np.ndarray, times: np.ndarray, dtype: th.dtype = th.float32) -> th.Tensor:
@@ -385,7 +368,7 @@ class KernelBaseline:
         :return: Features, shape ``(n, p)``
         """
         z, tau = self._standardised(inputs, dtype), th.as_tensor(times, dtype=dtype)
-        return fourier_features(z, tau, self._frequencies[self._rows()], self._phases, self.time_feature)
+        return fourier_features(z, tau, self._frequencies[self._rows()], self._phases)
 
     def _standardised(self, inputs: np.ndarray, dtype: th.dtype) -> th.Tensor:
         """:return: The inputs that vary, standardised, shape ``(n, n_varying)``"""
@@ -399,7 +382,7 @@ class KernelBaseline:
         """:return: Index of the rows of the frequencies that belong to inputs that vary, and to the time"""
         if self._varies.all():
             return slice(None)
-        return np.flatnonzero(np.append(self._varies, [True] * self.time_feature))
+        return np.flatnonzero(np.append(self._varies, True))
 
     def with_metric(self, inputs: np.ndarray, times: np.ndarray) -> "KernelBaseline | None":
         """
@@ -410,7 +393,7 @@ class KernelBaseline:
         """
         z, tau = self._standardised(inputs, th.float64), th.as_tensor(times, dtype=th.float64)
         rows, frequencies = self._rows(), self._draws.clone()
-        metric = gradient_metric(self.weights, z, tau, self._frequencies[rows], self._phases, self.time_feature)
+        metric = gradient_metric(self.weights, z, tau, self._frequencies[rows], self._phases)
         if metric is None:
             return None
         frequencies[rows] = th.linalg.cholesky(metric) @ self._draws[rows]

@@ -97,7 +97,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (kernel(ridge=-1), "`ridge` must be a finite number of at least 1e-05, not -1"),
     (kernel(forgetting=1.5), f"`forgetting` {FROM_0_TO_1} 1.5"),
     (kernel(n_folds=0), "`n_folds` must be an integer of at least 1, not 0"),
-    (kernel(time_feature="no"), "`time_feature` must be True or False, not 'no'"),
     (kernel(relative="no"), "`relative` must be True or False, not 'no'"),
     (buffer("outcome", leave_one_out="no"), "`leave_one_out` must be True or False, not 'no'"),
     (buffer("outcome", scale="std"), "`scale` must be 'group', 'batch' or 'none', not 'std'"),

@@ -25,7 +25,6 @@ from sb3_grpo.baseline import (
 )
 
 RIDGE = 0.01
-TIME_OR_NOT = pytest.mark.parametrize("time_feature", [pytest.param(True, id="time"), pytest.param(False, id="no time")])
 
 
 def tensor(values: object) -> th.Tensor:
@@ -35,7 +34,7 @@ def tensor(values: object) -> th.Tensor:
 # --- features ---------------------------------------------------------------------------------------------------------
 
 
-def test_features_with_time_are_as_worked_out_by_hand():
+def test_features_are_as_worked_out_by_hand():
     # z = 2, tau = 0.5, so that the arguments of the cosines are W [2, 1] + c, and sqrt(2 / D) = sqrt(2 / 2) = 1:
     # cos(2 * pi / 2 + 1 * 0 + 0) = -1; cos(2 * 0 + 1 * pi / 6 + pi / 6) = cos(pi / 3) = 0.5
     frequencies = tensor([[math.pi / 2, 0.0], [0.0, math.pi / 6]])
@@ -43,27 +42,17 @@ def test_features_with_time_are_as_worked_out_by_hand():
     th.testing.assert_close(features, tensor([[1.0, 2.0, 0.5, -1.0, 0.5]]))
 
 
-def test_features_without_time_are_as_worked_out_by_hand_and_ignore_it():
-    # sqrt(2 / 8) = 0.5; arguments 3 * 0 + c with c = 0 four times and pi four times
-    frequencies, phases = th.zeros(1, 8, dtype=th.float64), tensor([0.0, math.pi]).repeat(4)
-    features = fourier_features(tensor([[3.0], [3.0]]), tensor([0.1, 0.9]), frequencies, phases, time_feature=False)
-    th.testing.assert_close(features, tensor([[1.0, 3.0] + [0.5, -0.5] * 4] * 2))
-
-
-@TIME_OR_NOT
 @pytest.mark.parametrize("bandwidth", [0.5, 1.5])
-def test_inner_products_of_many_cosines_approximate_the_gaussian_kernel_of_standardised_inputs(
-    time_feature: bool, bandwidth: float
-):
-    baseline = KernelBaseline(n_features=2000, bandwidth=bandwidth, time_feature=time_feature, clip=np.inf)
+def test_inner_products_of_many_cosines_approximate_the_gaussian_kernel_of_standardised_inputs(bandwidth: float):
+    baseline = KernelBaseline(n_features=2000, bandwidth=bandwidth, clip=np.inf)
     rng = np.random.default_rng(0)
     baseline.observe(1000.0 + 5.0 * rng.normal(size=(2000, 2)))
     standardised, times = rng.normal(size=(6, 2)), rng.uniform(size=6)
-    cosines = baseline.features(1000.0 + 5.0 * standardised, times)[:, 3 + time_feature :]
+    cosines = baseline.features(1000.0 + 5.0 * standardised, times)[:, 4:]
     for i in range(6):
         for j in range(6):
             # Time enters doubled
-            squared_distance = ((standardised[i] - standardised[j]) ** 2).sum() + time_feature * 4 * (times[i] - times[j]) ** 2
+            squared_distance = ((standardised[i] - standardised[j]) ** 2).sum() + 4 * (times[i] - times[j]) ** 2
             expected = math.exp(-(bandwidth**2) * squared_distance / 2)
             assert (cosines[i] @ cosines[j]).item() == pytest.approx(expected, abs=0.07)
 
@@ -300,19 +289,17 @@ def test_a_nonlinear_return_is_foreseen_while_a_linear_baseline_does_not():
 # --- inputs that do not vary ------------------------------------------------------------------------------------------
 
 
-@TIME_OR_NOT
-def test_inputs_that_never_vary_do_not_change_the_fit(time_feature: bool):
+def test_inputs_that_never_vary_do_not_change_the_fit():
     inputs, times, _ = draw_regression(300, seed=0)
     wide_inputs = np.tile([3.0, 0.0, -1e6, 0.1, 0.0, 255.0], (300, 1))
     wide_inputs[:, [1, 4]] = inputs
-    wide, narrow = KernelBaseline(time_feature=time_feature), KernelBaseline(time_feature=time_feature)
+    wide, narrow = KernelBaseline(), KernelBaseline()
     wide.observe(wide_inputs)
     narrow.observe(inputs)
     # The same random features for the inputs that vary
-    frequencies = wide.get_state()["frequencies"][[1, 4, 6][: 2 + time_feature]]
-    narrow.set_state({"frequencies": frequencies, "phases": wide.get_state()["phases"]})
+    narrow.set_state({"frequencies": wide.get_state()["frequencies"][[1, 4, 6]], "phases": wide.get_state()["phases"]})
     features = wide.features(wide_inputs, times), narrow.features(inputs, times)
-    assert features[0].shape == (300, 1 + 2 + time_feature + 128)
+    assert features[0].shape == (300, 1 + 2 + 1 + 128)
     th.testing.assert_close(*features, rtol=0.0, atol=0.0)
 
 

@@ -153,7 +153,6 @@ class Rules(NamedTuple):
     ridge: float = 1e-5
     forgetting: float = 0.8
     n_folds: int = 4
-    time_feature: bool = True
     oracle_bootstraps: tuple[str, ...] = ("truncated", "unfinished")
     oracle_final_time: float = 1.0
     oracle_clock_goes_on: bool = True
@@ -171,12 +170,11 @@ class Samples(NamedTuple):
     slopes: np.ndarray
 
 
-def slow_features(state: dict[str, Any], inputs: np.ndarray, time: float, time_feature: bool) -> np.ndarray:
+def slow_features(state: dict[str, Any], inputs: np.ndarray, time: float) -> np.ndarray:
     statistics, phases = state["input_statistics"], state["phases"].numpy()
     z = np.clip((inputs - statistics.mean) / np.sqrt(np.where(statistics.var > 0, statistics.var, 1.0)), -5.0, 5.0)
-    linear, argument = ([1.0, *z, time], [*z, 2.0 * time]) if time_feature else ([1.0, *z], z)
-    cosines = [np.cos(np.dot(f, argument) + c) for f, c in zip(state["frequencies"].numpy().T, phases, strict=True)]
-    return np.array([*linear, *(np.sqrt(2.0 / len(phases)) * np.array(cosines))])
+    cosines = [np.cos(np.dot(f, [*z, 2.0 * time]) + c) for f, c in zip(state["frequencies"].numpy().T, phases, strict=True)]
+    return np.array([1.0, *z, time, *(np.sqrt(2.0 / len(phases)) * np.array(cosines))])
 
 
 def slow_gae(rewards: Any, values: np.ndarray, gamma: float, lambda_: float) -> np.ndarray:
@@ -224,7 +222,7 @@ def from_scratch(rollouts: list[Rollout], rules: Rules, encode: Callable[[Any], 
             n = len(segment.rewards)
             times = [*(first + np.arange(n)), first + n - 1 + rules.oracle_final_time]
             inputs = [encode(each) for each in segment.observations]
-            phi = np.array([slow_features(state, x, t / unit, rules.time_feature) for x, t in zip(inputs, times, strict=True)])
+            phi = np.array([slow_features(state, x, t / unit) for x, t in zip(inputs, times, strict=True)])
             phi[-1] *= segment.end in rules.oracle_bootstraps
             constants = slow_gae(segment.rewards, np.zeros(n + 1), rules.gamma, rules.gae_lambda)
             slopes = slow_gae(np.zeros(n), phi, rules.gamma, rules.gae_lambda)
@@ -322,7 +320,6 @@ def test_any_other_way_leads_to_other_advantages(departure: dict[str, Any]):
         {"n_folds": 2},
         {"n_folds": 1},
         {"horizon": 20},
-        {"time_feature": False},
     ],
     ids=str,
 )
@@ -496,10 +493,7 @@ def test_a_restored_fit_goes_on_as_the_original_does():
     assert not np.allclose(advantages[0], advantages[2])
 
 
-@pytest.mark.parametrize(
-    ("option", "saved", "present"),
-    [("time_feature", True, False), ("bandwidth", None, 0.5), ("n_features", 12, 24)],
-)
+@pytest.mark.parametrize(("option", "saved", "present"), [("bandwidth", None, 0.5), ("n_features", 12, 24)])
 def test_a_fit_with_other_features_is_not_taken_over(option: str, saved: Any, present: Any):
     state = KernelRolloutBuffer(8, VECTOR, DISCRETE, "cpu", **{option: saved}).get_state()
     buffer = KernelRolloutBuffer(8, VECTOR, DISCRETE, "cpu", **{option: present})

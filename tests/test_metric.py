@@ -20,25 +20,22 @@ def numbers(*shape: int, seed: int = 0) -> th.Tensor:
     return th.randn(*shape, dtype=th.float64, generator=th.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("time_feature", [True, False])
-def test_the_metric_is_the_outer_product_of_the_gradients_that_autograd_finds(time_feature: bool):
+def test_the_metric_is_the_outer_product_of_the_gradients_that_autograd_finds():
     inputs, doubled, phases = numbers(20, 3).requires_grad_(), numbers(20).abs().requires_grad_(), numbers(7)
-    dim = 3 + time_feature
-    frequencies, value = numbers(dim, 7), numbers(1 + dim + 7)
-    given = doubled / 2, frequencies, phases, time_feature
-    arguments = (inputs, doubled) if time_feature else (inputs,)
-    gradients = th.autograd.grad((fourier_features(inputs, *given) @ value).sum(), arguments)
+    frequencies, value = numbers(4, 7), numbers(1 + 4 + 7)
+    given = doubled / 2, frequencies, phases
+    gradients = th.autograd.grad((fourier_features(inputs, *given) @ value).sum(), (inputs, doubled))
     outer = th.stack([th.outer(each, each) for each in th.hstack([each.view(20, -1) for each in gradients])]).sum(dim=0)
     with th.no_grad():
         metric = gradient_metric(value, inputs, *given)
     assert metric is not None
-    th.testing.assert_close(metric, 0.9 * dim * outer / outer.trace() + 0.1 * th.eye(dim))
+    th.testing.assert_close(metric, 0.9 * 4 * outer / outer.trace() + 0.1 * th.eye(4))
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan])
 def test_a_value_without_gradient_has_no_metric(value: float):
-    weights = th.full((4,), value, dtype=th.float64)
-    assert gradient_metric(weights, numbers(5, 1), numbers(5), numbers(1, 2), numbers(2), False) is None
+    weights = th.full((5,), value, dtype=th.float64)
+    assert gradient_metric(weights, numbers(5, 1), numbers(5), numbers(2, 2), numbers(2)) is None
 
 
 def unexplained(n_metrics: int) -> tuple[float, KernelBaseline]:
@@ -47,7 +44,7 @@ def unexplained(n_metrics: int) -> tuple[float, KernelBaseline]:
 
     :return: Share of its variance that a fit with a metric learned so often leaves in other samples, and the fit
     """
-    baseline = KernelBaseline(n_features=200, time_feature=False, seed=1)
+    baseline = KernelBaseline(n_features=200, seed=1)
     inputs = numbers(1200, 10).numpy()
     values = np.tanh(4 * inputs[:, 3])
     times, folds = np.zeros(600), th.zeros(600, dtype=th.int64)

@@ -58,7 +58,6 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         ridge=1e-5,
         forgetting=0.8,
         n_folds=4,
-        time_feature=True,
         learn_metric=False,
         relative=True,
     ),

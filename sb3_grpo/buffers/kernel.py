@@ -106,7 +106,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param ridge: Penalty on the squared weights, per sample
     :param forgetting: Factor for the weight of earlier rollouts in each fit. GRPO passes 0.9 with natural-gradient steps
     :param n_folds: Number of folds
-    :param time_feature: Whether the baseline depends on the step within the episode
     :param learn_metric: Whether the features learn the metric of the value, see
         :func:`~sb3_grpo.baseline.gradient_metric`. GRPO passes ``True`` with natural-gradient steps
     :param relative: Whether to subtract a part of the mean advantage of the group's other members at the same step, see
@@ -123,7 +122,6 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         ridge: float = 1e-5,
         forgetting: float = 0.8,
         n_folds: int = 4,
-        time_feature: bool = True,
         learn_metric: bool = False,
         relative: bool = True,
         **kwargs: Any,
@@ -135,13 +133,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_between("ridge", ridge, MIN_RIDGE)
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
-        require_bool("time_feature", time_feature)
         require_bool("learn_metric", learn_metric)
         require_bool("relative", relative)
         self.n_folds = n_folds
         # SB3 has seeded numpy's global generator with the model's seed at this point.
         seed = np.random.randint(np.iinfo(np.int32).max)
-        self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, time_feature, seed=seed)
+        self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, seed=seed)
         self.relative_term = RelativeTerm() if relative else None
         self.learn_metric = learn_metric
         self._longest = 1
@@ -301,7 +298,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         }
 
     def _options_of_features(self) -> dict[str, Any]:
-        options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth", "time_feature")}
+        options = {name: getattr(self.baseline, name) for name in ("n_features", "bandwidth")}
         memory = {"n_changes": N_CHANGES} if "states" in self._kept else {}
         return {**options, **memory, **self.inputs.kind}
 
