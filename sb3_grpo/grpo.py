@@ -85,9 +85,9 @@ class GRPO(PersistentAlgorithm):
         or ``importance_sampling_level`` has another value than by default, else ``"clipped"``
     :param target_kl: Limit of the KL divergence of an update. ``"clipped"``: an update stops once the approximate divergence
         of a minibatch exceeds 1.5 times this value; ``None`` ends it after the first epoch whose mean divergence exceeds 0.05,
-        and ``math.inf`` never. ``"natural"``: the size of the trust region, a mean over the components of an action as in
-        sb3-contrib's TRPO, smaller where advantages have become tiny; ``None`` for 0.02 at first, falling in long runs, see
-        :func:`~sb3_grpo.arithmetic.natural.default_limit`
+        and moves the weights back until it does not; ``math.inf`` for no limit. ``"natural"``: the size of the trust region, a
+        mean over the components of an action as in sb3-contrib's TRPO, smaller where advantages have become tiny; ``None`` for
+        0.02 at first, falling in long runs, see :func:`~sb3_grpo.arithmetic.natural.default_limit`
     :param normalize_observations: Whether the policy standardises vectors of floating point numbers and large images, see
         :class:`~sb3_grpo.normalization.ObservationNormalizer`. ``None`` for True, unless the policy has a features extractor
         that is neither SB3's nor this package's

@@ -46,7 +46,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_grpo import GRPO, Doctor, load_actor
-from sb3_grpo.arithmetic.update import MAX_EPOCH_KL
+from sb3_grpo.arithmetic.update import MAX_KL
 from sb3_grpo.buffers import BUFFERS
 
 DICT = spaces.Dict({"a": VECTOR, "b": spaces.Discrete(4)})
@@ -323,9 +323,39 @@ def test_without_a_target_an_update_ends_after_an_epoch_of_large_divergence_and_
     for learning_rate, stops in ((0.1, True), (1e-4, False)):
         model = make_model(learning_rate=learning_rate, n_epochs=10, verbose=1, policy_kwargs=policy_kwargs)
         model.learn(32, log_interval=None)
-        assert (model._n_updates < 10) == (model.update_metrics["train/approx_kl"] > MAX_EPOCH_KL) == stops
+        assert (model._n_updates < 10) == (model.update_metrics["train/approx_kl"] > MAX_KL) == stops
         assert n_optimizer_steps(model) == {model._n_updates * 32 // model.batch_size}
     assert "Early stopping" not in capsys.readouterr().out
+
+
+def first_update(model: Any) -> tuple[float, int, dict[str, th.Tensor]]:
+    """:return: Estimate from the sampled actions how far an update has gone, its number of epochs, and the weights after it"""
+    samples = model.learn(32, log_interval=None).rollout_buffer.update
+    log_prob, _ = model.policy.evaluate_actions(samples.observations, samples.actions)
+    log_ratio = (log_prob - samples.old_log_prob).detach()
+    return (log_ratio.exp() - 1 - log_ratio).mean().item(), model._n_updates, weights(model)
+
+
+class TorchTanh(th.nn.Tanh):
+    """Not known to machine code."""
+
+
+@pytest.mark.parametrize("action_space", [spaces.Discrete(3), BOX], ids=["Discrete", "Box"])
+def test_without_a_target_an_update_goes_no_further_than_the_limit(action_space: Any):
+    def make(activation_fn: Any = th.nn.Tanh, **kwargs: Any) -> Any:
+        kwargs["policy_kwargs"] = dict(net_arch=[8], activation_fn=activation_fn)
+        return make_model(make_envs(action_space=action_space), learning_rate=0.1, update_rule="clipped", **kwargs)
+
+    start = weights(make())
+    divergence, n_epochs, near = first_update(make(n_epochs=10))
+    too_large, _, far = first_update(make(n_epochs=n_epochs, target_kl=np.inf))
+    assert 0.5 * MAX_KL < divergence <= MAX_KL + 1e-5 < too_large
+    moved = [name for name in start if not th.equal(start[name], far[name]) and name.endswith(("weight", "bias"))]
+    sizes = [((near[name] - start[name]).norm() / (far[name] - start[name]).norm()).item() for name in moved]
+    assert sizes == pytest.approx([sizes[0]] * len(sizes), rel=1e-3)
+    in_torch, _, others = first_update(make(TorchTanh, n_epochs=10))
+    assert in_torch == pytest.approx(divergence, rel=1e-3)
+    assert all(th.allclose(near[name], others[name], atol=1e-4) for name in moved)
 
 
 def n_optimizer_steps(model: Any) -> set[int]:

@@ -31,6 +31,8 @@ def test_evaluations_do_not_count_and_a_run_ends_with_the_last_mark(monkeypatch:
 def test_rivals_have_the_settings_of_the_zoo_and_grpo_its_own() -> None:
     assert clock.planned("TQC", "Hopper-v5", 0).entry["top_quantiles_to_drop_per_net"] == 5  # the entry of Hopper-v4
     assert clock.planned("SAC of sbx", "Pendulum-v1", 0).entry["learning_rate"] == 1e-3
+    assert clock.planned("TRPO", "HalfCheetah-v5", 0).entry["cg_max_steps"] == 25
+    assert "batch_size" not in clock.planned("PPO", "Hopper-v5", 0).entry  # the entry of Ant-v4
     assert set(clock.planned("GRPO", "Hopper-v5", 0).entry) == {"policy", "n_envs", "n_timesteps"}
 
 
@@ -40,5 +42,6 @@ def test_a_table_has_means_over_seeds_and_the_hours_of_a_million_steps() -> None
         return {key: str(value) for key, value in named.items()}
 
     rows = [row(0, 0.5, 3000, -1000.0), row(1, 0.5, 3000, -1200.0), row(0, 5, 30_000, -150.0), row(1, 5, 30_000, -170.0)]
-    assert clock.table(rows).splitlines()[2] == "| Pendulum-v1 | -1,100; -; -; -160.0; 2.78 h |"  # 27,000 steps in 4.5 minutes
+    expected = "| Pendulum-v1 | SAC | -1,100 | - | - | -160.0 | 2.78 | 2 |"  # 27,000 steps in 4.5 minutes
+    assert clock.table(rows).splitlines()[2] == expected
     assert clock.table([]) == NO_ROWS

@@ -421,6 +421,10 @@ class MachineLearner:
         self._evaluate(self._all, self._sums)
         return float(self._sums[optimizer.LOSS])
 
+    def log_probs(self) -> th.Tensor:
+        self.loss()
+        return th.from_numpy(self._workspace(len(self._all.advantages), self._all.n_sequences).terms[0].copy())
+
     def divergence(self) -> float:
         distribution, actions = self._evaluated(self._machine.parameters, self._all)[1], np.zeros_like(self._all.actions)
         terms = np.empty((3, len(actions)), np.float32)

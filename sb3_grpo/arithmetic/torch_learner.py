@@ -137,8 +137,11 @@ class TorchLearner:
 
     @functools.cached_property
     def _batches(self) -> list[GroupRolloutBufferSamples]:
-        """All transitions, in batches that fit into memory."""
-        return list(self._rollout_buffer.get(ENCODING_BATCH, self._whole_trajectories))
+        """All transitions, in batches that fit into memory. Epochs have the random numbers that they have without them."""
+        state = np.random.get_state()
+        batches = list(self._rollout_buffer.get(ENCODING_BATCH, self._whole_trajectories))
+        np.random.set_state(state)
+        return batches
 
     @functools.cached_property
     def _parameters(self) -> list[th.nn.Parameter]:
@@ -243,6 +246,13 @@ class TorchLearner:
         mean = [weights.dot(th.stack(field)) for field in zip(*means, strict=True)]
         self._evaluated = MinibatchLoss(*mean, *map(th.cat, zip(*rows, strict=True)))
         return self._evaluated.loss.item()
+
+    @th.no_grad()
+    def log_probs(self) -> th.Tensor:
+        """:return: Log-probabilities of the actions of the update, in an order that stays the same, shape ``(n,)``"""
+        self._rewind()
+        policy = self._policy
+        return th.cat([policy.evaluate_actions(each.observations, each.actions, **each.context)[0] for each in self._batches])
 
     @th.no_grad()
     def divergence(self) -> float:

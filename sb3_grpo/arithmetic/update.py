@@ -13,15 +13,19 @@ from torch.distributions import Distribution as TorchDistribution
 
 from sb3_grpo.arithmetic.choice import choose_learner
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
+from sb3_grpo.arithmetic.machine import MachineLearner
 from sb3_grpo.arithmetic.metrics import Epoch, UpdateReport
-from sb3_grpo.arithmetic.natural import natural_step
+from sb3_grpo.arithmetic.natural import N_SIZES, SHRINKING, natural_step
 from sb3_grpo.arithmetic.objective import NO_CLIPPING, Objective
+from sb3_grpo.arithmetic.torch_learner import TorchLearner
 from sb3_grpo.buffers import GroupRolloutBuffer
+from sb3_grpo.losses import approximate_kl
 from sb3_grpo.policies import ActorPolicy
 
-#: Without a ``target_kl``, a clipped update ends after an epoch whose mean divergence exceeds this. Advantages are
-#: standardised, so where a task is solved and they are mere noise, further epochs could destroy the policy.
-MAX_EPOCH_KL = 0.05
+#: Without a ``target_kl``, a clipped update ends after an epoch whose mean divergence exceeds this, and is shortened to this
+#: divergence. Where a task is solved, standardised advantages are mere noise, and the gradients of actions that are nearly
+#: certain are tiny, until within a few steps of Adam the policy tips over.
+MAX_KL = 0.05
 
 
 def clipped_update(
@@ -35,19 +39,32 @@ def clipped_update(
     """
     Take a gradient step with each minibatch of several epochs over the transitions in the buffer. The update ends at a
     minibatch whose approximate KL divergence exceeds ``1.5 target_kl``. Without a ``target_kl``, it ends after the first epoch
-    whose mean divergence exceeds :data:`MAX_EPOCH_KL`.
+    whose mean divergence exceeds :data:`MAX_KL`, and goes no further than that.
     """
     max_kl = math.inf if target_kl is None else 1.5 * target_kl
     learner = choose_learner(objective, policy, rollout_buffer, "clipped", max_kl)
-    epochs: list[Epoch] = []
+    epochs, before = list[Epoch](), learner.weights()
     for _ in range(n_epochs):
         epoch, approx_kl = learner.take_epoch(batch_size)
         epochs.append(epoch)
         if approx_kl > max_kl:
             return UpdateReport(epochs, excessive_kl=approx_kl)
-        if target_kl is None and epoch.approx_kl > MAX_EPOCH_KL:
+        if target_kl is None and epoch.approx_kl > MAX_KL:
+            _shorten(learner, before)
             break
     return UpdateReport(epochs)
+
+
+def _shorten(learner: TorchLearner | MachineLearner, before: th.Tensor) -> None:
+    """Move the weights back towards those before the update until the divergence from there is at most :data:`MAX_KL`."""
+    after, size = learner.weights(), 1.0
+    learner.move(before)
+    log_probs = learner.log_probs()
+    for _ in range(N_SIZES):
+        learner.move(before.lerp(after, size))
+        if approximate_kl(learner.log_probs() - log_probs) <= MAX_KL:
+            break
+        size *= SHRINKING
 
 
 def natural_update(
