@@ -11,6 +11,7 @@ from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
+from torch.nn.parameter import is_lazy
 
 from sb3_grpo.arithmetic.choice import choose_actor
 from sb3_grpo.buffers import GroupRolloutBuffer
@@ -135,7 +136,7 @@ def prepare_starts(starts: SeededVecEnv, rollout_buffer: GroupRolloutBuffer, cho
 
 def _workers_act(env: VecEnv, starts: SeededVecEnv) -> bool:
     """:return: Whether the workers can collect whole rollouts, and no wrapper changes what they return"""
-    if not hasattr(starts.venv, "collect_by_workers"):
+    if not hasattr(type(starts.venv), "collect_by_workers"):
         return False
     wrapper = data_changing_wrapper(env)
     if wrapper is not None:
@@ -195,7 +196,7 @@ def run_policy(
     """
     policy.set_training_mode(False)
     act, device, n_envs = choose_actor(policy), policy.device, starts.venv.num_envs
-    tensors = list(policy.parameters())
+    tensors = [tensor for tensor in policy.parameters() if not is_lazy(tensor)]
     addresses = [tensor.data_ptr() for tensor in tensors]
     shares_memory = device.type == "cpu" and isinstance(obs, np.ndarray)
     if policy.use_sde:

@@ -21,7 +21,7 @@ from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_grpo import losses, settings
 from sb3_grpo.arithmetic import update
-from sb3_grpo.arithmetic.choice import describe_choice
+from sb3_grpo.arithmetic.choice import describe_choice, share_memory
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty, adapted_kl_coef
 from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.natural import default_limit
@@ -250,6 +250,7 @@ class GRPO(PersistentAlgorithm):
             super()._setup_model()
         finally:
             self.rollout_buffer_kwargs, self.policy_kwargs = user_kwargs
+        share_memory(self.policy)
         if self.policy.state_size > 0:
             self.rollout_buffer.keep("states", self.policy.state_size)
         self.kl_penalty = KLPenalty(self.objective.kl_reference, self.objective.kl_estimator)
@@ -472,8 +473,13 @@ class GRPO(PersistentAlgorithm):
                 self.kl_penalty.renew(self.policy)
             if self.update_rule == "natural":
                 limit = (self.target_kl or default_limit(self.num_timesteps)) * self.rollout_buffer.limit_factor
-                report = update.natural_update(objective, self.policy, self.rollout_buffer, limit)
-            else:
+                try:
+                    report = update.natural_update(objective, self.policy, self.rollout_buffer, limit)
+                except NotImplementedError as error:
+                    warnings.warn(f"{error}, which natural steps need: updates are clipped from now on.", stacklevel=2)
+                    self.update_rule = "clipped"
+                    self._settings = self._current_settings()
+            if self.update_rule == "clipped":
                 report = update.clipped_update(
                     objective, self.policy, self.rollout_buffer, self.n_epochs, self.batch_size, self.target_kl
                 )

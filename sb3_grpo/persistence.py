@@ -21,6 +21,7 @@ from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.settings import CLIPPED_ONLY, refuse_arguments, warn_of_idle_arguments
 from sb3_grpo.starts import Ledger
+from sb3_grpo.validation import takes_any
 
 SelfAlgorithm = TypeVar("SelfAlgorithm", bound="PersistentAlgorithm")
 
@@ -96,8 +97,11 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
                 f"{VERSION}, which loads format {FORMAT}. {weights_only}"
             )
     elif "data" in entries:
+        data = json.loads(entries["data"])
+        if "share_starts" in data:  # written anew with SB3's `save_to_zip_file`
+            return
         made_by, advice = "another algorithm", "Load it with the class that saved it."
-        if "vf_coef" in json.loads(entries["data"]):
+        if "vf_coef" in data:
             made_by, advice = "an algorithm with a critic, such as PPO", weights_only
         raise ValueError(f"{name} was saved by {made_by}, so GRPO.load cannot load it. {advice}")
 
@@ -211,7 +215,8 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         classes = [each for each in cls.__mro__ if issubclass(each, PersistentAlgorithm) and each is not PersistentAlgorithm]
         taken = ("policy", "env", "_init_setup_model", "unknown")  # by the file, by `load`, or by nobody
         accepted = [name for each in classes for name in inspect.signature(each).parameters if name not in taken]
-        refuse_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
+        if not takes_any(cls):
+            refuse_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
         check_format(path)
         changed = {**(custom_objects or {}), **kwargs}
         if "n_steps" in changed:

@@ -84,8 +84,8 @@ class ActorPolicy(BasePolicy):
     :param activation_fn: Activation function
     :param ortho_init: Whether to initialise the layers orthogonally
     :param use_sde: Whether to explore with state-dependent noise (gSDE) instead of independent Gaussian noise
-    :param log_std_init: Initial value of the log standard deviation. With ``None``, the standard deviation is a quarter of the
-        range of each action, which has to be at most 1e9, or 1 with gSDE
+    :param log_std_init: Initial value of the log standard deviation, or an array with one for each component of an action. With
+        ``None``, the standard deviation is a quarter of the range of each action, which has to be at most 1e9, or 1 with gSDE
     :param full_std: With gSDE: whether each pair of a feature and an action has a standard deviation, or each feature
     :param use_expln: With gSDE: whether ``expln()`` keeps the standard deviation positive. It grows more slowly than ``exp()``
     :param squash_output: With gSDE: whether to keep actions within their bounds with ``tanh()`` instead of clipping them
@@ -124,7 +124,7 @@ class ActorPolicy(BasePolicy):
         activation_fn: type[nn.Module] = nn.Tanh,
         ortho_init: bool = True,
         use_sde: bool = False,
-        log_std_init: float | None = None,
+        log_std_init: float | np.ndarray | th.Tensor | None = None,
         full_std: bool = True,
         use_expln: bool = False,
         squash_output: bool = False,
@@ -145,8 +145,10 @@ class ActorPolicy(BasePolicy):
                 )
         if not callable(activation_fn):
             raise ValueError(f"`activation_fn` must be a class such as `torch.nn.ReLU`, not {activation_fn!r}.")
-        if log_std_init is not None:
-            require_between("log_std_init", log_std_init, -np.inf)
+        if isinstance(log_std_init, (np.ndarray, th.Tensor)):
+            log_std_init = th.as_tensor(log_std_init, dtype=th.float32)
+        for number in [] if log_std_init is None else np.ravel(log_std_init).tolist():
+            require_between("log_std_init", number, -np.inf)
         require_positive("log_std_lr_factor", log_std_lr_factor)
         flags = dict(ortho_init=ortho_init, full_std=full_std, use_expln=use_expln, squash_output=squash_output)
         for name, flag in dict(flags, normalize_images=normalize_images, lr_follows_std=lr_follows_std).items():
@@ -227,7 +229,7 @@ class ActorPolicy(BasePolicy):
 
         latent_dim = self.net_arch[-1] if self.net_arch else latent_dim
         if isinstance(self.action_dist, (DiagGaussianDistribution, StateDependentNoiseDistribution)):
-            log_std_init = 0.0 if self.log_std_init is None else self.log_std_init
+            log_std_init: Any = 0.0 if self.log_std_init is None else self.log_std_init
             self.action_net, self.log_std = self.action_dist.proba_distribution_net(latent_dim, log_std_init=log_std_init)
             if self.log_std_init is None and isinstance(self.action_dist, DiagGaussianDistribution):
                 self.log_std.data.copy_(th.as_tensor(np.log(initial_std(self.action_space))))  # type: ignore[arg-type]
@@ -499,8 +501,9 @@ def plain_name(name: str) -> str:
 def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtractor]) -> list[int]:
     if net_arch is None:
         return [] if features_extractor_class in (NatureCNN, SmallCNN) else [64, 64]
-    sizes = net_arch["pi"] if isinstance(net_arch, dict) and set(net_arch) == {"pi"} else net_arch
-    if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
+    sizes = net_arch.get("pi", []) if isinstance(net_arch, dict) and set(net_arch) <= {"pi"} else net_arch
+    is_list = isinstance(sizes, (Sequence, np.ndarray)) and not isinstance(sizes, str)
+    if not is_list or not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
         has_critic = isinstance(net_arch, dict) and "vf" in net_arch
         fault = "asks for a value network, which GRPO does not have" if has_critic else "is no list of positive integers"
         raise ValueError(f"net_arch={net_arch!r} {fault}: pass net_arch=[...] or net_arch=dict(pi=[...]).")

@@ -18,6 +18,7 @@ from sb3_grpo import losses, validation
 from sb3_grpo.arithmetic.kl_penalty import KL_COEF_BOUNDS, KLEstimator, KLPenalty, KLReference
 from sb3_grpo.buffers import BUFFERS, GroupRolloutBuffer, buffer_options
 from sb3_grpo.policies import ActorPolicy
+from sb3_grpo.questions import holds
 
 #: Arguments of GRPO by their names in other libraries
 OTHER_NAMES = {
@@ -150,11 +151,11 @@ def check_policy_class(policy: Any, aliases: Mapping[str, type]) -> None:
     Raise a ``ValueError`` if the argument is no policy of the algorithm.
 
     :param policy: Argument of the user
-    :param aliases: Policies by their short names. The first is the base class of all
+    :param aliases: Policies by their short names, with those that a subclass of the algorithm adds
     """
     if isinstance(policy, (gym.Env, VecEnv)):
         raise ValueError("The first argument is the policy and the second the environment: GRPO('MlpPolicy', env).")
-    base = next(iter(aliases.values()))
+    base = min(aliases.values(), key=lambda policy_class: len(policy_class.__mro__))
     if not (isinstance(policy, type) and issubclass(policy, base)) and policy not in aliases:
         raise ValueError(
             f"`policy` must be {', '.join(map(repr, aliases))} or a subclass of `{base.__module__}.{base.__name__}`, not "
@@ -175,8 +176,10 @@ def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.
     policy_class, buffer_class = settings["policy_class"], settings["rollout_buffer_class"]
     of_policy = validation.constructor_arguments(policy_class)
     places = dict.fromkeys(parameters, "")
-    _refuse_unknown(policy_class.__name__, settings["policy_kwargs"], of_policy - GIVEN_TO_POLICY, places)
-    _refuse_unknown(buffer_class.__name__, settings["rollout_buffer_kwargs"], buffer_options(buffer_class), places)
+    if not validation.takes_any(policy_class):
+        _refuse_unknown(policy_class.__name__, settings["policy_kwargs"], of_policy - GIVEN_TO_POLICY, places)
+    if not validation.takes_any(buffer_class):
+        _refuse_unknown(buffer_class.__name__, settings["rollout_buffer_kwargs"], buffer_options(buffer_class), places)
     if standardises and "normalize_observations" not in of_policy:
         raise ValueError(
             f"`{policy_class.__name__}` takes no `normalize_observations`, so it cannot standardise observations: let its "
@@ -296,8 +299,14 @@ def check_rollout(n_steps: int, n_envs: int, batch_size: int, normalize_advantag
 def time_limit(env: VecEnv | None) -> int | None:
     """:return: The time limit in steps, the largest if environments have several; ``None`` if it is unknown"""
     # The attribute of Gymnasium's TimeLimit. The `spec` has it too, but not every worker process can send a spec.
+
+    def has_limit(single: gym.Env) -> bool:
+        return isinstance(single.get_wrapper_attr("_max_episode_steps"), numbers.Real)
+
     try:
-        limits = list(env.get_attr("_max_episode_steps")) if env is not None and env.has_attr("_max_episode_steps") else []
+        if env is None or holds(env, has_limit) is False:
+            return None
+        limits = list(env.get_attr("_max_episode_steps")) if env.has_attr("_max_episode_steps") else []
     except Exception:  # the methods of a simulator may do anything
         return None
     is_known = all(isinstance(limit, numbers.Real) and float(limit).is_integer() and float(limit) > 0 for limit in limits)

@@ -1,6 +1,7 @@
 """Checks of arguments, and of the numbers that environments return. Messages quote the value and say what to do."""
 
 import inspect
+import itertools
 import math
 import warnings
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from sb3_grpo.observations import observation_parts, space_parts
+from sb3_grpo.questions import holds
 
 #: Largest range of an action of which a quarter is an initial standard deviation, because some environments use the largest
 #: float as a bound. Actuators in SI units and amounts of money stay below.
@@ -32,6 +34,13 @@ def constructor_arguments(cls: type) -> set[str]:
             if inspect.Parameter.VAR_KEYWORD not in kinds.values():
                 break
     return accepted
+
+
+def takes_any(cls: type) -> bool:
+    """:return: Whether a constructor outside this package has ``**kwargs``, of which it may take some for itself"""
+    own = itertools.takewhile(lambda each: each.__module__.split(".")[0] != __package__, cls.__mro__)
+    parameters = [each for cls in own if "__init__" in vars(cls) for each in inspect.signature(cls).parameters.values()]
+    return any(each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _require(is_met: bool, name: str, value: Any, wanted: str) -> None:
@@ -135,9 +144,16 @@ def _unreadable(space: spaces.Space) -> str:
 
 def has_action_masks(env: Any) -> bool:
     """:return: Whether an environment, or each of several, has a method ``action_masks``"""
+
+    def has_masks(single: gym.Env) -> bool:
+        # Some say that they have everything.
+        return callable(single.get_wrapper_attr("action_masks")) and not single.has_wrapper_attr("not_an_attribute")
+
     try:
-        has = env.has_wrapper_attr if isinstance(env, gym.Env) else env.has_attr
-        return has("action_masks") and not has("not_an_attribute")  # some say that they have everything
+        if isinstance(env, gym.Env):
+            return has_masks(env)
+        answer = holds(env, has_masks)
+        return env.has_attr("action_masks") and not env.has_attr("not_an_attribute") if answer is None else answer
     except Exception:  # of a simulator that does not know its environments one by one
         return False
 

@@ -907,12 +907,6 @@ def test_arguments_of_learn_have_the_order_of_the_algorithm_with_a_critic(ours: 
 # --- what an environment has under names that the package reads ---
 
 
-class PropertyMasks(gym.Wrapper):
-    @property
-    def action_masks(self) -> np.ndarray:
-        return np.array([True, False])
-
-
 class MasksOfAPlayer(gym.Wrapper):
     def action_masks(self, player: int) -> np.ndarray:
         return np.array([True, False])
@@ -923,7 +917,7 @@ class MasksOfALargerSpace(gym.Wrapper):
         return np.ones(5, bool)
 
 
-@pytest.mark.parametrize("wrapper", [PropertyMasks, MasksOfAPlayer, MasksOfALargerSpace])
+@pytest.mark.parametrize("wrapper", [MasksOfAPlayer, MasksOfALargerSpace])
 def test_masks_of_another_kind_end_the_training_with_what_to_pass_and_not_when_it_was_passed(wrapper: Any) -> None:
     def memory() -> RecurrentGRPO:
         return RecurrentGRPO("MlpLstmPolicy", wrapper(gym.make("CartPole-v1")), n_steps=16, device="cpu")

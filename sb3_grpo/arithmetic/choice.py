@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sb3_grpo.arithmetic.conditions import is_from, parts_of, unusual_optimizer
+from sb3_grpo.arithmetic.conditions import Parts, is_from, parts_of, unusual_optimizer
 from sb3_grpo.arithmetic.machine import MachineLearner, MachinePolicy
 from sb3_grpo.arithmetic.machine_code.jit import compile_functions
 from sb3_grpo.arithmetic.objective import Objective
@@ -44,11 +44,23 @@ def machine_policy(
     needed = parts.network.acting_entry_points() if update is None else parts.network.update_entry_points(update[2])
     if reason := compile_functions(needed, announce):
         return reason
+    machine = _machine_of(policy, parts)
+    machine.take_over(None if update is None else policy.optimizer)
+    return machine
+
+
+def _machine_of(policy: ActorPolicy, parts: Parts) -> MachinePolicy:
     machine: MachinePolicy | None = vars(policy).get("_machine")
     if machine is None or not machine.fits(parts):
         machine = vars(policy)["_machine"] = MachinePolicy(parts)
-    machine.take_over(None if update is None else policy.optimizer)
     return machine
+
+
+def share_memory(policy: ActorPolicy) -> None:
+    """Put the parameters where machine code has them, before somebody takes views of them, which are to stay views."""
+    parts = parts_of(policy)
+    if not isinstance(parts, str):
+        _machine_of(policy, parts).take_over(None)
 
 
 def _unusual_update(policy: ActorPolicy, objective: Objective, rollout_buffer: GroupRolloutBuffer) -> str:

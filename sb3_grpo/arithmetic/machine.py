@@ -367,8 +367,9 @@ class MachineLearner:
 
     def loss_and_gradient(self) -> tuple[float, th.Tensor]:
         parameters = self._machine.parameters.copy()
-        gradient, self._sums = np.empty_like(parameters), np.zeros(optimizer.N_SUMS)
+        gradient, self._sums = self._machine.gradient, np.zeros(optimizer.N_SUMS)
         self._evaluate(self._all, self._sums, gradient)
+        self._machine.show_gradient()
         # Outputs and log standard deviations before the step
         outputs = self._workspace(len(self._all.advantages), self._all.n_sequences).outputs
         self._before = outputs.copy(), self._network.log_std(parameters)

@@ -174,6 +174,7 @@ class TorchLearner:
             self._before = [copy.copy(self._distribution(batch)) for batch in self._batches]
             self._rewind()
             self._fisher_before = copy.copy(self._distribution(self._fisher_batch))
+            losses.exact_kl(self._fisher_before, self._fisher_before)  # an error if it has no closed form, before a move
         self._slope: th.Tensor | None = None
         return total, self._flat([parameter.grad for parameter in self._parameters]).clone()
 

@@ -113,13 +113,15 @@ class UncheckedDistributions:
 @contextmanager
 def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator[None]:
     """Undo an update that fails or is interrupted: the model is that before the update or after it, never in between."""
-    before = _copied(policy.state_dict()), _copied(policy.optimizer.state_dict())
+    # An optimizer of the user needs no more than a method `step`.
+    parts: list[Any] = [each for each in (policy, policy.optimizer) if hasattr(each, "state_dict")]
+    before = [_copied(each.state_dict()) for each in parts]
     kl_state = kl_penalty.get_state()
     try:
         yield
     except BaseException:
-        policy.load_state_dict(before[0])
-        policy.optimizer.load_state_dict(before[1])
+        for each, state in zip(parts, before, strict=True):
+            each.load_state_dict(state)
         kl_penalty.set_state(kl_state, policy)
         raise
 
@@ -134,7 +136,10 @@ def _copied(state: Any) -> Any:
         return copied
     if isinstance(state, list):
         return [_copied(value) for value in state]
-    return copy.deepcopy(state)
+    try:
+        return copy.deepcopy(state)
+    except TypeError:  # for example of a lock
+        return state
 
 
 def check_update(policy: ActorPolicy, epochs: list[Epoch]) -> None:

@@ -134,6 +134,11 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         return 0 if self._update is None else len(self._update.advantages)
 
     @property
+    def episode_starts(self) -> np.ndarray:
+        """1 where a step is the first of its episode, else 0, as in SB3, shape ``(n_envs, n_steps)``"""
+        return (self.steps == 0).astype(np.float32)
+
+    @property
     def has_differences(self) -> bool:
         """Whether the update prefers some actions to others."""
         return self._update is not None and bool((self._update.advantages != 0).any())

@@ -10,6 +10,7 @@ They rely on private or undocumented parts of SB3: the lists of seeds and option
 of them.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -50,16 +51,19 @@ class VecEnvAdapter:
     def __init__(self, venv: VecEnv):
         self.venv = venv
         self._generators: dict[str, Any] = {}  # for `exchange`
+        # Simulators may have a `reset_envs` of their own, or answer to every name.
+        method = getattr(type(venv), "reset_envs", None)
+        self._has_method = callable(method) and "seeds" in inspect.signature(method).parameters
 
     @property
     def takes_seeds(self) -> bool:
         """Whether single environments can be reset with a seed."""
-        return callable(getattr(self.venv, "reset_envs", None)) and getattr(self.venv, "unseeded_because", None) is None
+        return self._has_method and getattr(self.venv, "unseeded_because", None) is None
 
     @property
     def lanes(self) -> list[int]:
         """The worker of each environment that collects by itself; zeros if none does."""
-        return list(getattr(self.venv, "worker_of_env", [0] * self.venv.num_envs))
+        return list(vars(self.venv).get("worker_of_env", [0] * self.venv.num_envs))
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
@@ -176,9 +180,11 @@ class DummyVecEnvAdapter(KnownVecEnvAdapter):
             except Exception as error:
                 name_environment(error, self.first_env + env_idx, "step")
                 raise
-            self._check_size(env_idx, observation)
             rewards[env_idx] = reward
             dones[env_idx] = is_done = terminated or truncated
+            # Nobody looks at what comes after the end of an episode.
+            if restart is None or not (is_done and (terminated or observation is None)):
+                self._check_size(env_idx, observation)
             info["TimeLimit.truncated"] = truncated and not terminated
             infos[env_idx] = info
             if is_done:

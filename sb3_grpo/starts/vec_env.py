@@ -19,6 +19,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepR
 
 from sb3_grpo.masks import checked_masks, choices_of
 from sb3_grpo.observations import in_form, observation_parts, same_values
+from sb3_grpo.questions import holds
 from sb3_grpo.starts.adapters import VecEnvAdapter, adapter_of
 from sb3_grpo.starts.faults import add_note
 from sb3_grpo.starts.ledger import Ledger
@@ -179,7 +180,7 @@ class SeededVecEnv:
             return
         if all(seed is None for seed in seeds) or seeds is self._seeds_apart:
             is_known = not self.was_reset
-            self.venv.seed(self.ledger.seed_apart())
+            VecEnv.seed(self.venv, self.ledger.seed_apart())  # a subclass may seed a simulator at once
             self._seeds_apart = self.venv._seeds
             if is_known:
                 self._lists = self._present_lists()
@@ -281,6 +282,8 @@ class SeededVecEnv:
 
     def _env_name(self, env_idx: int) -> str:
         """The id of the environment, or the name of its class."""
+        if holds(self.venv, lambda env: bool(str(env))) is False:
+            return type(self.venv).__name__
         try:
             # Not `get_attr("spec")`, because a spec that cannot be pickled would end the worker.
             description = str(self.venv.env_method("__str__", indices=[env_idx])[0])
