@@ -84,8 +84,8 @@ class ActorPolicy(BasePolicy):
     :param activation_fn: Activation function
     :param ortho_init: Whether to initialise the layers orthogonally
     :param use_sde: Whether to explore with state-dependent noise (gSDE) instead of independent Gaussian noise
-    :param log_std_init: Initial value of the log standard deviation, or an array with one for each component of an action. With
-        ``None``, the standard deviation is a quarter of the range of each action, which has to be at most 1e9, or 1 with gSDE
+    :param log_std_init: Initial value of the log standard deviation, or an array with one for each component of an action. By
+        default, the standard deviation is a quarter of the range of each action, which has to be at most 1e9, or 1 with gSDE
     :param full_std: With gSDE: whether each pair of a feature and an action has a standard deviation, or each feature
     :param use_expln: With gSDE: whether ``expln()`` keeps the standard deviation positive. It grows more slowly than ``exp()``
     :param squash_output: With gSDE: whether to keep actions within their bounds with ``tanh()`` instead of clipping them
