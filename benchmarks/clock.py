@@ -10,7 +10,6 @@ rl-zoo3, where those for version 4 of a MuJoCo task stand for version 5, and PPO
 """
 
 import argparse
-import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +29,8 @@ ROWS = RESULTS / "clock.csv"
 FIELDS = ["arm", "env", "seed", "minutes", "steps", "eval_mean", "eval_std", "commit", "versions"]
 #: Minutes after which policies are evaluated
 MARKS = (0.5, 1.0, 2.0, 5.0)
+#: Those of them that the table shows
+SHOWN = (1.0, 5.0)
 #: Names of the algorithms in rl-zoo3
 OF_SBX = {"SAC of sbx": "sbx_sac", "TQC of sbx": "sbx_tqc"}
 ARMS = {"GRPO": "grpo", "PPO": "ppo", "TRPO": "trpo", "SAC": "sac", "TQC": "tqc", **OF_SBX}
@@ -95,24 +96,30 @@ def train(run: Run) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, str]]) -> str:
     """
-    :return: A line for each environment and arm: mean scores at ``MARKS``, a dash for a mark that no run reached; the hours
-        that a million steps would take at the speed between the first mark and the last that runs reached; and their number
+    :return: Two lines and a third for each environment, with a column for each arm: mean scores after the minutes ``SHOWN``,
+        with a dash where no run got there, and the hours that a million steps would take at the speed between the first mark
+        and the last that runs reached
     """
-    lines = []
-    for env, arm in itertools.product(ENVS, ARMS):
+    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
+
+    def cells(env: str, arm: str) -> list[str]:
         runs = [row for row in rows if (row["env"], row["arm"]) == (env, arm)]
         if not runs:
-            continue
+            return [""] * (len(SHOWN) + 1)
 
-        def means(column: str, runs: list[dict[str, str]] = runs) -> dict[float, float]:
+        def means(column: str) -> dict[float, float]:
             at = {mark: [float(row[column]) for row in runs if float(row["minutes"]) == mark] for mark in MARKS}
             return {mark: float(np.mean(values)) for mark, values in at.items() if values}
 
         found, steps = means("eval_mean"), means("steps")
-        scores = [format_number(found[mark]) if mark in found else "-" for mark in MARKS]
         hours = 1e6 / 60 * (max(steps) - min(steps)) / (steps[max(steps)] - steps[min(steps)])
-        lines.append([env, arm, *scores, f"{hours:.2f}", str(len({row["seed"] for row in runs}))])
-    return markdown_table(["environment", "algorithm", *(f"{mark:g}" for mark in MARKS), "hours", "runs"], lines)
+        return [*(format_number(found[mark]) if mark in found else "-" for mark in SHOWN), f"{hours:.2f} h"]
+
+    lines = []
+    for env in (each for each in ENVS if any(row["env"] == each for row in rows)):
+        what = [f"{env}, {mark:g} min" for mark in SHOWN] + [f"{env}, a million steps"]
+        lines += [[name, *numbers] for name, *numbers in zip(what, *(cells(env, arm) for arm in arms), strict=True)]
+    return markdown_table(["", *arms], lines)
 
 
 def main() -> None:

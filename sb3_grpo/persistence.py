@@ -74,8 +74,12 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
         raise
 
 
-def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
-    """Raise a ``ValueError`` for a file of another algorithm or format, before anything in it is unpickled."""
+def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> list[str]:
+    """
+    Raise a ``ValueError`` for a file of another algorithm or format, before anything in it is unpickled.
+
+    :return: Names of the attributes in the file
+    """
     file: Any = open_path(path, "r", suffix="zip")
     position, is_given = file.tell(), file is path
     name, argument = ("The file", "file") if is_given else (repr(str(file.name)),) * 2
@@ -83,11 +87,12 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
         with zipfile.ZipFile(file) as archive:
             entries = {entry: archive.read(entry) for entry in archive.namelist() if entry in (FORMAT_ENTRY, "data")}
     except zipfile.BadZipFile:
-        return  # SB3's error for other files is clear
+        return []  # SB3's error for other files is clear
     finally:
         file.seek(position)
         if not is_given:
             file.close()
+    data = json.loads(entries.get("data", "{}"))
     weights_only = f"To use its policy, make a model and copy the weights: `load_actor(model, {argument})`."
     if FORMAT_ENTRY in entries:
         saved = json.loads(entries[FORMAT_ENTRY])
@@ -96,14 +101,12 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> None:
                 f"{name} was saved by sb3-grpo {saved['version']} in file format {saved['format']}; this is sb3-grpo "
                 f"{VERSION}, which loads format {FORMAT}. {weights_only}"
             )
-    elif "data" in entries:
-        data = json.loads(entries["data"])
-        if "share_starts" in data:  # written anew with SB3's `save_to_zip_file`
-            return
+    elif data and data.get(FORMAT_ENTRY) != FORMAT:  # which is there if the file was written anew with functions of SB3
         made_by, advice = "another algorithm", "Load it with the class that saved it."
         if "vf_coef" in data:
             made_by, advice = "an algorithm with a critic, such as PPO", weights_only
         raise ValueError(f"{name} was saved by {made_by}, so GRPO.load cannot load it. {advice}")
+    return list(data)
 
 
 class PersistentAlgorithm(OnPolicyAlgorithm):
@@ -169,10 +172,12 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
             }
         else:
             exclude = {*(exclude or ()), "ledger", "_last_obs", "_last_original_obs", "_last_episode_starts"}
+        vars(self)[FORMAT_ENTRY] = FORMAT
         try:
             super().save(content, exclude, include)
         finally:
             self._run_state = None
+            del vars(self)[FORMAT_ENTRY]
         with zipfile.ZipFile(content, "a") as file:
             file.writestr(FORMAT_ENTRY, json.dumps({"format": FORMAT, "version": VERSION}))
         if isinstance(path, (str, pathlib.Path)):
@@ -215,9 +220,10 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         classes = [each for each in cls.__mro__ if issubclass(each, PersistentAlgorithm) and each is not PersistentAlgorithm]
         taken = ("policy", "env", "_init_setup_model", "unknown")  # by the file, by `load`, or by nobody
         accepted = [name for each in classes for name in inspect.signature(each).parameters if name not in taken]
-        if not takes_any(cls):
-            refuse_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
-        check_format(path)
+        saved = check_format(path)
+        # A constructor may take further arguments out of its `**kwargs`. They are known by the attributes that they became.
+        accepted += saved if takes_any(cls) else []
+        refuse_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
         changed = {**(custom_objects or {}), **kwargs}
         if "n_steps" in changed:
             kwargs["_chooses_n_steps"] = changed["n_steps"] is None

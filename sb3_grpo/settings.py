@@ -178,8 +178,7 @@ def check_options(settings: Mapping[str, Any], parameters: Mapping[str, inspect.
     places = dict.fromkeys(parameters, "")
     if not validation.takes_any(policy_class):
         _refuse_unknown(policy_class.__name__, settings["policy_kwargs"], of_policy - GIVEN_TO_POLICY, places)
-    if not validation.takes_any(buffer_class):
-        _refuse_unknown(buffer_class.__name__, settings["rollout_buffer_kwargs"], buffer_options(buffer_class), places)
+    _refuse_unknown(buffer_class.__name__, settings["rollout_buffer_kwargs"], buffer_options(buffer_class), places)
     if standardises and "normalize_observations" not in of_policy:
         raise ValueError(
             f"`{policy_class.__name__}` takes no `normalize_observations`, so it cannot standardise observations: let its "

@@ -115,8 +115,11 @@ def changed_format(path: pathlib.Path, entry: dict[str, Any] | None) -> pathlib.
     copy = path.with_name("copy.zip")
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(copy, "w") as target:
         for name in source.namelist():
+            content = source.read(name)
+            if name == "data" and entry is None:
+                content = content.replace(b"_sb3_grpo_format", b"_other")
             if name != "_sb3_grpo_format":
-                target.writestr(name, source.read(name))
+                target.writestr(name, content)
         if entry is not None:
             target.writestr("_sb3_grpo_format", json.dumps(entry))
     return copy

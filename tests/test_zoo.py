@@ -389,7 +389,7 @@ def test_two_processes_share_one_study(storage: str):
     trials = optuna.load_study(study_name="shared", storage=opened).trials
     # Two of each process, and none tries what the other does
     assert [trial.state.name for trial in trials] == ["COMPLETE"] * 4
-    assert len({trial.params["learning_rate"] for trial in trials}) == 4
+    assert len({trial.params["ent_coef"] for trial in trials}) == 4
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class UncheckedDistributions:
 @contextmanager
 def rolled_back_on_error(policy: ActorPolicy, kl_penalty: KLPenalty) -> Iterator[None]:
     """Undo an update that fails or is interrupted: the model is that before the update or after it, never in between."""
-    # An optimizer of the user needs no more than a method `step`.
+    # An optimizer of the user may have no state.
     parts: list[Any] = [each for each in (policy, policy.optimizer) if hasattr(each, "state_dict")]
     before = [_copied(each.state_dict()) for each in parts]
     kl_state = kl_penalty.get_state()
