@@ -11,7 +11,8 @@ rl-zoo3, where those for version 4 of a MuJoCo task stand for version 5, and PPO
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,31 +95,41 @@ def train(run: Run) -> list[dict[str, Any]]:
     return [{**dict(arm=run.arm, env=run.env, seed=run.seed), **row, **provenance()} for row in clock.rows]
 
 
+def means(rows: Sequence[dict[str, str]], column: str) -> dict[float, float]:
+    """:return: Mean of a column over the runs that reached it, by mark"""
+    at = {mark: [float(row[column]) for row in rows if float(row["minutes"]) == mark] for mark in MARKS}
+    return {mark: float(np.mean(values)) for mark, values in at.items() if values}
+
+
 def table(rows: Sequence[dict[str, str]]) -> str:
     """
-    :return: Two lines and a third for each environment, with a column for each arm: mean scores after the minutes ``SHOWN``,
-        with a dash where no run got there, and the hours that a million steps would take at the speed between the first mark
-        and the last that runs reached
+    :return: A line for each environment and number of minutes ``SHOWN``, and a column of mean scores for each arm, with a dash
+        where no run got there
     """
+    return _table(rows, [(f"{mark:g} min", partial(_score, mark=mark)) for mark in SHOWN])
+
+
+def hours(rows: Sequence[dict[str, str]]) -> str:
+    """:return: Hours that a million steps would take, at the speed between the first mark and the last that runs reached"""
+
+    def cell(own: Sequence[dict[str, str]]) -> str:
+        steps = means(own, "steps")
+        return f"{1e6 / 60 * (max(steps) - min(steps)) / (steps[max(steps)] - steps[min(steps)]):.2f}"
+
+    return _table(rows, [("hours", cell)])
+
+
+def _score(rows: Sequence[dict[str, str]], mark: float) -> str:
+    found = means(rows, "eval_mean")
+    return format_number(found[mark]) if mark in found else "-"
+
+
+def _table(rows: Sequence[dict[str, str]], kinds: Sequence[tuple[str, Callable[[Any], str]]]) -> str:
     arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
-
-    def cells(env: str, arm: str) -> list[str]:
-        runs = [row for row in rows if (row["env"], row["arm"]) == (env, arm)]
-        if not runs:
-            return [""] * (len(SHOWN) + 1)
-
-        def means(column: str) -> dict[float, float]:
-            at = {mark: [float(row[column]) for row in runs if float(row["minutes"]) == mark] for mark in MARKS}
-            return {mark: float(np.mean(values)) for mark, values in at.items() if values}
-
-        found, steps = means("eval_mean"), means("steps")
-        hours = 1e6 / 60 * (max(steps) - min(steps)) / (steps[max(steps)] - steps[min(steps)])
-        return [*(format_number(found[mark]) if mark in found else "-" for mark in SHOWN), f"{hours:.2f} h"]
-
     lines = []
     for env in (each for each in ENVS if any(row["env"] == each for row in rows)):
-        what = [f"{env}, {mark:g} min" for mark in SHOWN] + [f"{env}, a million steps"]
-        lines += [[name, *numbers] for name, *numbers in zip(what, *(cells(env, arm) for arm in arms), strict=True)]
+        runs = [[row for row in rows if (row["env"], row["arm"]) == (env, arm)] for arm in arms]
+        lines += [[f"{env}, {name}", *(cell(own) if own else "" for own in runs)] for name, cell in kinds]
     return markdown_table(["", *arms], lines)
 
 

@@ -170,6 +170,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "groups_evaluation": lambda: environments_table(groups["inputs"], SHARED_INPUTS, "eval_mean"),
         "variance_removed": lambda: variance_table(groups["inputs"], OURS),
         "clock": lambda: clock.table(read_rows(results / clock.ROWS.name)),
+        "clock_hours": lambda: clock.hours(read_rows(results / clock.ROWS.name)),
         "foreign": lambda: foreign.table(read_rows(results / foreign.ROWS.name)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
         "comparison": lambda: comparison_table(read_rows(results / "comparison.csv")),

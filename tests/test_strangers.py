@@ -959,11 +959,20 @@ class TakesNoSeed(Counts):
         return super().reset()
 
 
-def test_an_environment_that_refuses_seeds_is_told_how_to_go_without() -> None:
-    with pytest.raises(NotImplementedError) as raised:
-        GRPO("MlpPolicy", TakesNoSeed(), n_steps=16, device="cpu").learn(16)
-    assert sys.version_info < (3, 11) or "pass share_starts=False" in raised.value.__notes__[0]
+class CannotBeReset(Counts):
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        raise NotImplementedError("cannot be reset")
+
+
+def test_an_environment_that_refuses_seeds_goes_without() -> None:
+    with pytest.warns(UserWarning, match=r"A reset with a seed failed with NotImplementedError\('cannot be seeded'\), so"):
+        model = make_model(DummyVecEnv([Counts, TakesNoSeed])).learn(64)
+    assert model.num_timesteps == 64
     assert GRPO("MlpPolicy", TakesNoSeed(), n_steps=16, share_starts=False, device="cpu").learn(16).num_timesteps == 16
+    for env in (CannotBeReset(), forked([TakesNoSeed])):
+        with pytest.raises((NotImplementedError, EnvironmentFault)) as raised:
+            make_model(env).learn(16)
+        assert sys.version_info < (3, 11) or "pass share_starts=False" in raised.value.__notes__[0]
 
 
 class ReturnsAMapping(Counts):

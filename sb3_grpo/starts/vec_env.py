@@ -107,9 +107,17 @@ class SeededVecEnv:
             with self._in_place(), self.adapter.resetting():
                 observations = reset()
         except Exception as error:
-            if self.share_starts:
-                add_note(error, "The environments were reset with seeds: pass share_starts=False to GRPO if they take none.")
-            raise
+            if not self.share_starts:
+                raise
+            add_note(error, "The environments were reset with seeds: pass share_starts=False to GRPO if they take none.")
+            self.venv._seeds = [None] * self.venv.num_envs
+            try:
+                with self._in_place():
+                    observations = reset()
+            except Exception:  # which is no matter of seeds
+                raise error from None
+            self._share_no_longer(f"A reset with a seed failed with {error!r}")
+            self._parting = {}
         raw = observations if self._wrapper is None else self._first_raw
         if self.share_starts and raw is not None:
             for env_idx, start in enumerate(starts):
