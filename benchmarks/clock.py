@@ -130,7 +130,7 @@ def _table(rows: Sequence[dict[str, str]], kinds: Sequence[tuple[str, Callable[[
     for env in (each for each in ENVS if any(row["env"] == each for row in rows)):
         runs = [[row for row in rows if (row["env"], row["arm"]) == (env, arm)] for arm in arms]
         lines += [[f"{env}, {name}", *(cell(own) if own else "" for own in runs)] for name, cell in kinds]
-    return markdown_table(["", *arms], lines)
+    return markdown_table(["environment", *arms], lines)
 
 
 def main() -> None:
