@@ -12,10 +12,21 @@ import cloudpickle  # type: ignore[import-untyped]
 from stable_baselines3.common.vec_env import VecEnv
 
 
+class ByValue:
+    """An object that is pickled once, by value, so that a worker need not import this package."""
+
+    def __init__(self, content: Any):
+        self._pickled = cloudpickle.dumps(content)
+
+    def __call__(self) -> None:
+        """Called by nobody, but pickle asks whether it can be."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return cloudpickle.loads, (self._pickled,)
+
+
 def _checked(ask: Callable[[Any], bool]) -> Any:
     class Checked:
-        """Pickled by value, so that a worker need not import this package."""
-
         def __instancecheck__(self, env: Any) -> bool:
             try:
                 return ask(env)
@@ -25,18 +36,15 @@ def _checked(ask: Callable[[Any], bool]) -> Any:
     return Checked()
 
 
-class _Question:
+class _Question(ByValue):
     """A question that can be sent to a worker. An environment answers "yes" by being an instance of it."""
 
     def __init__(self, ask: Callable[[Any], bool]):
         self._checked = _checked(ask)
-        self._pickled = cloudpickle.dumps(self._checked)
+        super().__init__(self._checked)
 
     def __instancecheck__(self, env: Any) -> bool:
         return isinstance(env, self._checked)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return cloudpickle.loads, (self._pickled,)
 
 
 def holds(env: VecEnv, ask: Callable[[Any], bool]) -> bool | None:

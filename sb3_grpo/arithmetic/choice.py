@@ -57,7 +57,7 @@ def _machine_of(policy: ActorPolicy, parts: Parts) -> MachinePolicy:
 
 
 def share_memory(policy: ActorPolicy) -> None:
-    """Put the parameters where machine code has them, before somebody takes views of them, which are to stay views."""
+    """Put the parameters where machine code has them, so that views which a user takes of them stay views."""
     parts = parts_of(policy)
     if not isinstance(parts, str):
         _machine_of(policy, parts).take_over(None)

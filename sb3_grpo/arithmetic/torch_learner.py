@@ -137,7 +137,7 @@ class TorchLearner:
 
     @functools.cached_property
     def _batches(self) -> list[GroupRolloutBufferSamples]:
-        """All transitions, in batches that fit into memory. Epochs have the random numbers that they have without them."""
+        """All transitions, in batches that fit into memory. Their random order leaves numpy's generator as it was."""
         state = np.random.get_state()
         batches = list(self._rollout_buffer.get(ENCODING_BATCH, self._whole_trajectories))
         np.random.set_state(state)
@@ -174,7 +174,6 @@ class TorchLearner:
             self._before = [copy.copy(self._distribution(batch)) for batch in self._batches]
             self._rewind()
             self._fisher_before = copy.copy(self._distribution(self._fisher_batch))
-            losses.exact_kl(self._fisher_before, self._fisher_before)  # an error if it has no closed form, before a move
         self._slope: th.Tensor | None = None
         return total, self._flat([parameter.grad for parameter in self._parameters]).clone()
 
@@ -210,6 +209,7 @@ class TorchLearner:
 
     def _loses_second_derivatives(self, vector: th.Tensor) -> bool:
         """:return: Whether some operation, as fused attention, has no second derivative, or silently one of zero"""
+        losses.exact_kl(self._fisher_before, self._fisher_before)  # an error if it has no closed form, before a move
         sizes, head = [each.numel() for each in self._parameters], set(
             getattr(self._policy, "action_net", th.nn.Identity()).parameters()
         )

@@ -53,12 +53,12 @@ class VecEnvAdapter:
         self._generators: dict[str, Any] = {}  # for `exchange`
         # Simulators may have a `reset_envs` of their own, or answer to every name.
         method = getattr(type(venv), "reset_envs", None)
-        self._has_method = callable(method) and "seeds" in inspect.signature(method).parameters
+        self._has_seeded_resets = callable(method) and "seeds" in inspect.signature(method).parameters
 
     @property
     def takes_seeds(self) -> bool:
         """Whether single environments can be reset with a seed."""
-        return self._has_method and getattr(self.venv, "unseeded_because", None) is None
+        return self._has_seeded_resets and getattr(self.venv, "unseeded_because", None) is None
 
     @property
     def lanes(self) -> list[int]:

@@ -7,7 +7,7 @@ Helpers such as ``seed_everything(seed)`` set them in ``reset``. The members of 
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+from sb3_grpo.questions import ByValue
 
 
 def _nested() -> tuple[Callable[..., None], Callable[..., Any]]:
@@ -59,20 +59,7 @@ def _nested() -> tuple[Callable[..., None], Callable[..., Any]]:
 exchange, _exchange_in_worker = _nested()
 
 
-class _ByValue:
-    """A function that is pickled once, by value."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self._pickled = cloudpickle.dumps(function)
-
-    def __call__(self) -> None:
-        """Called by nobody, but pickle asks whether it can be."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return cloudpickle.loads, (self._pickled,)
-
-
-_IN_WORKER = _ByValue(_exchange_in_worker)
+_IN_WORKER = ByValue(_exchange_in_worker)
 
 
 class SeedForWorker(int):
