@@ -1,18 +1,18 @@
 """
 Scores by the clock: GRPO and its rivals, each on one core.
 
-    taskset -c 0 python -m benchmarks.clock --arm GRPO --env HalfCheetah-v5 --seed 410
+    taskset -c 0 python -m benchmarks.clock --arm GRPO --env HalfCheetah-v5 --seed 445 --until 1
 
 Time is CPU time from the start of the training, evaluations excluded. What JAX compiles is in it, and what numba compiles on
-the first training on a machine is not. GRPO has its default settings and eight environments; its rivals have the settings of
-rl-zoo3, where those for version 4 of a MuJoCo task stand for version 5, and PPO has on Hopper those of Ant, as in
-`PROTOCOL.md`. Those of sbx, on JAX (`pip install sbx-rl`), have the settings of SB3's algorithms.
+the first training on a machine is not. GRPO has its default settings and eight environments. Its rivals have the settings of
+rl-zoo3, with the exceptions of `PROTOCOL.md`; those for version 4 of a MuJoCo task stand for version 5. A rival that has none
+there has its defaults, eight environments and rollouts of 2,048 transitions. Those of sbx, on JAX (`pip install sbx-rl`), have
+the settings of SB3's algorithms. Where a rival's own budget ends earlier, its last policy stands for the minutes after.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch as th
 from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.callbacks import BaseCallback
 
-from benchmarks.matrix import Run, entry_of, load_matrix
+from benchmarks.matrix import Run, entry_of, hyperparameter_file, load_matrix
 from benchmarks.results import RESULTS, append_row, has_row, provenance
 from benchmarks.run import EVALUATION_SEED, evaluate, experiment
 from benchmarks.statistics import format_number
@@ -30,14 +30,28 @@ ROWS = RESULTS / "clock.csv"
 FIELDS = ["arm", "env", "seed", "minutes", "steps", "eval_mean", "eval_std", "commit", "versions"]
 #: Minutes after which policies are evaluated
 MARKS = (0.5, 1.0, 2.0, 5.0)
-#: Those of them that the table shows
-SHOWN = (1.0, 5.0)
 #: Names of the algorithms in rl-zoo3
 OF_SBX = {"SAC of sbx": "sbx_sac", "TQC of sbx": "sbx_tqc"}
 ARMS = {"GRPO": "grpo", "PPO": "ppo", "TRPO": "trpo", "SAC": "sac", "TQC": "tqc", **OF_SBX}
-ENVS = ("Pendulum-v1", "HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")
+ENVS = (
+    "CartPole-v1",
+    "LunarLander-v3",
+    "LunarLanderContinuous-v3",
+    "Pendulum-v1",
+    "HalfCheetah-v5",
+    "Hopper-v5",
+    "Walker2d-v5",
+    "Ant-v5",
+    "Humanoid-v5",
+    "MiniGrid-DoorKey-5x5-v0",
+    "sb3_grpo/LoadBalancing-v0",
+)
 #: rl-zoo3's entry of another environment, where its own fails
 REPLACED = {("PPO", "Hopper-v5"): "Ant-v4"}
+#: What is changed in rl-zoo3's entry, where it fails
+CHANGED: dict[tuple[str, str], dict[str, Any]] = {("PPO", "MiniGrid-DoorKey-5x5-v0"): {"normalize": False}}
+#: Of GRPO everywhere, and of rivals without an entry
+ENDLESS = {"n_envs": 8, "n_timesteps": 10_000_000}
 N_EPISODES = 20
 
 
@@ -46,90 +60,108 @@ def planned(arm: str, env: str, seed: int) -> Run:
     :param arm: One of ``ARMS``
     :param env: Gymnasium environment
     :param seed: Seed
-    :return: A run which is longer than the last mark
+    :return: The run
     """
     about = load_matrix()["environments"][env]
-    if arm == "GRPO":
-        entry = {**entry_of({"algo": "grpo", "entry": "default"}, env, about), "n_envs": 8, "n_timesteps": 10_000_000}
+    algo = ARMS[arm].removeprefix("sbx_")
+    named = REPLACED.get((arm, env), about.get("ppo_entry", env))
+    if arm != "GRPO" and named in hyperparameter_file(algo):
+        entry = {**entry_of({"algo": algo, "entry": "zoo", "of": named}, env, about), **CHANGED.get((arm, env), {})}
     else:
-        named = REPLACED.get((arm, env), about.get("ppo_entry", env))
-        zoo = {"algo": ARMS[arm].removeprefix("sbx_"), "entry": "zoo", "of": named}
-        entry = entry_of(zoo, env, about)
+        rollout = {} if arm == "GRPO" else {"n_steps": 256}
+        entry = {**entry_of({"algo": algo, "entry": "default"}, env, about), **ENDLESS, **rollout}
     return Run(arm, ARMS[arm], env, int(entry["n_timesteps"]), seed, about["threshold"], N_EPISODES, entry)
 
 
 class Clock(BaseCallback):
     """
-    Evaluates after each of ``MARKS`` and stops after the last one. Evaluations take no time.
+    Evaluates after each of some minutes, and stops after the last. Evaluations take no time.
 
     :param manager: What made the model
     :param run: The run
+    :param marks: The minutes
     """
 
-    def __init__(self, manager: ExperimentManager, run: Run):
+    def __init__(self, manager: ExperimentManager, run: Run, marks: Sequence[float]):
         super().__init__()
-        self.manager, self.run, self.rows = manager, run, list[dict[str, Any]]()
+        self.manager, self.run, self.marks, self.rows = manager, run, marks, list[dict[str, Any]]()
 
     def _on_training_start(self) -> None:
         self._began = time.process_time()
 
     def _on_step(self) -> bool:
-        now, mark = time.process_time(), MARKS[len(self.rows)]
-        if now - self._began < 60 * mark:
-            return True
+        now = time.process_time()
+        if now - self._began >= 60 * self.marks[len(self.rows)]:
+            self._evaluate()
+            self._began += time.process_time() - now
+        return len(self.rows) < len(self.marks)
+
+    def _on_training_end(self) -> None:
+        if len(self.rows) < len(self.marks):  # its own budget is at an end
+            self._evaluate()
+            self.rows += [{**self.rows[-1], "minutes": mark} for mark in self.marks[len(self.rows) :]]
+
+    def _evaluate(self) -> None:
         mean, std = evaluate(self.manager, self.model, N_EPISODES, EVALUATION_SEED + self.run.seed)
         scores = dict(eval_mean=f"{mean:.4f}", eval_std=f"{std:.4f}")
-        self.rows.append(dict(minutes=mark, steps=self.num_timesteps, **scores))
+        self.rows.append(dict(minutes=self.marks[len(self.rows)], steps=self.num_timesteps, **scores))
         print(f"{self.run}: {self.rows[-1]}", flush=True)
-        self._began += time.process_time() - now
-        return len(self.rows) < len(MARKS)
 
 
-def train(run: Run) -> list[dict[str, Any]]:
-    """:return: A row for each of ``MARKS`` that the run reached"""
+def train(run: Run, marks: Sequence[float] = MARKS) -> list[dict[str, Any]]:
+    """:return: A row for each of some minutes"""
     th.set_num_threads(1)
     with experiment(run) as (manager, model):
-        clock = Clock(manager, run)
+        clock = Clock(manager, run, marks)
         manager.callbacks.append(clock)
         manager.learn(model)
     return [{**dict(arm=run.arm, env=run.env, seed=run.seed), **row, **provenance()} for row in clock.rows]
 
 
-def means(rows: Sequence[dict[str, str]], column: str) -> dict[float, float]:
-    """:return: Mean of a column over the runs that reached it, by mark"""
+def numbers(rows: Sequence[dict[str, str]], column: str) -> dict[float, list[float]]:
+    """:return: A column of the runs that have it, by mark"""
     at = {mark: [float(row[column]) for row in rows if float(row["minutes"]) == mark] for mark in MARKS}
-    return {mark: float(np.mean(values)) for mark, values in at.items() if values}
+    return {mark: values for mark, values in at.items() if values}
 
 
-def table(rows: Sequence[dict[str, str]]) -> str:
+def table(rows: Sequence[dict[str, str]], mark: float) -> str:
     """
-    :return: A line for each environment and number of minutes ``SHOWN``, and a column of mean scores for each arm, with a dash
-        where no run got there
+    :param rows: Rows of runs
+    :param mark: One of ``MARKS``
+    :return: A line for each environment, and a column of scores for each arm: the mean, and of several runs the lowest and the
+        highest
     """
-    return _table(rows, [(f"{mark:g} min", partial(_score, mark=mark)) for mark in SHOWN])
+
+    def cell(own: Sequence[dict[str, str]]) -> str:
+        found = numbers(own, "eval_mean")[mark]
+        extremes = f" ({format_number(min(found))} to {format_number(max(found))})" if len(found) > 1 else ""
+        return format_number(float(np.mean(found))) + extremes
+
+    return _table([row for row in rows if float(row["minutes"]) == mark], cell)
 
 
 def hours(rows: Sequence[dict[str, str]]) -> str:
     """:return: Hours that a million steps would take, at the speed between the first mark and the last that runs reached"""
 
     def cell(own: Sequence[dict[str, str]]) -> str:
-        steps = means(own, "steps")
-        return f"{1e6 / 60 * (max(steps) - min(steps)) / (steps[max(steps)] - steps[min(steps)]):.2f}"
+        steps = {mark: np.mean(values) for mark, values in numbers(own, "steps").items()}
+        per_minute = (steps[max(steps)] - steps[min(steps)]) / (max(steps) - min(steps))
+        return f"{1e6 / 60 / per_minute:.2f}"
 
-    return _table(rows, [("hours", cell)])
-
-
-def _score(rows: Sequence[dict[str, str]], mark: float) -> str:
-    found = means(rows, "eval_mean")
-    return format_number(found[mark]) if mark in found else "-"
+    several = [row for row in rows if len({each["minutes"] for each in rows if _about(each) == _about(row)}) > 1]
+    return _table(several, cell)
 
 
-def _table(rows: Sequence[dict[str, str]], kinds: Sequence[tuple[str, Callable[[Any], str]]]) -> str:
+def _about(row: dict[str, str]) -> tuple[str, str]:
+    return row["env"], row["arm"]
+
+
+def _table(rows: Sequence[dict[str, str]], cell: Callable[[Sequence[dict[str, str]]], str]) -> str:
     arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
     lines = []
     for env in (each for each in ENVS if any(row["env"] == each for row in rows)):
-        runs = [[row for row in rows if (row["env"], row["arm"]) == (env, arm)] for arm in arms]
-        lines += [[f"{env}, {name}", *(cell(own) if own else "" for own in runs)] for name, cell in kinds]
+        runs = [[row for row in rows if _about(row) == (env, arm)] for arm in arms]
+        lines.append([env, *(cell(own) if own else "" for own in runs)])
     return markdown_table(["environment", *arms], lines)
 
 
@@ -139,11 +171,13 @@ def main() -> None:
     parser.add_argument("--arm", required=True, choices=ARMS)
     parser.add_argument("--env", required=True, choices=ENVS)
     parser.add_argument("--seed", required=True, type=int)
+    parser.add_argument("--until", type=float, default=MARKS[-1], choices=MARKS, help="minutes of the run")
     args = parser.parse_args()
     key = dict(arm=args.arm, env=args.env, seed=str(args.seed))
     if has_row(ROWS, key):
         return
-    for row in train(planned(args.arm, args.env, args.seed)):
+    marks = [mark for mark in MARKS if mark <= args.until]
+    for row in train(planned(args.arm, args.env, args.seed), marks):
         append_row(ROWS, row, FIELDS)
 
 

@@ -19,9 +19,8 @@ def test_evaluations_do_not_count_and_a_run_ends_with_the_last_mark(monkeypatch:
         return next(scores)
 
     monkeypatch.setattr(clock, "evaluate", evaluated_for_a_second)
-    monkeypatch.setattr(clock, "MARKS", (0.005, 0.01))  # 0.3 and 0.6 seconds
     began = time.process_time()
-    first, second = clock.train(clock.planned("SAC", "Pendulum-v1", seed=0))
+    first, second = clock.train(clock.planned("SAC", "Pendulum-v1", seed=0), [0.005, 0.01])  # 0.3 and 0.6 seconds
     assert (first["eval_mean"], second["eval_mean"]) == ("1.0000", "2.0000")
     assert (first["minutes"], second["minutes"]) == (0.005, 0.01)
     assert 0 < first["steps"] < second["steps"] < 5000
@@ -36,12 +35,28 @@ def test_rivals_have_the_settings_of_the_zoo_and_grpo_its_own() -> None:
     assert set(clock.planned("GRPO", "Hopper-v5", 0).entry) == {"policy", "n_envs", "n_timesteps"}
 
 
-def test_a_table_has_means_over_seeds_and_the_hours_of_a_million_steps() -> None:
+def test_a_rival_without_an_entry_has_its_defaults_and_the_environments_of_grpo() -> None:
+    entry = clock.planned("TRPO", "sb3_grpo/LoadBalancing-v0", 0).entry
+    assert entry == {"policy": "MlpPolicy", "n_envs": 8, "n_steps": 256, "n_timesteps": 10_000_000}
+    assert clock.planned("PPO", "MiniGrid-DoorKey-5x5-v0", 0).entry["normalize"] is False
+
+
+def test_the_last_policy_stands_for_the_minutes_after_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "evaluate", lambda *_: (3.0, 0.0))
+    run = clock.planned("PPO", "CartPole-v1", seed=0)
+    run.entry["n_timesteps"] = 512
+    rows = clock.train(run, [1.0, 2.0])
+    assert [(row["minutes"], row["steps"], row["eval_mean"]) for row in rows] == [(1.0, 512, "3.0000"), (2.0, 512, "3.0000")]
+
+
+def test_a_table_has_means_and_extremes_over_seeds_and_the_hours_of_a_million_steps() -> None:
     def row(seed: int, minutes: float, steps: int, score: float) -> dict[str, str]:
         named = dict(arm="SAC", env="Pendulum-v1", seed=seed, minutes=minutes, steps=steps, eval_mean=score)
         return {key: str(value) for key, value in named.items()}
 
     rows = [row(0, 0.5, 3000, -1000.0), row(1, 0.5, 3000, -1200.0), row(0, 5, 30_000, -150.0), row(1, 5, 30_000, -170.0)]
-    assert clock.table(rows).splitlines()[2:] == ["| Pendulum-v1, 1 min | - |", "| Pendulum-v1, 5 min | -160.0 |"]
-    assert clock.hours(rows).splitlines()[2:] == ["| Pendulum-v1, hours | 2.78 |"]  # 27,000 steps in 4.5 minutes
-    assert clock.table([]) == NO_ROWS
+    rows.append({**row(2, 1, 5000, -900.0), "arm": "TQC"})
+    assert clock.table(rows, 1.0).splitlines() == ["| environment | TQC |", "| --- | --- |", "| Pendulum-v1 | -900.0 |"]
+    assert clock.table(rows, 5.0).splitlines()[2:] == ["| Pendulum-v1 | -160.0 (-170.0 to -150.0) |"]
+    assert clock.hours(rows).splitlines()[2:] == ["| Pendulum-v1 | 2.78 |"]  # 27,000 steps in 4.5 minutes
+    assert clock.table([], 1.0) == NO_ROWS
