@@ -501,6 +501,8 @@ def plain_name(name: str) -> str:
 def _hidden_sizes(net_arch: Any, features_extractor_class: type[BaseFeaturesExtractor]) -> list[int]:
     if net_arch is None:
         return [] if features_extractor_class in (NatureCNN, SmallCNN) else [64, 64]
+    if isinstance(net_arch, Sequence) and len(net_arch) == 1 and isinstance(net_arch[0], dict):
+        net_arch = net_arch[0]  # as SB3 wrote it once, and still reads it
     sizes = net_arch.get("pi", []) if isinstance(net_arch, dict) and set(net_arch) <= {"pi"} else net_arch
     is_list = isinstance(sizes, (Sequence, np.ndarray)) and not isinstance(sizes, str)
     if not is_list or not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):

@@ -159,6 +159,7 @@ def test_net_arch_gives_the_sizes_of_the_hidden_layers():
     ("kwargs", "message"),
     [
         (dict(net_arch=dict(pi=[8], vf=[8])), r"asks for a value network, .* pass net_arch=\[...\] or net_arch=dict\(pi"),
+        (dict(net_arch=[dict(pi=[8], vf=[8])]), "asks for a value network"),
         (dict(net_arch=[8, 0]), r"net_arch=\[8, 0\] is no list"),
         (dict(squash_output=True), "squash_output=True needs gSDE"),
         (dict(log_std_init=np.nan), "`log_std_init` must be a finite number, not nan"),

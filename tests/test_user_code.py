@@ -330,8 +330,8 @@ def test_a_lazy_module_trains():
 
 @pytest.mark.parametrize(
     ("net_arch", "sizes"),
-    [(np.array([8, 6]), [8, 6]), ({"pi": np.array([8, 6])}, [8, 6]), ({}, []), ((5,), [5])],
-    ids=["array", "array of pi", "nothing", "tuple"],
+    [(np.array([8, 6]), [8, 6]), ({"pi": np.array([8, 6])}, [8, 6]), ([{"pi": [8, 6]}], [8, 6]), ({}, []), ((5,), [5])],
+    ids=["array", "array of pi", "dict in a list", "nothing", "tuple"],
 )
 def test_sizes_of_layers_come_in_any_sequence(net_arch: Any, sizes: list[int]):
     model = make_model(policy_kwargs=dict(net_arch=net_arch))
