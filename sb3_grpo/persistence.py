@@ -28,7 +28,8 @@ SelfAlgorithm = TypeVar("SelfAlgorithm", bound="PersistentAlgorithm")
 VERSION = pathlib.Path(__file__).with_name("version.txt").read_text(encoding="utf-8").strip()
 #: Version of the file format, the only one that can be loaded.
 FORMAT = 1
-#: Name of the archive member that holds the format.
+#: Name of the attribute in a file that holds the format and the version of the package. SB3's functions that write a file anew
+#: keep it.
 FORMAT_ENTRY = "_sb3_grpo_format"
 
 
@@ -85,27 +86,25 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> list[str]:
     name, argument = ("The file", "file") if is_given else (repr(str(file.name)),) * 2
     try:
         with zipfile.ZipFile(file) as archive:
-            entries = {entry: archive.read(entry) for entry in archive.namelist() if entry in (FORMAT_ENTRY, "data")}
+            data = json.loads(archive.read("data")) if "data" in archive.namelist() else {}
     except zipfile.BadZipFile:
         return []  # SB3's error for other files is clear
     finally:
         file.seek(position)
         if not is_given:
             file.close()
-    data = json.loads(entries.get("data", "{}"))
     weights_only = f"To use its policy, make a model and copy the weights: `load_actor(model, {argument})`."
-    if FORMAT_ENTRY in entries:
-        saved = json.loads(entries[FORMAT_ENTRY])
-        if saved["format"] != FORMAT:
-            raise ValueError(
-                f"{name} was saved by sb3-grpo {saved['version']} in file format {saved['format']}; this is sb3-grpo "
-                f"{VERSION}, which loads format {FORMAT}. {weights_only}"
-            )
-    elif data and data.get(FORMAT_ENTRY) != FORMAT:  # which is there if the file was written anew with functions of SB3
+    saved = data.get(FORMAT_ENTRY)
+    if data and not saved:
         made_by, advice = "another algorithm", "Load it with the class that saved it."
         if "vf_coef" in data:
             made_by, advice = "an algorithm with a critic, such as PPO", weights_only
         raise ValueError(f"{name} was saved by {made_by}, so GRPO.load cannot load it. {advice}")
+    if saved and saved["format"] != FORMAT:
+        raise ValueError(
+            f"{name} was saved by sb3-grpo {saved['version']} in file format {saved['format']}; this is sb3-grpo {VERSION}, "
+            f"which loads format {FORMAT}. {weights_only}"
+        )
     return list(data)
 
 
@@ -172,14 +171,12 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
             }
         else:
             exclude = {*(exclude or ()), "ledger", "_last_obs", "_last_original_obs", "_last_episode_starts"}
-        vars(self)[FORMAT_ENTRY] = FORMAT
+        vars(self)[FORMAT_ENTRY] = {"format": FORMAT, "version": VERSION}
         try:
             super().save(content, exclude, include)
         finally:
             self._run_state = None
             del vars(self)[FORMAT_ENTRY]
-        with zipfile.ZipFile(content, "a") as file:
-            file.writestr(FORMAT_ENTRY, json.dumps({"format": FORMAT, "version": VERSION}))
         if isinstance(path, (str, pathlib.Path)):
             path = pathlib.Path(path)
             replace_file(path if path.suffix else path.with_name(f"{path.name}.zip"), content.getvalue())

@@ -116,19 +116,18 @@ def changed_format(path: pathlib.Path, entry: dict[str, Any] | None) -> pathlib.
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(copy, "w") as target:
         for name in source.namelist():
             content = source.read(name)
-            if name == "data" and entry is None:
-                content = content.replace(b"_sb3_grpo_format", b"_other")
-            if name != "_sb3_grpo_format":
-                target.writestr(name, content)
-        if entry is not None:
-            target.writestr("_sb3_grpo_format", json.dumps(entry))
+            if name == "data":
+                data = json.loads(content)
+                del data["_sb3_grpo_format"]
+                content = json.dumps(data if entry is None else {**data, "_sb3_grpo_format": entry}).encode()
+            target.writestr(name, content)
     return copy
 
 
 def test_a_file_says_which_version_saved_it_in_which_format(tmp_path: pathlib.Path):
     make_model().save(tmp_path / "model")
     with zipfile.ZipFile(tmp_path / "model.zip") as archive:
-        assert json.loads(archive.read("_sb3_grpo_format")) == {"format": FORMAT, "version": __version__}
+        assert json.loads(archive.read("data"))["_sb3_grpo_format"] == {"format": FORMAT, "version": __version__}
 
 
 @pytest.mark.parametrize(
