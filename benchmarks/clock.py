@@ -141,15 +141,14 @@ def table(rows: Sequence[dict[str, str]], mark: float) -> str:
 
 
 def hours(rows: Sequence[dict[str, str]]) -> str:
-    """:return: Hours that a million steps would take, at the speed between the first mark and the last that runs reached"""
+    """:return: Hours that a million steps would take, at the speed between the first and the last of ``MARKS``"""
 
     def cell(own: Sequence[dict[str, str]]) -> str:
-        steps = {mark: np.mean(values) for mark, values in numbers(own, "steps").items()}
-        per_minute = (steps[max(steps)] - steps[min(steps)]) / (max(steps) - min(steps))
-        return f"{1e6 / 60 / per_minute:.2f}"
+        steps = {mark: float(np.mean(values)) for mark, values in numbers(own, "steps").items()}
+        return f"{1e6 / 60 * (max(steps) - min(steps)) / (steps[max(steps)] - steps[min(steps)]):.2f}"
 
-    several = [row for row in rows if len({each["minutes"] for each in rows if _about(each) == _about(row)}) > 1]
-    return _table(several, cell)
+    whole = {(*_about(row), row["seed"]) for row in rows if float(row["minutes"]) == MARKS[-1]}
+    return _table([row for row in rows if (*_about(row), row["seed"]) in whole], cell)
 
 
 def _about(row: dict[str, str]) -> tuple[str, str]:
