@@ -141,11 +141,15 @@ def table(rows: Sequence[dict[str, str]], mark: float) -> str:
 
 
 def hours(rows: Sequence[dict[str, str]]) -> str:
-    """:return: Hours that a million steps would take, at the speed between the first and the last of ``MARKS``"""
+    """
+    :return: Hours that a million steps would take, at the speed between the first and the last of ``MARKS``; a dash if a run
+        took no more steps in between
+    """
 
     def cell(own: Sequence[dict[str, str]]) -> str:
         steps = {mark: float(np.mean(values)) for mark, values in numbers(own, "steps").items()}
-        return f"{1e6 / 60 * (max(steps) - min(steps)) / (steps[max(steps)] - steps[min(steps)]):.2f}"
+        taken = steps[max(steps)] - steps[min(steps)]
+        return f"{1e6 / 60 * (max(steps) - min(steps)) / taken:.2f}" if taken else "-"
 
     whole = {(*_about(row), row["seed"]) for row in rows if float(row["minutes"]) == MARKS[-1]}
     return _table([row for row in rows if (*_about(row), row["seed"]) in whole], cell)

@@ -59,4 +59,6 @@ def test_a_table_has_means_and_extremes_over_seeds_and_the_hours_of_a_million_st
     assert clock.table(rows, 1.0).splitlines() == ["| environment | TQC |", "| --- | --- |", "| Pendulum-v1 | -900.0 |"]
     assert clock.table(rows, 5.0).splitlines()[2:] == ["| Pendulum-v1 | -160.0 (-170.0 to -150.0) |"]
     assert clock.hours(rows).splitlines()[2:] == ["| Pendulum-v1 | 2.78 |"]  # 27,000 steps in 4.5 minutes
+    ended = [{**row(3, minutes, 4000, -300.0), "arm": "PPO"} for minutes in (0.5, 5)]
+    assert clock.hours([*rows, *ended]).splitlines()[2:] == ["| Pendulum-v1 | - | 2.78 |"]
     assert clock.table([], 1.0) == NO_ROWS
