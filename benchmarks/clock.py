@@ -164,7 +164,7 @@ def _table(rows: Sequence[dict[str, str]], cell: Callable[[Sequence[dict[str, st
     lines = []
     for env in (each for each in ENVS if any(row["env"] == each for row in rows)):
         runs = [[row for row in rows if _about(row) == (env, arm)] for arm in arms]
-        lines.append([env, *(cell(own) if own else "" for own in runs)])
+        lines.append([env.removeprefix("sb3_grpo/"), *(cell(own) if own else "" for own in runs)])
     return markdown_table(["environment", *arms], lines)
 
 

@@ -108,7 +108,9 @@ class CurveStore:
         :param key: See :meth:`benchmarks.matrix.Run.key`
         :param curve: Learning curve of that run
         """
-        arrays = dict(steps=np.asarray(curve.steps, np.int32), returns=np.asarray(curve.returns, np.float32))
+        # 16 binary digits of each return, with which packed files are a quarter smaller
+        digits = np.asarray(curve.returns, np.float32).view(np.uint32) + np.uint32(0x80) & np.uint32(0xFFFFFF00)
+        arrays = dict(steps=np.asarray(curve.steps, np.int32), returns=digits.view(np.float32))
         _write_whole(self.loose / f"{quote(' '.join(key), safe=' ')}.npz", arrays)  # ids may contain slashes
 
     def load(self) -> dict[tuple[str, ...], LearningCurve]:
