@@ -8,10 +8,11 @@ Packing puts them into one compressed file for each CSV of rows.
 """
 
 import io
+import lzma
 import pathlib
 import time
-import zipfile
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -20,6 +21,9 @@ from stable_baselines3.common.callbacks import BaseCallback
 from sb3_grpo.persistence import replace_file
 
 WINDOW = 20  # episodes over which the training return is averaged
+SUFFIX = ".npz.xz"
+#: For numbers of four bytes, with which files are a twentieth smaller than with the defaults of xz
+FILTERS = [dict(id=lzma.FILTER_LZMA2, lc=1, lp=2, pb=2)]
 
 
 class LearningCurve:
@@ -100,7 +104,7 @@ class CurveStore:
     """
 
     def __init__(self, csv: pathlib.Path):
-        self.packed = csv.with_suffix(".npz")
+        self.packed = csv.with_suffix(SUFFIX)
         self.loose = csv.with_name(f"{csv.stem}.curves")
 
     def save(self, key: tuple[str, ...], curve: LearningCurve) -> None:
@@ -108,23 +112,21 @@ class CurveStore:
         :param key: See :meth:`benchmarks.matrix.Run.key`
         :param curve: Learning curve of that run
         """
-        # 16 binary digits of each return, with which packed files are a quarter smaller
-        digits = np.asarray(curve.returns, np.float32).view(np.uint32) + np.uint32(0x80) & np.uint32(0xFFFFFF00)
-        arrays = dict(steps=np.asarray(curve.steps, np.int32), returns=digits.view(np.float32))
-        _write_whole(self.loose / f"{quote(' '.join(key), safe=' ')}.npz", arrays)  # ids may contain slashes
+        arrays = dict(steps=np.asarray(curve.steps, np.int32), returns=np.asarray(curve.returns, np.float32))
+        _write_whole(self.loose / f"{quote(' '.join(key), safe=' ')}{SUFFIX}", arrays)  # ids may contain slashes
 
     def load(self) -> dict[tuple[str, ...], LearningCurve]:
         """:return: All curves by key"""
         curves = {}
         if self.packed.exists():
-            with np.load(self.packed) as file:
+            with _read(self.packed) as file:
                 ends = np.cumsum(file["lengths"])[:-1]
                 steps, returns = np.split(file["step_differences"], ends), np.split(file["returns"], ends)
                 for name, differences, own in zip(file["names"], steps, returns, strict=True):
                     curves[tuple(str(name).split())] = LearningCurve(np.cumsum(differences), own)
         for path in self._loose_files():
-            with np.load(path) as file:
-                curves[tuple(unquote(path.stem).split())] = LearningCurve(file["steps"], file["returns"])
+            with _read(path) as file:
+                curves[tuple(unquote(path.name.removesuffix(SUFFIX)).split())] = LearningCurve(file["steps"], file["returns"])
         return curves
 
     def pack(self) -> int:
@@ -143,17 +145,17 @@ class CurveStore:
         return len(curves)
 
     def _loose_files(self) -> list[pathlib.Path]:
-        return sorted(self.loose.glob("*.npz"))
+        return sorted(self.loose.glob(f"*{SUFFIX}"))
+
+
+def _read(path: pathlib.Path) -> Any:
+    return np.load(io.BytesIO(lzma.decompress(path.read_bytes())))
 
 
 def _write_whole(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
     content = io.BytesIO()
-    # np.savez_compressed has no choice but zip's own method, with which the file is a quarter larger
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_LZMA) as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w") as file:
-                np.lib.format.write_array(file, array)
-    replace_file(path, content.getvalue())
+    np.savez(content, **arrays)  # type: ignore[arg-type]
+    replace_file(path, lzma.compress(content.getvalue(), filters=FILTERS))
 
 
 def main() -> None:

@@ -253,7 +253,7 @@ def test_curves_are_the_same_before_and_after_packing(tmp_path: pathlib.Path) ->
     for key, curve in packed.items():
         np.testing.assert_array_equal(curve.steps, loose[key].steps)
         np.testing.assert_array_equal(curve.returns, loose[key].returns)
-    np.testing.assert_allclose(packed["toys/A-v1", "2", "aaaaaaaa"].returns, [1.0, 2.0, 0.1], rtol=2e-5)
+    np.testing.assert_array_equal(packed["toys/A-v1", "2", "aaaaaaaa"].returns, np.array([1.0, 2.0, 0.1], np.float32))
 
 
 def test_a_curve_is_averaged_over_the_last_twenty_episodes() -> None:

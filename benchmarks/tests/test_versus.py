@@ -223,7 +223,7 @@ def test_curves_of_scores_end_at_one_for_the_best_and_leave_out_where_nobody_lea
     (ours,), (theirs,) = curves["ours"], curves["PPO"]
     assert ours.shape == theirs.shape == (2, 10)
     assert ours[:, -1] == pytest.approx([0.75, 1.25]) and theirs[:, -1] == pytest.approx([0.5, 0.5])
-    assert ours[0] == pytest.approx(1.5 * theirs[0], rel=1e-5)  # returns rise evenly, half as high again
+    assert ours[0] == pytest.approx(1.5 * theirs[0])  # returns rise evenly, half as high again
 
 
 def test_the_interquartile_curve_has_at_each_point_the_mean_of_the_middle_half_of_the_runs() -> None:
@@ -266,8 +266,7 @@ def test_a_run_of_the_rival_counts_with_its_budget_at_most(tmp_path: pathlib.Pat
     areas = {"grpo": {"CartPole-v1": [40.0, 40.0]}, "ppo": {"CartPole-v1": [4.0, 36.0]}}
     suite = toy_suite(tmp_path, areas, speeds={"grpo": 0.001, "ppo": 0.003})
     race = versus.races(suite, "grpo", ["ppo"])["CartPole-v1"]
-    # Returns are 20 after 380 steps, and stored returns are rounded, which may shift that by an episode of 10 steps.
-    assert race.theirs == pytest.approx([1000 * 0.003, 380 * 0.003], abs=10 * 0.003 + 1e-9) and race.n_there == 1
+    assert race.theirs.tolist() == [1000 * 0.003, 380 * 0.003] and race.n_there == 1
 
 
 def test_the_median_is_known_while_less_than_half_of_the_runs_do_not_get_there(tmp_path: pathlib.Path) -> None:
