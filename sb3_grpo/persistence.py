@@ -86,7 +86,8 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> list[str]:
     name, argument = ("The file", "file") if is_given else (repr(str(file.name)),) * 2
     try:
         with zipfile.ZipFile(file) as archive:
-            data = json.loads(archive.read("data")) if "data" in archive.namelist() else {}
+            names = archive.namelist()
+            data = json.loads(archive.read("data")) if "data" in names else {}
     except zipfile.BadZipFile:
         return []  # SB3's error for other files is clear
     finally:
@@ -94,13 +95,14 @@ def check_format(path: str | pathlib.Path | io.BufferedIOBase) -> list[str]:
         if not is_given:
             file.close()
     weights_only = f"To use its policy, make a model and copy the weights: `load_actor(model, {argument})`."
-    saved = data.get(FORMAT_ENTRY)
+    # The first files of this format have it in an entry of the archive, and a number or nothing here.
+    saved = data.get(FORMAT_ENTRY) or FORMAT_ENTRY in names
     if data and not saved:
         made_by, advice = "another algorithm", "Load it with the class that saved it."
         if "vf_coef" in data:
             made_by, advice = "an algorithm with a critic, such as PPO", weights_only
         raise ValueError(f"{name} was saved by {made_by}, so GRPO.load cannot load it. {advice}")
-    if saved and saved["format"] != FORMAT:
+    if isinstance(saved, dict) and saved["format"] != FORMAT:
         raise ValueError(
             f"{name} was saved by sb3-grpo {saved['version']} in file format {saved['format']}; this is sb3-grpo {VERSION}, "
             f"which loads format {FORMAT}. {weights_only}"

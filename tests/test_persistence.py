@@ -110,7 +110,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_the_model_as_it_was(
 # --- the format ---
 
 
-def changed_format(path: pathlib.Path, entry: dict[str, Any] | None) -> pathlib.Path:
+def changed_format(path: pathlib.Path, entry: dict[str, Any] | int | None) -> pathlib.Path:
     """A copy of a saved model with another format entry, or without one."""
     copy = path.with_name("copy.zip")
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(copy, "w") as target:
@@ -128,6 +128,17 @@ def test_a_file_says_which_version_saved_it_in_which_format(tmp_path: pathlib.Pa
     make_model().save(tmp_path / "model")
     with zipfile.ZipFile(tmp_path / "model.zip") as archive:
         assert json.loads(archive.read("data"))["_sb3_grpo_format"] == {"format": FORMAT, "version": __version__}
+
+
+@pytest.mark.parametrize("entry", [FORMAT, None], ids=["also a number in the data", "nothing in the data"])
+def test_the_first_files_of_the_format_have_it_in_an_entry_of_the_archive(entry: Any, tmp_path: pathlib.Path):
+    model = make_model().learn(64)
+    model.save(tmp_path / "model.zip")
+    first = changed_format(tmp_path / "model.zip", entry)
+    with zipfile.ZipFile(first, "a") as archive:
+        archive.writestr("_sb3_grpo_format", json.dumps({"format": FORMAT, "version": "0.1.0"}))
+    for name, weights in GRPO.load(first).policy.state_dict().items():
+        assert th.equal(weights, model.policy.state_dict()[name])
 
 
 @pytest.mark.parametrize(
