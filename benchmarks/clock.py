@@ -20,7 +20,7 @@ import torch as th
 from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.callbacks import BaseCallback
 
-from benchmarks.matrix import Run, entry_of, hyperparameter_file, load_matrix
+from benchmarks.matrix import Run, entry_of, has_entry, load_matrix, with_changes
 from benchmarks.results import RESULTS, append_row, has_row, provenance
 from benchmarks.run import EVALUATION_SEED, evaluate, experiment
 from benchmarks.statistics import format_number
@@ -46,12 +46,13 @@ ENVS = (
     "MiniGrid-DoorKey-5x5-v0",
     "sb3_grpo/LoadBalancing-v0",
 )
-#: rl-zoo3's entry of another environment, where its own fails
-REPLACED = {("PPO", "Hopper-v5"): "Ant-v4"}
-#: What is changed in rl-zoo3's entry, where it fails
-CHANGED: dict[tuple[str, str], dict[str, Any]] = {("PPO", "MiniGrid-DoorKey-5x5-v0"): {"normalize": False}}
-#: Of GRPO everywhere, and of rivals without an entry
-ENDLESS = {"n_envs": 8, "n_timesteps": 10_000_000}
+#: Arms of the matrix, where an entry of rl-zoo3 fails
+REPLACED = {
+    ("PPO", "Hopper-v5"): "ppo, entry of Ant-v4",
+    ("PPO", "MiniGrid-DoorKey-5x5-v0"): "ppo, not normalized",
+}
+#: Budget of GRPO, and of rivals without an entry
+ENDLESS = {"n_timesteps": 10_000_000}
 N_EPISODES = 20
 
 
@@ -62,14 +63,17 @@ def planned(arm: str, env: str, seed: int) -> Run:
     :param seed: Seed
     :return: The run
     """
-    about = load_matrix()["environments"][env]
-    algo = ARMS[arm].removeprefix("sbx_")
-    named = REPLACED.get((arm, env), about.get("ppo_entry", env))
-    if arm != "GRPO" and named in hyperparameter_file(algo):
-        entry = {**entry_of({"algo": algo, "entry": "zoo", "of": named}, env, about), **CHANGED.get((arm, env), {})}
-    else:
-        rollout = {} if arm == "GRPO" else {"n_steps": 256}
-        entry = {**entry_of({"algo": algo, "entry": "default"}, env, about), **ENDLESS, **rollout}
+    matrix = load_matrix()
+    about, arms, algo = matrix["environments"][env], matrix["arms"], ARMS[arm].removeprefix("sbx_")
+    settings = {"algo": algo, "entry": "zoo", "of": about.get("ppo_entry", env)}
+    if (arm, env) in REPLACED:
+        settings = arms[REPLACED[arm, env]]
+    elif arm == "GRPO":
+        settings = arms["now"]
+    elif not has_entry(settings, env, about):
+        settings = {**arms["ppo, defaults"], "algo": algo}
+    budget = {} if settings["entry"] == "zoo" else ENDLESS
+    entry = with_changes(entry_of(settings, env, about), settings.get("set", {}), budget)
     return Run(arm, ARMS[arm], env, int(entry["n_timesteps"]), seed, about["threshold"], N_EPISODES, entry)
 
 
@@ -118,12 +122,6 @@ def train(run: Run, marks: Sequence[float] = MARKS) -> list[dict[str, Any]]:
     return [{**dict(arm=run.arm, env=run.env, seed=run.seed), **row, **provenance()} for row in clock.rows]
 
 
-def numbers(rows: Sequence[dict[str, str]], column: str) -> dict[float, list[float]]:
-    """:return: A column of the runs that have it, by mark"""
-    at = {mark: [float(row[column]) for row in rows if float(row["minutes"]) == mark] for mark in MARKS}
-    return {mark: values for mark, values in at.items() if values}
-
-
 def table(rows: Sequence[dict[str, str]], mark: float) -> str:
     """
     :param rows: Rows of runs
@@ -133,7 +131,7 @@ def table(rows: Sequence[dict[str, str]], mark: float) -> str:
     """
 
     def cell(own: Sequence[dict[str, str]]) -> str:
-        found = numbers(own, "eval_mean")[mark]
+        found = [float(row["eval_mean"]) for row in own]
         extremes = f" ({format_number(min(found))} to {format_number(max(found))})" if len(found) > 1 else ""
         return format_number(float(np.mean(found))) + extremes
 
@@ -145,13 +143,13 @@ def hours(rows: Sequence[dict[str, str]]) -> str:
     :return: Hours that a million steps would take, at the speed between the first and the last of ``MARKS``; a dash if a run
         took no more steps in between
     """
+    ends = MARKS[0], MARKS[-1]
 
     def cell(own: Sequence[dict[str, str]]) -> str:
-        steps = {mark: float(np.mean(values)) for mark, values in numbers(own, "steps").items()}
-        taken = steps[max(steps)] - steps[min(steps)]
-        return f"{1e6 / 60 * (max(steps) - min(steps)) / taken:.2f}" if taken else "-"
+        first, last = (np.mean([int(row["steps"]) for row in own if float(row["minutes"]) == mark]) for mark in ends)
+        return f"{1e6 / 60 * (ends[1] - ends[0]) / (last - first):.2f}" if last > first else "-"
 
-    whole = {(*_about(row), row["seed"]) for row in rows if float(row["minutes"]) == MARKS[-1]}
+    whole = {(*_about(row), row["seed"]) for row in rows if float(row["minutes"]) == ends[1]}
     return _table([row for row in rows if (*_about(row), row["seed"]) in whole], cell)
 
 

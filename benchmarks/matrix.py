@@ -210,11 +210,8 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
 
     def cell(arm: str, env: str, timesteps: int, threshold: float, settings: dict[str, Any]) -> Run:
         algo = settings["algo"]
-        entry = entry_of(settings, env, matrix["environments"][env])
-        entry["n_timesteps"] = timesteps
-        for key, value in (*settings.get("set", {}).items(), *(changes or {}).items()):
-            both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
-            entry[key] = {**entry[key], **value} if both_mappings else value
+        changed = {"n_timesteps": timesteps}, settings.get("set", {}), changes or {}
+        entry = with_changes(entry_of(settings, env, matrix["environments"][env]), *changed)
         about = matrix["environments"][env]
         spaces = "half_range" in about, about.get("images", False), about.get("boards", False)
         return Run(arm, algo, env, timesteps, 0, float(threshold), n_episodes, entry, *spaces)
@@ -234,6 +231,15 @@ def cells(matrix: dict[str, Any], suite: str, changes: dict[str, Any] | None = N
         for arm in chosen.get("arms_of", {}).get(env, chosen["arms"])
         if has_entry(matrix["arms"][arm], env, matrix["environments"][env])
     ]
+
+
+def with_changes(entry: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
+    """:return: Hyperparameters with changes, one after another, of which a mapping changes a part of a mapping"""
+    entry = dict(entry)
+    for key, value in (each for change in changes for each in change.items()):
+        both_mappings = isinstance(entry.get(key), dict) and isinstance(value, dict)
+        entry[key] = {**entry[key], **value} if both_mappings else value
+    return entry
 
 
 def name_in_file(settings: dict[str, Any], env: str, about: dict[str, Any]) -> str:
