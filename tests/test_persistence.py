@@ -137,8 +137,8 @@ def test_the_first_files_of_the_format_have_it_in_an_entry_of_the_archive(entry:
     first = changed_format(tmp_path / "model.zip", entry)
     with zipfile.ZipFile(first, "a") as archive:
         archive.writestr("_sb3_grpo_format", json.dumps({"format": FORMAT, "version": "0.1.0"}))
-    for name, weights in GRPO.load(first).policy.state_dict().items():
-        assert th.equal(weights, model.policy.state_dict()[name])
+    for name, loaded in GRPO.load(first).policy.state_dict().items():
+        assert th.equal(loaded, model.policy.state_dict()[name])
 
 
 @pytest.mark.parametrize(
