@@ -19,6 +19,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from sb3_grpo import GRPO, CompleteGroupRolloutBuffer, KernelRolloutBuffer
 from sb3_grpo.arithmetic.natural import CONSTANT_UNTIL, LIMIT
 from sb3_grpo.buffers import resolve_buffer_class
+from sb3_grpo.losses import UpdateRule
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.settings import ObjectiveOptions, chosen_n_epochs, chosen_update_rule
 from sb3_grpo.zoo.experiment import HYPERPARAMS
@@ -257,9 +258,12 @@ def has_entry(settings: dict[str, Any], env: str, about: dict[str, Any]) -> bool
     :param settings: Arm of the matrix
     :param env: Gymnasium environment
     :param about: Entry of the environment in the matrix
-    :return: Whether the hyperparameter file has the entry that the settings begin with, if they begin with one
+    :return: Whether the hyperparameter file has the entry that the settings begin with, or GRPO's default there has what they
+        match
     """
-    return settings["entry"] != "zoo" or name_in_file(settings, env, about) in hyperparameter_file(settings["algo"])
+    if settings["entry"] == "zoo":
+        return name_in_file(settings, env, about) in hyperparameter_file(settings["algo"])
+    return settings["entry"] != "matched" or settings["algo"] != "trpo" or "half_range" in about
 
 
 def entry_of(settings: dict[str, Any], env: str, about: dict[str, Any]) -> dict[str, Any]:
@@ -273,32 +277,33 @@ def entry_of(settings: dict[str, Any], env: str, about: dict[str, Any]) -> dict[
         return copy.deepcopy(hyperparameter_file(settings["algo"])[name_in_file(settings, env, about)])
     matched = {}
     if settings["entry"] == "matched":
-        matched = matched_settings(about, settings.get("normalize_rewards", False))
+        matched = matched_settings(about, settings["algo"], settings.get("normalize_rewards", False))
     policy = "CnnPolicy" if about.get("images", False) else "MlpPolicy"
     return {"policy": policy, **matched, **{key: about[key] for key in ("env_wrapper",) if key in about}}
 
 
-def matched_settings(about: dict[str, Any], normalize_rewards: bool) -> dict[str, Any]:
+def matched_settings(about: dict[str, Any], algo: str, normalize_rewards: bool) -> dict[str, Any]:
     """
     :param about: Entry of the environment in the matrix
-    :param normalize_rewards: Whether PPO gets normalised rewards, on which GRPO's default does not depend
-    :return: Arguments that give PPO the default settings of GRPO with 8 environments, including normalised observations, the
-        initial deviation and the learning rate that follows it. Only its critic differs
+    :param algo: One of :data:`RIVALS`
+    :param normalize_rewards: Whether the rival gets normalised rewards, on which GRPO's default does not depend
+    :return: Arguments that give a rival the default settings of GRPO with 8 environments: PPO those of clipped updates,
+        including the learning rate that follows the standard deviation, and TRPO those of natural-gradient steps. Both get
+        normalised observations and the initial deviation. Only the critic differs, and TRPO's deviation has no own bound
     """
-    ours = {**defaults(GRPO), "gae_lambda": KernelRolloutBuffer.defaults("clipped").gae_lambda}
+    rule: UpdateRule = "natural" if algo == "trpo" else "clipped"
+    chosen = KernelRolloutBuffer.defaults(rule)
+    ours = {**defaults(GRPO), "gae_lambda": chosen.gae_lambda, "target_kl": LIMIT}
     ours["n_epochs"] = chosen_n_epochs(about.get("images", False))
-    same = ("learning_rate", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "max_grad_norm")
-    settings = {
-        "n_envs": 8,
-        "n_steps": KernelRolloutBuffer.defaults("clipped").rollout_size // 8,
-        **{name: ours[name] for name in same},
-    }
+    of_ppo = ("learning_rate", "batch_size", "n_epochs", "clip_range", "ent_coef", "max_grad_norm")
+    same = ("gamma", "gae_lambda", *(of_ppo if rule == "clipped" else ("target_kl",)))
+    settings = {"n_envs": 8, "n_steps": chosen.rollout_size // 8, **{name: ours[name] for name in same}}
     normalize_observations = about.get("normalize", True)
     if normalize_observations or normalize_rewards:
         settings["normalize"] = f"dict(norm_obs={normalize_observations}, norm_reward={normalize_rewards})"
     if "half_range" in about:
         settings["policy_kwargs"] = f"dict(log_std_init={math.log(0.5 * about['half_range'])})"
-        if defaults(ActorPolicy)["lr_follows_std"]:
+        if defaults(ActorPolicy)["lr_follows_std"] and rule == "clipped":
             settings["callback"] = "benchmarks.rates.RateFollowsStd"
     return settings
 

@@ -62,7 +62,9 @@ CRITICS = {
 }
 WITHOUT_GROUPS = {"GRPO without groups": ["now, no groups"]}
 DEEPSEEK = {"GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
-RIVALS = {**CRITICS, **DEEPSEEK}
+#: The same step with a critic in the place of the fit, for continuous actions
+WITH_CRITIC = {"TRPO, our settings": ["trpo, our settings"]}
+RIVALS = {**CRITICS, **WITH_CRITIC, **DEEPSEEK}
 #: Environments that are also reported apart: those whose seed fixes inputs, and those on which no setting was chosen
 GROUPS = {
     "inputs": [f"sb3_grpo/{name}" for name in (
@@ -79,6 +81,7 @@ CLAIMS = {
     "PPO, defaults": "Against PPO with its defaults, it is",
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, it is",
     "TRPO, rl-zoo3": "Against sb3-contrib's TRPO with rl-zoo3's settings, it is",
+    "TRPO, our settings": "Against TRPO with the settings of GRPO's natural-gradient steps, it is",
     "GRPO as DeepSeekMath has it": "Against GRPO as DeepSeekMath has it, it is",
 }
 #: Those that the README shows
@@ -133,7 +136,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
         "inputs_summary": lambda: summary_table(groups["inputs"], OURS, {**CRITICS, **WITHOUT_GROUPS, **DEEPSEEK}),
-        "outcomes": lambda: outcomes_table(proof, OURS, CRITICS),
+        "outcomes": lambda: outcomes_table(proof, OURS, {**CRITICS, **WITH_CRITIC}),
         "deepseek_outcomes": lambda: outcomes_table(proof, OURS, DEEPSEEK),
         "untouched_outcomes": lambda: outcomes_table(groups["untouched"], OURS, RIVALS),
         "losses": lambda: losses_table(proof, OURS, RIVALS),
@@ -141,6 +144,8 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "critics_evaluation": lambda: environments_table(proof, {**ours, **CRITICS}, "eval_mean"),
         "grpo_area": lambda: environments_table(proof, {**ours, **WITHOUT_GROUPS, **DEEPSEEK}, "auc"),
         "grpo_evaluation": lambda: environments_table(proof, {**ours, **WITHOUT_GROUPS, **DEEPSEEK}, "eval_mean"),
+        "step_area": lambda: environments_table(proof, {**ours, **WITHOUT_GROUPS, **WITH_CRITIC}, "auc"),
+        "step_evaluation": lambda: environments_table(proof, {**ours, **WITHOUT_GROUPS, **WITH_CRITIC}, "eval_mean"),
         "at_a_million": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "eval_mean"),
         "short_million": lambda: environments_table(million, {**ours, **ZOO_RIVALS}, "eval_mean"),
         "million_area": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "auc"),

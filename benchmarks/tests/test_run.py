@@ -433,6 +433,23 @@ def test_ppo_with_our_settings_has_the_learning_rate_that_follows_the_deviation(
     assert callbacks["CartPole-v1"] is callbacks["MiniGrid-DoorKey-5x5-v0"] is None
 
 
+def test_trpo_with_our_settings_has_those_of_natural_gradient_steps_and_continuous_actions_alone() -> None:
+    entries = {run.env: run.entry for run in expand(MATRIX, "proof") if run.arm == "trpo, our settings"}
+    assert len(entries) == 9 and not {"CartPole-v1", "LunarLander-v3", "sb3_grpo/Queueing-v0"} & set(entries)
+    assert {key: value for key, value in entries["Hopper-v5"].items() if key != "policy_kwargs"} == {
+        "policy": "MlpPolicy",
+        "n_envs": 8,
+        "n_steps": 256,
+        "n_timesteps": 300000,
+        "gamma": 0.99,
+        "gae_lambda": 0.95,
+        "target_kl": 0.02,
+        "normalize": "dict(norm_obs=True, norm_reward=True)",
+    }
+    model = GRPO("MlpPolicy", "Pendulum-v1")
+    assert eval(entries["Pendulum-v1"]["policy_kwargs"])["log_std_init"] == pytest.approx(model.policy.log_std.item())
+
+
 def test_every_published_row_is_of_a_run_of_the_matrix() -> None:
     runs: dict[str, set[tuple[str, ...]]] = {}
     for suite in MATRIX["suites"]:
