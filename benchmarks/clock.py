@@ -29,7 +29,9 @@ from benchmarks.tables import markdown_table
 ROWS = RESULTS / "clock.csv"
 FIELDS = ["arm", "env", "seed", "minutes", "steps", "eval_mean", "eval_std", "commit", "versions"]
 #: Minutes after which policies are evaluated
-MARKS = (0.5, 1.0, 2.0, 5.0)
+MARKS = (0.5, 1.0, 2.0, 5.0, 10.0)
+#: Those between which speed is measured
+BETWEEN = (0.5, 5.0)
 #: Names of the algorithms in rl-zoo3
 OF_SBX = {"SAC of sbx": "sbx_sac", "TQC of sbx": "sbx_tqc"}
 ARMS = {"GRPO": "grpo", "PPO": "ppo", "TRPO": "trpo", "SAC": "sac", "TQC": "tqc", **OF_SBX}
@@ -140,16 +142,15 @@ def table(rows: Sequence[dict[str, str]], mark: float) -> str:
 
 def hours(rows: Sequence[dict[str, str]]) -> str:
     """
-    :return: Hours that a million steps would take, at the speed between the first and the last of ``MARKS``; a dash if a run
-        took no more steps in between
+    :return: Hours that a million steps would take, at the speed ``BETWEEN`` two of ``MARKS``; a dash if a run took no more
+        steps in between
     """
-    ends = MARKS[0], MARKS[-1]
 
     def cell(own: Sequence[dict[str, str]]) -> str:
-        first, last = (np.mean([int(row["steps"]) for row in own if float(row["minutes"]) == mark]) for mark in ends)
-        return f"{1e6 / 60 * (ends[1] - ends[0]) / (last - first):.2f}" if last > first else "-"
+        first, last = (np.mean([int(row["steps"]) for row in own if float(row["minutes"]) == mark]) for mark in BETWEEN)
+        return f"{1e6 / 60 * (BETWEEN[1] - BETWEEN[0]) / (last - first):.2f}" if last > first else "-"
 
-    whole = {(*_about(row), row["seed"]) for row in rows if float(row["minutes"]) == ends[1]}
+    whole = {(*_about(row), row["seed"]) for row in rows if float(row["minutes"]) == BETWEEN[1]}
     return _table([row for row in rows if (*_about(row), row["seed"]) in whole], cell)
 
 

@@ -176,6 +176,7 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "variance_removed": lambda: variance_table(groups["inputs"], OURS),
         "clock": lambda: clock.table(read_rows(results / clock.ROWS.name), 1.0),
         "clock_later": lambda: clock.table(read_rows(results / clock.ROWS.name), 5.0),
+        "clock_last": lambda: clock.table(read_rows(results / clock.ROWS.name), 10.0),
         "clock_hours": lambda: clock.hours(read_rows(results / clock.ROWS.name)),
         "foreign": lambda: foreign.table(read_rows(results / foreign.ROWS.name)),
         "metrics": lambda: metrics.table(read_rows(results / "metrics.csv")),
