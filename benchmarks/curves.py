@@ -23,7 +23,7 @@ from sb3_grpo.persistence import replace_file
 WINDOW = 20  # episodes over which the training return is averaged
 SUFFIX = ".npz.xz"
 #: For numbers of four bytes, with which files are a twentieth smaller than with the defaults of xz
-FILTERS = [dict(id=lzma.FILTER_LZMA2, lc=1, lp=2, pb=2)]
+FILTERS = [dict(id=lzma.FILTER_LZMA2, preset=9 | lzma.PRESET_EXTREME, lc=1, lp=2, pb=2)]
 
 
 class LearningCurve:
@@ -123,7 +123,7 @@ class CurveStore:
                 ends = np.cumsum(file["lengths"])[:-1]
                 steps, returns = np.split(file["step_differences"], ends), np.split(file["returns"], ends)
                 for name, differences, own in zip(file["names"], steps, returns, strict=True):
-                    curves[tuple(str(name).split())] = LearningCurve(np.cumsum(differences), own)
+                    curves[tuple(str(name).split())] = LearningCurve(np.cumsum(differences, dtype=np.int64), own)
         for path in self._loose_files():
             with _read(path) as file:
                 curves[tuple(unquote(path.name.removesuffix(SUFFIX)).split())] = LearningCurve(file["steps"], file["returns"])
@@ -133,10 +133,11 @@ class CurveStore:
         """:return: Number of curves in the packed file, which has all of them now"""
         moved, curves = self._loose_files(), sorted(self.load().items())
         if moved:
+            differences = np.concatenate([np.diff(curve.steps, prepend=0) for _, curve in curves])
             arrays = dict(
                 names=np.array([" ".join(key) for key, _ in curves]),
                 lengths=np.array([len(curve.steps) for _, curve in curves], np.int32),
-                step_differences=np.concatenate([np.diff(curve.steps, prepend=0) for _, curve in curves]).astype(np.int32),
+                step_differences=differences.astype(np.min_scalar_type(differences.max())),
                 returns=np.concatenate([np.asarray(curve.returns, np.float32) for _, curve in curves]),
             )
             _write_whole(self.packed, arrays)
