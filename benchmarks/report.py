@@ -84,6 +84,11 @@ CLAIMS = {
     "TRPO, our settings": "Against TRPO with the settings of GRPO's natural-gradient steps, it is",
     "GRPO as DeepSeekMath has it": "Against GRPO as DeepSeekMath has it, it is",
 }
+#: Those about speed
+SPEEDS = {
+    "PPO, our settings": "Against PPO with the settings of GRPO's clipped updates, GRPO takes",
+    "TRPO, our settings": "Against TRPO with those of natural-gradient steps, it takes",
+}
 #: Those that the README shows
 IN_README = {
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, GRPO is",
@@ -188,13 +193,11 @@ def claims(proof: Suite, openings: Mapping[str, str], speed: bool = True) -> str
     """
     :param proof: Finished runs
     :param openings: Beginnings of sentences by the name of a rival
-    :param speed: Whether a sentence about speed follows
+    :param speed: Whether sentences about speed follow
     :return: The sentences
     """
     sentences = [claim(proof, OURS, RIVALS[name], opening) for name, opening in openings.items()]
-    if speed:
-        opening = "Against PPO with the settings of GRPO's clipped updates, GRPO takes"
-        sentences.append(speed_claim(proof, OURS, RIVALS["PPO, our settings"], opening))
+    sentences += [speed_claim(proof, OURS, RIVALS[name], opening) for name, opening in SPEEDS.items() if speed]
     return listed(sentences)
 
 

@@ -336,7 +336,7 @@ def speed_claim(suite: Suite, arm: str, arms: Sequence[str], opening: str) -> st
     :return: The sentence: the seconds per step over those of the rival
     """
     per_step = seconds_ratio_per_step(suite, arm, arms)
-    return NO_ROWS if per_step is None else f"{opening} {per_step} times as long per step as PPO."
+    return NO_ROWS if per_step is None else f"{opening} {per_step} times as long per step."
 
 
 def losses_table(suite: Suite, arm: str, rivals: Arms) -> str:

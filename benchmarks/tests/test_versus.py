@@ -134,7 +134,7 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
     )
     assert (
         versus.speed_claim(suite, "grpo", ["ppo"], "GRPO takes")
-        == "GRPO takes 0.33 (0.33 to 0.33) times as long per step as PPO."
+        == "GRPO takes 0.33 (0.33 to 0.33) times as long per step."
     )
 
 
