@@ -44,9 +44,7 @@ from benchmarks.versus import (
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 #: Names of the pages of `docs` with places to fill
-TABLES_ON = (
-    "benchmark", "benchmark_details", "speed", "zoo", "games",
-)  # fmt: skip
+TABLES_ON = ("benchmark", "benchmark_details", "speed", "games")
 PAGES = (
     ROOT / "README.md",
     *(DOCS / f"{name}.md" for name in TABLES_ON),
@@ -82,7 +80,6 @@ CLAIMS = {
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, it is",
     "TRPO, rl-zoo3": "Against sb3-contrib's TRPO with rl-zoo3's settings, it is",
     "TRPO, our settings": "Against TRPO with the settings of GRPO's natural-gradient steps, it is",
-    "GRPO as DeepSeekMath has it": "Against GRPO as DeepSeekMath has it, it is",
 }
 #: Those about speed
 SPEEDS = {
