@@ -132,10 +132,7 @@ def test_the_claim_has_a_verdict_and_an_interval_for_each_measure(tmp_path: path
         "It is **better** by area, 2.00 (2.00 to 2.00), **better** by evaluation, 2.00 (2.00 to 2.00), "
         "**better** by seconds, 0.20 (0.20 to 0.20) and **better** by steps, 0.60 (0.60 to 0.60), in 1 environments."
     )
-    assert (
-        versus.speed_claim(suite, "grpo", ["ppo"], "GRPO takes")
-        == "GRPO takes 0.33 (0.33 to 0.33) times as long per step."
-    )
+    assert versus.speed_claim(suite, "grpo", ["ppo"], "GRPO takes") == "GRPO takes 0.33 (0.33 to 0.33) times as long per step."
 
 
 def test_the_claim_is_silent_about_seconds_and_steps_that_were_not_measured(tmp_path: pathlib.Path) -> None:
