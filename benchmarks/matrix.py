@@ -258,12 +258,13 @@ def has_entry(settings: dict[str, Any], env: str, about: dict[str, Any]) -> bool
     :param settings: Arm of the matrix
     :param env: Gymnasium environment
     :param about: Entry of the environment in the matrix
-    :return: Whether the hyperparameter file has the entry that the settings begin with, or GRPO's default there has what they
-        match
+    :return: Whether the hyperparameter file has the entry that the settings begin with; for TRPO with GRPO's settings, whether
+        actions are continuous, because GRPO's default has natural-gradient steps there
     """
     if settings["entry"] == "zoo":
         return name_in_file(settings, env, about) in hyperparameter_file(settings["algo"])
-    return settings["entry"] != "matched" or settings["algo"] != "trpo" or "half_range" in about
+    is_natural = settings["entry"] == "matched" and settings["algo"] == "trpo"
+    return "half_range" in about or not is_natural
 
 
 def entry_of(settings: dict[str, Any], env: str, about: dict[str, Any]) -> dict[str, Any]:
@@ -289,7 +290,8 @@ def matched_settings(about: dict[str, Any], algo: str, normalize_rewards: bool) 
     :param normalize_rewards: Whether the rival gets normalised rewards, on which GRPO's default does not depend
     :return: Arguments that give a rival the default settings of GRPO with 8 environments: PPO those of clipped updates,
         including the learning rate that follows the standard deviation, and TRPO those of natural-gradient steps. Both get
-        normalised observations and the initial deviation. Only the critic differs, and TRPO's deviation has no own bound
+        normalised observations and the initial deviation. The critic differs, and TRPO limits neither the change of the
+        deviation nor advantages
     """
     rule: UpdateRule = "natural" if algo == "trpo" else "clipped"
     chosen = KernelRolloutBuffer.defaults(rule)
