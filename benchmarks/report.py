@@ -63,6 +63,8 @@ DEEPSEEK = {"GRPO as DeepSeekMath has it": ["outcome, DeepSeekMath"]}
 #: The same step with a critic in the place of the fit, for continuous actions
 WITH_CRITIC = {"TRPO, our settings": ["trpo, our settings"]}
 RIVALS = {**CRITICS, **WITH_CRITIC, **DEEPSEEK}
+#: What GRPO is without one of its parts
+PARTS = {**WITHOUT_GROUPS, **WITH_CRITIC, **DEEPSEEK}
 #: Environments that are also reported apart: those whose seed fixes inputs, and those on which no setting was chosen
 GROUPS = {
     "inputs": [f"sb3_grpo/{name}" for name in (
@@ -144,10 +146,8 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "losses": lambda: losses_table(proof, OURS, RIVALS),
         "critics_area": lambda: environments_table(proof, {**ours, **CRITICS}, "auc"),
         "critics_evaluation": lambda: environments_table(proof, {**ours, **CRITICS}, "eval_mean"),
-        "grpo_area": lambda: environments_table(proof, {**ours, **WITHOUT_GROUPS, **DEEPSEEK}, "auc"),
-        "grpo_evaluation": lambda: environments_table(proof, {**ours, **WITHOUT_GROUPS, **DEEPSEEK}, "eval_mean"),
-        "step_area": lambda: environments_table(proof, {**ours, **WITHOUT_GROUPS, **WITH_CRITIC}, "auc"),
-        "step_evaluation": lambda: environments_table(proof, {**ours, **WITHOUT_GROUPS, **WITH_CRITIC}, "eval_mean"),
+        "grpo_area": lambda: environments_table(proof, {**ours, **PARTS}, "auc"),
+        "grpo_evaluation": lambda: environments_table(proof, {**ours, **PARTS}, "eval_mean"),
         "at_a_million": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "eval_mean"),
         "short_million": lambda: environments_table(million, {**ours, **ZOO_RIVALS}, "eval_mean"),
         "million_area": lambda: environments_table(million, {**ours, **MILLION_RIVALS}, "auc"),
