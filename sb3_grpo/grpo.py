@@ -26,6 +26,7 @@ from sb3_grpo.arithmetic.kl_penalty import KLPenalty, adapted_kl_coef
 from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.natural import default_limit
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
+from sb3_grpo.averaging import WeightAverage
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.collection import collect, prepare_starts
 from sb3_grpo.gymnasium_vector import wrap_vector_env
@@ -254,6 +255,7 @@ class GRPO(PersistentAlgorithm):
         if self.policy.state_size > 0:
             self.rollout_buffer.keep("states", self.policy.state_size)
         self.kl_penalty = KLPenalty(self.objective.kl_reference, self.objective.kl_estimator)
+        self.weight_average = WeightAverage()
         self._continue_run(saved_ledger)
         self._settings = self._current_settings()
 
@@ -335,6 +337,7 @@ class GRPO(PersistentAlgorithm):
             super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
         finally:  # an interrupt that comes while torch leaves `no_grad` would leave autograd switched off in the whole process
             th.set_grad_enabled(is_grad_enabled)
+            self.weight_average.show(self.policy)
         if self._has_learned is False:
             obstacle = self.rollout_buffer.obstacle()
             warnings.warn(f"Nothing was learned in {self.num_timesteps - n_before} timesteps. {obstacle}", stacklevel=2)
@@ -350,6 +353,7 @@ class GRPO(PersistentAlgorithm):
     ) -> tuple[int, BaseCallback]:
         assert self.env is not None
         self._take_up_changes()
+        self.weight_average.resume(self.policy)
         starts, set_up = self._starts(self.env), super()._setup_learn
         result: list[Any] = []
 
@@ -458,6 +462,8 @@ class GRPO(PersistentAlgorithm):
         self._has_learned = self._has_learned or self.rollout_buffer.has_differences
         if self.rollout_buffer.n_samples > 0:
             self._update()
+            if self.update_rule == "natural":
+                self.weight_average.add(self.policy)
         if self.policy.normalizer is not None:
             self.policy.normalizer.renew()
 
@@ -504,6 +510,20 @@ class GRPO(PersistentAlgorithm):
             if self.objective.clip_range_high is not None:
                 self.logger.record("train/clip_range_high", objective.clip_range.high)
 
+    def predict(
+        self,
+        observation: np.ndarray | dict[str, np.ndarray],
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+        """
+        As :meth:`ActorPolicy.predict <sb3_grpo.ActorPolicy.predict>`, which explains the arguments. Also during training, for
+        example in an ``EvalCallback``, the policy acts with its :class:`~sb3_grpo.averaging.WeightAverage`.
+        """
+        with self.weight_average.shown(self.policy):
+            return super().predict(observation, state, episode_start, deterministic)
+
     def _log(self, prefix: str, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             if name.startswith(prefix):
@@ -517,5 +537,13 @@ class GRPO(PersistentAlgorithm):
         return Objective(clip_range, level, self.ent_coef, self.kl_coef, self.kl_penalty, self.max_grad_norm)
 
     def _excluded_save_params(self) -> list[str]:
-        own = ["kl_penalty", "_random_state", "_printed_settings", "_seeded_env", "_settings", "_last_states"]
+        own = [
+            "kl_penalty",
+            "weight_average",
+            "_random_state",
+            "_printed_settings",
+            "_seeded_env",
+            "_settings",
+            "_last_states",
+        ]
         return [*super()._excluded_save_params(), *own]

@@ -64,5 +64,6 @@ class MaskableGRPO(GRPO):
         deterministic: bool = False,
         action_masks: Any = None,
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
-        """As :meth:`ActorPolicy.predict <sb3_grpo.ActorPolicy.predict>`, which explains the arguments."""
-        return self.policy.predict(observation, state, episode_start, deterministic, action_masks)
+        """As :meth:`GRPO.predict <sb3_grpo.GRPO.predict>`, with masks."""
+        with self.weight_average.shown(self.policy):
+            return self.policy.predict(observation, state, episode_start, deterministic, action_masks)

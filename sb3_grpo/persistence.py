@@ -17,6 +17,7 @@ from stable_baselines3.common.save_util import open_path
 from stable_baselines3.common.type_aliases import GymEnv
 
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
+from sb3_grpo.averaging import WeightAverage
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.settings import CLIPPED_ONLY, refuse_arguments, warn_of_idle_arguments
@@ -117,6 +118,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     policy: ActorPolicy  # type: ignore[assignment]
     _last_obs: Any
     kl_penalty: KLPenalty
+    weight_average: WeightAverage
     group_size: int | None
     #: Which start each environment runs, and the starts to come.
     ledger: Ledger = None  # type: ignore[assignment]  # until the model is set up
@@ -140,6 +142,8 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         if self._run_state is not None:
             self._random_state = self._run_state["random"]
             self.kl_penalty.set_state(self._run_state["kl_penalty"], self.policy)
+            if "weight_average" in self._run_state:  # not in the first files of this format
+                self.weight_average.set_state(self._run_state["weight_average"], self.policy)
             if self._run_state["buffer_class"] == full_name(type(self.rollout_buffer)):  # load() may have been given another
                 self.rollout_buffer.set_state(self._run_state["buffer"])
             self._run_state = None
@@ -152,30 +156,34 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         run_state: bool = True,
     ) -> None:
         """
-        Save the model in a zip file, with everything that continuing its run needs: weights, optimizer, kernel baseline, KL
-        reference, ledger and random generators. Transitions that wait for their group are not saved.
+        Save the model in a zip file, with everything that continuing its run needs: weights and those of the last update, see
+        :class:`~sb3_grpo.averaging.WeightAverage`, optimizer, kernel baseline, KL reference, ledger and random generators.
+        Transitions that wait for their group are not saved.
 
         The file is replaced as a whole: if saving is interrupted, the previous file stays intact.
 
         :param path: Path of the file (``.zip`` is added if it has no suffix), or a file-like object
         :param exclude: Names of attributes that are not saved
         :param include: Names of attributes that are saved although they are excluded by default
-        :param run_state: Whether to save what only continuing the run needs: kernel baseline, KL reference, ledger and random
-            generators. Without, the file is as small as one of PPO, and a model that is loaded from it begins a new run
+        :param run_state: Whether to save what only continuing the run needs: weights of the last update, kernel baseline, KL
+            reference, ledger and random generators. Without, the file is as small as one of PPO, and a model that is loaded
+            from it begins a new run
         """
         content = io.BytesIO()
-        if run_state:
-            self._run_state = {
-                "buffer_class": full_name(type(self.rollout_buffer)),  # which may be gone when the file is loaded
-                "buffer": self.rollout_buffer.get_state(),
-                "kl_penalty": self.kl_penalty.get_state(),
-                "random": self._random_state or random_state(),
-            }
-        else:
-            exclude = {*(exclude or ()), "ledger", "_last_obs", "_last_original_obs", "_last_episode_starts"}
         vars(self)[FORMAT_ENTRY] = {"format": FORMAT, "version": VERSION}
         try:
-            super().save(content, exclude, include)
+            with self.weight_average.shown(self.policy):
+                if run_state:
+                    self._run_state = {
+                        "buffer_class": full_name(type(self.rollout_buffer)),  # which may be gone when the file is loaded
+                        "buffer": self.rollout_buffer.get_state(),
+                        "kl_penalty": self.kl_penalty.get_state(),
+                        "weight_average": self.weight_average.get_state(),
+                        "random": self._random_state or random_state(),
+                    }
+                else:
+                    exclude = {*(exclude or ()), "ledger", "_last_obs", "_last_original_obs", "_last_episode_starts"}
+                super().save(content, exclude, include)
         finally:
             self._run_state = None
             del vars(self)[FORMAT_ENTRY]
