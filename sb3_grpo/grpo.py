@@ -461,6 +461,7 @@ class GRPO(PersistentAlgorithm):
         self.update_metrics = {}
         self._has_learned = self._has_learned or self.rollout_buffer.has_differences
         if self.rollout_buffer.n_samples > 0:
+            self.weight_average.resume(self.policy)  # a callback may have changed the weights
             self._update()
             if self.update_rule == "natural":
                 self.weight_average.add(self.policy)

@@ -12,6 +12,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from torch.nn.utils import parameters_to_vector
 
 from sb3_grpo import GRPO, load_actor
+from sb3_grpo.averaging import WeightAverage
 
 #: Of two environments with rollouts of 16 steps
 STEPS = 32
@@ -45,15 +46,28 @@ class Latest(BaseCallback):
         return True
 
 
-def test_after_learning_the_policy_has_the_average_that_weighs_each_update_with_0_8_of_the_next():
-    # The weights after an update sample the next rollout, so those of the last are seen in a fifth rollout only.
+def test_after_learning_the_policy_has_the_average():
+    # The weights after an update sample the next rollout, so those of the last are seen in a fourth rollout only.
     latest = Latest()
-    natural().learn(5 * STEPS, latest)
-    shares = np.array([0.8**3, 0.8**2, 0.8, 1.0])
-    expected = sum(share * each for share, each in zip(shares / shares.sum(), latest.weights[1:], strict=True))
-    model = natural().learn(4 * STEPS)
+    natural().learn(4 * STEPS, latest)
+    # The newest has the share 16/18. Of the rest, the second has 16/17.
+    shares = [2 / 18 * 1 / 17, 2 / 18 * 16 / 17, 16 / 18]
+    expected = sum(share * each for share, each in zip(shares, latest.weights[1:], strict=True))
+    model = natural().learn(3 * STEPS)
     th.testing.assert_close(vector(model), expected)
     assert not th.allclose(vector(model), latest.weights[-1], atol=1e-4)
+
+
+@pytest.mark.parametrize(("n_updates", "lag"), [(1, 0), (18, 1), (35, 2), (500, 4)])
+def test_the_average_lags_by_a_seventeenth_of_the_updates_and_at_most_by_four(n_updates: int, lag: float):
+    policy, average = natural().policy, WeightAverage()
+    for n in range(1, n_updates + 1):
+        for parameter in policy.parameters():
+            parameter.data.fill_(n)
+        average.add(policy)
+    with average.shown(policy):
+        shown = parameters_to_vector(policy.parameters())
+        th.testing.assert_close(shown, th.full_like(shown, n_updates - lag), rtol=0, atol=1e-3)
 
 
 def test_clipped_updates_leave_their_last_weights():
@@ -132,6 +146,22 @@ def test_weights_that_the_user_gave_to_the_policy_are_trained_and_are_no_part_of
     given = vector(model)
     model.learn(STEPS, latest, reset_num_timesteps=False)
     assert th.equal(latest.weights[0], given)
+    assert model.weight_average.n_updates == 1
+
+
+@pytest.mark.parametrize("how", ["load_actor", "set_parameters", "in place"])
+def test_weights_that_a_callback_gives_to_the_policy_act_and_begin_an_average(how: str):
+    def visit(model: GRPO) -> tuple[np.ndarray, np.ndarray]:
+        if model.num_timesteps > 4 * STEPS:
+            other_weights(model, how)
+        acting = (of.predict(OBSERVED, deterministic=True)[0] for of in (model, model.policy))
+        return next(acting), next(acting)
+
+    model, latest = natural(), Latest(visit)
+    model.learn(5 * STEPS, latest)
+    differences = [np.abs(one - other).max() for one, other in latest.seen]
+    # After the first update, the average is of this one alone.
+    assert [difference > 1e-4 for difference in differences] == [False, False, True, True, False]
     assert model.weight_average.n_updates == 1
 
 
