@@ -21,12 +21,12 @@ from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_grpo import losses, settings
 from sb3_grpo.arithmetic import update
+from sb3_grpo.arithmetic.averaging import WeightAverage
 from sb3_grpo.arithmetic.choice import describe_choice, share_memory
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty, adapted_kl_coef
 from sb3_grpo.arithmetic.metrics import describe_update
 from sb3_grpo.arithmetic.natural import default_limit
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
-from sb3_grpo.averaging import WeightAverage
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.collection import collect, prepare_starts
 from sb3_grpo.gymnasium_vector import wrap_vector_env
@@ -520,7 +520,7 @@ class GRPO(PersistentAlgorithm):
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
         """
         As :meth:`ActorPolicy.predict <sb3_grpo.ActorPolicy.predict>`, which explains the arguments. Also during training, for
-        example in an ``EvalCallback``, the policy acts with its :class:`~sb3_grpo.averaging.WeightAverage`.
+        example in an ``EvalCallback``, the policy acts with its :class:`~sb3_grpo.arithmetic.averaging.WeightAverage`.
         """
         with self.weight_average.shown(self.policy):
             return super().predict(observation, state, episode_start, deterministic)

@@ -16,8 +16,8 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.save_util import open_path
 from stable_baselines3.common.type_aliases import GymEnv
 
+from sb3_grpo.arithmetic.averaging import WeightAverage
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty
-from sb3_grpo.averaging import WeightAverage
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer
 from sb3_grpo.policies import ActorPolicy
 from sb3_grpo.settings import CLIPPED_ONLY, refuse_arguments, warn_of_idle_arguments
@@ -157,7 +157,7 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
     ) -> None:
         """
         Save the model in a zip file, with everything that continuing its run needs: weights and those of the last update, see
-        :class:`~sb3_grpo.averaging.WeightAverage`, optimizer, kernel baseline, KL reference, ledger and random generators.
+        :mod:`sb3_grpo.arithmetic.averaging`, optimizer, kernel baseline, KL reference, ledger and random generators.
         Transitions that wait for their group are not saved.
 
         The file is replaced as a whole: if saving is interrupted, the previous file stays intact.

@@ -12,7 +12,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from torch.nn.utils import parameters_to_vector
 
 from sb3_grpo import GRPO, load_actor
-from sb3_grpo.averaging import WeightAverage
+from sb3_grpo.arithmetic.averaging import WeightAverage
 
 #: Of two environments with rollouts of 16 steps
 STEPS = 32
