@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch as th
+from gymnasium import spaces
 from helpers import BOX, SMALL, make_envs, make_model, reload, same, samples, weights
 from stable_baselines3.common.callbacks import BaseCallback
 from torch.nn.utils import parameters_to_vector
 
-from sb3_grpo import GRPO, load_actor
+from sb3_grpo import GRPO, ActorPolicy, MaskableGRPO, load_actor
 from sb3_grpo.arithmetic.averaging import WeightAverage
 
 #: Of two environments with rollouts of 16 steps
@@ -19,9 +20,15 @@ STEPS = 32
 OBSERVED = samples(BOX, 50)[:, [0, 1, 0]].clip(-1, 1)
 
 
-def natural(seed: int = 0) -> GRPO:
+def natural(seed: int = 0, algorithm: type[GRPO] = GRPO) -> GRPO:
     options: dict[str, Any] = dict(n_steps=16, policy_kwargs=SMALL, rollout_buffer_kwargs=dict(n_features=16))
-    return GRPO("MlpPolicy", make_envs(action_space=BOX), seed=seed, device="cpu", **options)
+    envs = make_envs(action_space=BOX if algorithm is GRPO else spaces.Discrete(3))
+    return algorithm("MlpPolicy", envs, update_rule="natural", seed=seed, device="cpu", **options)
+
+
+def learn(model: GRPO, n_steps: int, callback: Any = None) -> GRPO:
+    without_masks: dict[str, Any] = dict(use_masking=False) if isinstance(model, MaskableGRPO) else {}
+    return model.learn(n_steps, callback, **without_masks)
 
 
 def vector(model: GRPO) -> th.Tensor:
@@ -99,13 +106,19 @@ def test_a_run_is_the_same_whoever_looks_at_the_average_on_the_way(visit: str, t
     assert same(*map(weights, models))
 
 
-def test_predictions_during_training_are_those_of_the_average():
-    seen = Latest(lambda model: model.predict(OBSERVED, deterministic=True)[0])
-    natural().learn(4 * STEPS, seen)
-    shorter = natural().learn(3 * STEPS)
-    # Statistics of observations are those of the last rollout, too.
-    np.testing.assert_allclose(seen.seen[-1], shorter.predict(OBSERVED, deterministic=True)[0], rtol=1e-5, atol=1e-6)
-    assert np.abs(seen.seen[-1] - seen.seen[1]).max() > 1e-3
+@pytest.mark.parametrize("algorithm", [GRPO, MaskableGRPO])
+def test_predictions_during_training_are_those_of_the_average(algorithm: type[GRPO], monkeypatch: pytest.MonkeyPatch):
+    acting, predict = list[th.Tensor](), ActorPolicy.predict
+
+    def watched(policy: ActorPolicy, *args: Any) -> Any:
+        acting.append(parameters_to_vector(policy.parameters()).detach())
+        return predict(policy, *args)
+
+    monkeypatch.setattr(ActorPolicy, "predict", watched)
+    latest = Latest(lambda model: model.predict(OBSERVED, deterministic=True))
+    learn(natural(algorithm=algorithm), 4 * STEPS, latest)
+    assert th.equal(acting[-1], vector(learn(natural(algorithm=algorithm), 3 * STEPS)))
+    assert not th.allclose(acting[-1], latest.weights[-1], atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["in pieces", "from a file", "from a file of a callback"])
