@@ -11,7 +11,7 @@ import pytest
 from benchmarks import report, tables
 from benchmarks.figures import draw_curves
 from benchmarks.results import RESULTS, Suite
-from benchmarks.statistics import interval_of_means, median
+from benchmarks.statistics import difference_of_means, interval_of_means, median
 from benchmarks.tests.toys import SMALL, toy_suite
 
 BETTER = {"CartPole-v1": [30.0, 31.0, 32.0], "Acrobot-v1": [300.0, 310.0, 320.0]}
@@ -49,6 +49,12 @@ def test_the_figure_of_curves_shows_each_arm_that_an_environment_has_and_repeats
     ours, theirs = ([line for line in lines if colour in line] for colour in ("#2b83d6", "#d9730d"))
     assert len(ours) == 3 and len(theirs) == 2  # in two panels and in one, and in the legend
     assert ["dasharray" in line for line in ours + theirs] == [False] * 3 + [True] * 2
+
+
+def test_equal_scores_do_not_differ_whatever_the_number_of_seeds() -> None:
+    ours, theirs = np.full(8, 994.77), np.full(5, 994.77)
+    assert ours.mean() != theirs.mean()
+    assert tuple(difference_of_means(ours, theirs)) == (0.0, 0.0, 0.0)
 
 
 def test_the_interval_of_a_mean_over_seeds_is_narrower_than_their_range() -> None:
