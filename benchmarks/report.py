@@ -65,14 +65,11 @@ WITH_CRITIC = {"TRPO, our settings": ["trpo, our settings"]}
 RIVALS = {**CRITICS, **WITH_CRITIC, **DEEPSEEK}
 #: What GRPO is without one of its parts
 PARTS = {**WITHOUT_GROUPS, **WITH_CRITIC, **DEEPSEEK}
-#: Environments that are also reported apart: those whose seed fixes inputs, and those on which no setting was chosen
+#: Environments that are also reported apart: those whose seed fixes inputs
 GROUPS = {
     "inputs": [f"sb3_grpo/{name}" for name in (
         "LoadBalancing-v0", "LostSales-v0", "EnergyStorage-v0", "BitRate-v0", "GustyHalfCheetah-v0", "Queueing-v0"
     )],
-    "untouched": [
-        "MountainCar-v0", "MiniGrid-FourRooms-v0", "MiniGrid-LavaGapS5-v0", "sb3_grpo/GustyHalfCheetah-v0",
-    ],
 }  # fmt: skip
 #: The sentences of the claim
 CLAIMS = {
@@ -93,8 +90,6 @@ IN_README = {
     "PPO, rl-zoo3": "Against PPO with rl-zoo3's settings for each environment, GRPO is",
     "TRPO, rl-zoo3": CLAIMS["TRPO, rl-zoo3"],
 }
-#: Those where no setting was chosen
-UNTOUCHED = {name: CLAIMS[name] for name in ("PPO, our settings", "PPO, our settings, rewards normalised", "PPO, defaults")}
 GROUPS_CLAIMS = {
     "inputs": "On the input-driven environments, GRPO with groups is",
     "others": "On the other environments, it is",
@@ -135,14 +130,12 @@ def sections(results: pathlib.Path) -> dict[str, Callable[[], str]]:
         "claim": lambda: claims(proof, CLAIMS),
         "short_claim": lambda: claims(proof, IN_README, speed=False),
         "compilation": lambda: compilation_table(proof, OURS, CRITICS, COMPILING),
-        "untouched_claim": lambda: claims(groups["untouched"], UNTOUCHED),
         "progress": lambda: progress(proof),
         "million_progress": lambda: progress(million),
         "summary": lambda: summary_table(proof, OURS, RIVALS),
         "inputs_summary": lambda: summary_table(groups["inputs"], OURS, {**CRITICS, **WITHOUT_GROUPS, **DEEPSEEK}),
         "outcomes": lambda: outcomes_table(proof, OURS, {**CRITICS, **WITH_CRITIC}),
         "deepseek_outcomes": lambda: outcomes_table(proof, OURS, DEEPSEEK),
-        "untouched_outcomes": lambda: outcomes_table(groups["untouched"], OURS, RIVALS),
         "losses": lambda: losses_table(proof, OURS, RIVALS),
         "critics_area": lambda: environments_table(proof, {**ours, **CRITICS}, "auc"),
         "critics_evaluation": lambda: environments_table(proof, {**ours, **CRITICS}, "eval_mean"),

@@ -170,19 +170,19 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
             from it begins a new run
         """
         content = io.BytesIO()
+        if run_state:
+            self._run_state = {
+                "buffer_class": full_name(type(self.rollout_buffer)),  # which may be gone when the file is loaded
+                "buffer": self.rollout_buffer.get_state(),
+                "kl_penalty": self.kl_penalty.get_state(),
+                "weight_average": self.weight_average.get_state(),
+                "random": self._random_state or random_state(),
+            }
+        else:
+            exclude = {*(exclude or ()), "ledger", "_last_obs", "_last_original_obs", "_last_episode_starts"}
         vars(self)[FORMAT_ENTRY] = {"format": FORMAT, "version": VERSION}
         try:
             with self.weight_average.shown(self.policy):
-                if run_state:
-                    self._run_state = {
-                        "buffer_class": full_name(type(self.rollout_buffer)),  # which may be gone when the file is loaded
-                        "buffer": self.rollout_buffer.get_state(),
-                        "kl_penalty": self.kl_penalty.get_state(),
-                        "weight_average": self.weight_average.get_state(),
-                        "random": self._random_state or random_state(),
-                    }
-                else:
-                    exclude = {*(exclude or ()), "ledger", "_last_obs", "_last_original_obs", "_last_episode_starts"}
                 super().save(content, exclude, include)
         finally:
             self._run_state = None

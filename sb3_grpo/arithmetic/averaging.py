@@ -73,11 +73,11 @@ class WeightAverage:
         """:return: A copy of everything that changes during training, for :meth:`set_state`"""
         # On the CPU, so that a saved run of a GPU can be continued without one.
         average, latest = ([each.cpu() for each in weights] for weights in (self._average, self._latest))
-        return {"n_updates": self.n_updates, "average": average, "latest": latest, "is_shown": self._is_shown}
+        return {"n_updates": self.n_updates, "average": average, "latest": latest}
 
     def set_state(self, state: dict[str, Any], policy: ActorPolicy) -> None:
-        """Go on from a state of :meth:`get_state`."""
-        self.n_updates, self._is_shown = state["n_updates"], state["is_shown"]
+        """Go on from a state of :meth:`get_state`, with a policy that was saved while the average was shown."""
+        self.n_updates, self._is_shown = state["n_updates"], state["n_updates"] > 0
         self._average, self._latest = ([each.to(policy.device) for each in state[name]] for name in ("average", "latest"))
 
 
