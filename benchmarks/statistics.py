@@ -14,8 +14,10 @@ from scipy import stats
 
 #: Enough that the ends of an interval hardly depend on the draws, also of a median where many runs count as infinite
 N_RESAMPLES = 50_000
-#: The same for each point of a curve, where it would take gigabytes
+#: The same for each point of a curve, where it would take minutes
 N_CURVE_RESAMPLES = 2000
+#: Number of values that are aggregated at a time. Where environments have different numbers of runs, all would take gigabytes
+MAX_VALUES = 2**24
 
 #: For each environment the scores of its runs, of one side or of two, each of shape ``(n_runs, ...)``
 Scores = Sequence[tuple[np.ndarray, ...]]
@@ -143,15 +145,22 @@ def over_environments(
 
     rng = np.random.default_rng(0)
     envs = rng.integers(len(scores), size=(n_resamples, len(scores)))
-    resampled = np.empty((*envs.shape, n_results, *observed[0].shape[2:]))
+    drawn = []
     for env, sides in enumerate(scores):
-        is_env = envs == env
-        drawn = (side[rng.integers(len(side), size=(is_env.sum(), len(side)))] for side in sides)
-        resampled[is_env] = repeated(of_runs(*drawn))
+        n_draws = int((envs == env).sum())
+        drawn.append(of_runs(*(side[rng.integers(len(side), size=(n_draws, len(side)))] for side in sides)))
+    width = math.prod(observed[0].shape[2:])
+    statistics, seen = [], np.zeros(len(scores), dtype=int)
+    for chosen in np.array_split(envs, math.ceil(envs.size * n_results * width / MAX_VALUES)):
+        resampled = np.empty((*chosen.shape, n_results, *observed[0].shape[2:]))
+        for env, results in enumerate(drawn):
+            is_env = chosen == env
+            first, seen[env] = seen[env], seen[env] + is_env.sum()
+            resampled[is_env] = repeated(results[first : seen[env]])
+        statistics.append(aggregate(resampled.reshape(len(chosen), -1, *resampled.shape[3:]), axis=1))
     statistic = aggregate(np.concatenate([repeated(each) for each in observed], axis=1), axis=1)[0]
-    statistics = aggregate(resampled.reshape(n_resamples, -1, *resampled.shape[3:]), axis=1)
     # The nearest of the values, because there is nothing between a number and infinity
-    return statistic, *np.quantile(statistics, [0.025, 0.975], axis=0, method="nearest")
+    return statistic, *np.quantile(np.concatenate(statistics), [0.025, 0.975], axis=0, method="nearest")
 
 
 def interquartile_mean(values: np.ndarray, axis: int) -> np.ndarray:

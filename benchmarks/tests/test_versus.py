@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rliable import metrics
 
-from benchmarks import versus
+from benchmarks import statistics, versus
 from benchmarks.results import Suite, append_row
 from benchmarks.statistics import (
     Estimate,
@@ -100,6 +100,15 @@ def test_intervals_are_the_same_each_time_and_leave_the_generator_of_numpy_alone
 def test_an_environment_with_fewer_seeds_counts_as_much() -> None:
     few, many = np.full(5, 1.0), np.full(10, 3.0)
     assert interquartile_ratio([(few, np.ones(5)), (many, np.ones(10))]).value == pytest.approx(2.0)
+
+
+def test_an_interval_is_the_same_however_many_values_are_aggregated_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    pairs = [(rng.normal(1.0, size=n), rng.normal(2.0, size=4)) for n in (5, 8, 9)]
+    at_once = interquartile_ratio(pairs)
+    assert at_once.low < at_once.value < at_once.high
+    monkeypatch.setattr(statistics, "MAX_VALUES", 1_000_000)  # of 54 million
+    assert interquartile_ratio(pairs) == at_once
 
 
 def test_the_chance_of_improvement_is_that_of_rliable() -> None:
