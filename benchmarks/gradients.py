@@ -1,0 +1,129 @@
+"""
+How much of the true gradient is in an update: judges estimates of advantages without the luck of whole trainings.
+
+    python -m benchmarks.gradients --env Hopper-v5 --seed 190 --options "{gae_lambda: 0.9}"
+
+GRPO is trained by default, and then its policy stays as it is. The *signal* of an update is the cosine, in the metric of the
+Fisher matrix, between the update and the gradient of the discounted return: the expected gain of a step over that of a step
+of the same size along the true gradient. Updates with other options are formed from the same rollouts.
+
+The true gradient is estimated by long rollouts of other seeds, with lambda=1. Its errors are independent of the updates and
+cancel in the mean over them, so ratios of signals are exact to a few percent after some minutes. They tell nothing about how
+much a training gains by them.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch as th
+import yaml
+from stable_baselines3.common.env_util import make_vec_env
+
+from benchmarks.tables import markdown_table
+from sb3_grpo import GRPO
+from sb3_grpo.arithmetic.choice import choose_learner
+from sb3_grpo.arithmetic.natural import DAMPING, conjugate_gradient
+from sb3_grpo.arithmetic.objective import NO_CLIPPING
+
+N_ENVS = 8
+#: Transitions per rollout, and per long one
+ROLLOUT, LONG_ROLLOUT = 2048, 16_384
+#: Rollouts that only the fits see
+N_UNSEEN = 20
+#: Added to the seed of a training for that of the long rollouts
+SEED_OF_THE_TRUTH = 1000
+
+
+class Direction(NamedTuple):
+    """
+    :param gradient: Gradient of the loss, zero for the standard deviations, whose steps have a limit of their own, shape
+        ``(m,)``
+    :param natural: The same, multiplied by the inverse of the Fisher matrix, which is the direction of a natural-gradient step
+    """
+
+    gradient: np.ndarray
+    natural: np.ndarray
+
+
+class FrozenGRPO(GRPO):
+    """GRPO that notes its updates instead of making them."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.directions = list[Direction]()
+        super().__init__(*args, **kwargs)
+
+    def train(self) -> None:
+        objective = replace(self._objective(), clip_range=NO_CLIPPING)
+        learner = choose_learner(objective, self.policy, self.rollout_buffer, "natural", math.inf)
+        _, gradient = learner.loss_and_gradient()
+        gradient = gradient.where(learner.largest_changes(1.0).isinf(), 0.0)
+
+        def product(vector: th.Tensor) -> th.Tensor:
+            return learner.fisher_product(vector).div_(learner.n_components).add_(vector, alpha=DAMPING)
+
+        natural = conjugate_gradient(product, gradient)
+        self.directions.append(Direction(gradient.double().numpy(), natural.double().numpy()))
+
+
+def directions(env_id: str, seed: int, policy: dict[str, Any], n_rollouts: int, size: int, **options: Any) -> list[Direction]:
+    """
+    :param policy: State of the policy
+    :param n_rollouts: Number of updates
+    :param size: Transitions per rollout
+    :param options: Arguments of GRPO
+    :return: The updates, after :data:`N_UNSEEN` others
+    """
+    env = make_vec_env(env_id, N_ENVS, seed=seed)
+    model = FrozenGRPO("MlpPolicy", env, n_steps=size // N_ENVS, seed=seed, **options)
+    model.policy.load_state_dict(policy)
+    model.learn((n_rollouts + N_UNSEEN) * size)
+    env.close()
+    return model.directions[N_UNSEEN:]
+
+
+def signals(truth: Sequence[Direction], updates: Sequence[Direction]) -> np.ndarray:
+    """
+    :param truth: Independent estimates of the gradient, at least two
+    :param updates: Updates
+    :return: Signal of each update, whose mean over updates is free of the errors of the gradient, shape ``(n_updates,)``
+    """
+    gradients, naturals = (np.stack(each) for each in zip(*truth, strict=True))
+    squares = gradients @ naturals.T
+    # Products of different estimates only, as those of an estimate with itself have its errors in them
+    squared_norm = (squares.sum() - squares.trace()) / (len(truth) * (len(truth) - 1))
+    norms = np.array([math.sqrt(each.gradient @ each.natural) for each in updates])
+    gains = np.array([gradients.mean(axis=0) @ each.natural for each in updates])
+    return gains / norms / math.sqrt(max(squared_norm, np.finfo(float).tiny))
+
+
+def main() -> None:
+    """Print the signal of updates by default and with other options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--env", required=True)
+    parser.add_argument("--seed", required=True, type=int)
+    parser.add_argument("--timesteps", type=int, default=150_000, help="of the training")
+    parser.add_argument("--rollouts", type=int, default=300, help="updates; there are an eighth as many long rollouts")
+    parser.add_argument("--options", nargs="+", default=[], type=yaml.safe_load, help="arguments of GRPO, as YAML")
+    args = parser.parse_args()
+    th.set_num_threads(1)
+    trained = GRPO("MlpPolicy", make_vec_env(args.env, N_ENVS, seed=args.seed), seed=args.seed, device="cpu")
+    policy = trained.learn(args.timesteps).policy.state_dict()
+    n_long, plain = args.rollouts * ROLLOUT // LONG_ROLLOUT, dict(gae_lambda=1.0, normalize_advantage=False)
+    truth = directions(args.env, args.seed + SEED_OF_THE_TRUTH, policy, n_long, LONG_ROLLOUT, **plain)
+    by_default, lines = np.empty(0), []
+    for options in [{}, *args.options]:
+        updates = directions(args.env, args.seed, policy, args.rollouts, ROLLOUT, **options)
+        signal = signals(truth, updates)
+        by_default = by_default if len(by_default) else signal
+        error = (signal / by_default.mean() - by_default / by_default.mean()).std() / math.sqrt(len(signal))
+        ratio = f"{signal.mean() / by_default.mean():.2f} ({error:.2f})"
+        lines.append([str(options or "default"), f"{signal.mean():.4f}", ratio])
+    print(markdown_table(["options", "signal", "over the default's, with standard error"], lines))
+
+
+if __name__ == "__main__":
+    main()
