@@ -3,9 +3,9 @@ How much of the true gradient is in an update: judges estimates of advantages wi
 
     python -m benchmarks.gradients --env Hopper-v5 --seed 190 --options "{gae_lambda: 0.9}"
 
-GRPO is trained by default, and then its policy stays as it is. The *signal* of an update is the cosine, in the metric of the
-Fisher matrix, between the update and the gradient of the discounted return: the expected gain of a step over that of a step
-of the same size along the true gradient. Updates with other options are formed from the same rollouts.
+GRPO trains a policy with its defaults, and then the policy stays as it is. The *signal* of a natural-gradient step is its
+expected gain over that of a step of the same size along the true gradient of the discounted return. It is the cosine between
+the two, in the metric of the Fisher matrix. Steps with other options come from the same rollouts.
 
 The true gradient is estimated by long rollouts of other seeds, with lambda=1. Its errors are independent of the updates and
 cancel in the mean over them, so ratios of signals are exact to a few percent after some minutes. They tell nothing about how
@@ -15,7 +15,7 @@ much a training gains by them.
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +25,8 @@ from stable_baselines3.common.env_util import make_vec_env
 
 from benchmarks.tables import markdown_table
 from sb3_grpo import GRPO
-from sb3_grpo.arithmetic.choice import choose_learner
-from sb3_grpo.arithmetic.natural import DAMPING, conjugate_gradient
-from sb3_grpo.arithmetic.objective import NO_CLIPPING
+from sb3_grpo.arithmetic.natural import conjugate_gradient, metric_product
+from sb3_grpo.arithmetic.update import natural_learner
 
 N_ENVS = 8
 #: Transitions per rollout, and per long one
@@ -57,15 +56,10 @@ class FrozenGRPO(GRPO):
         super().__init__(*args, **kwargs)
 
     def train(self) -> None:
-        objective = replace(self._objective(), clip_range=NO_CLIPPING)
-        learner = choose_learner(objective, self.policy, self.rollout_buffer, "natural", math.inf)
+        learner = natural_learner(self._objective(), self.policy, self.rollout_buffer)
         _, gradient = learner.loss_and_gradient()
         gradient = gradient.where(learner.largest_changes(1.0).isinf(), 0.0)
-
-        def product(vector: th.Tensor) -> th.Tensor:
-            return learner.fisher_product(vector).div_(learner.n_components).add_(vector, alpha=DAMPING)
-
-        natural = conjugate_gradient(product, gradient)
+        natural = conjugate_gradient(partial(metric_product, learner), gradient)
         self.directions.append(Direction(gradient.double().numpy(), natural.double().numpy()))
 
 
@@ -78,7 +72,7 @@ def directions(env_id: str, seed: int, policy: dict[str, Any], n_rollouts: int, 
     :return: The updates, after :data:`N_UNSEEN` others
     """
     env = make_vec_env(env_id, N_ENVS, seed=seed)
-    model = FrozenGRPO("MlpPolicy", env, n_steps=size // N_ENVS, seed=seed, **options)
+    model = FrozenGRPO("MlpPolicy", env, n_steps=size // N_ENVS, seed=seed, device="cpu", **options)
     model.policy.load_state_dict(policy)
     model.learn((n_rollouts + N_UNSEEN) * size)
     env.close()
@@ -114,12 +108,11 @@ def main() -> None:
     policy = trained.learn(args.timesteps).policy.state_dict()
     n_long, plain = args.rollouts * ROLLOUT // LONG_ROLLOUT, dict(gae_lambda=1.0, normalize_advantage=False)
     truth = directions(args.env, args.seed + SEED_OF_THE_TRUTH, policy, n_long, LONG_ROLLOUT, **plain)
-    by_default, lines = np.empty(0), []
-    for options in [{}, *args.options]:
-        updates = directions(args.env, args.seed, policy, args.rollouts, ROLLOUT, **options)
-        signal = signals(truth, updates)
-        by_default = by_default if len(by_default) else signal
-        error = (signal / by_default.mean() - by_default / by_default.mean()).std() / math.sqrt(len(signal))
+    variants = [{}, *args.options]
+    found = [signals(truth, directions(args.env, args.seed, policy, args.rollouts, ROLLOUT, **each)) for each in variants]
+    by_default, lines = found[0], []
+    for options, signal in zip(variants, found, strict=True):
+        error = (signal - by_default).std() / by_default.mean() / math.sqrt(len(signal))
         ratio = f"{signal.mean() / by_default.mean():.2f} ({error:.2f})"
         lines.append([str(options or "default"), f"{signal.mean():.4f}", ratio])
     print(markdown_table(["options", "signal", "over the default's, with standard error"], lines))

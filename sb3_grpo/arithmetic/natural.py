@@ -6,6 +6,7 @@ What a step needs to know about a policy is in a :class:`LocalModel`, of which t
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch as th
@@ -118,6 +119,11 @@ def conjugate_gradient(
     return solution
 
 
+def metric_product(local: LocalModel, vector: th.Tensor) -> th.Tensor:
+    """:return: Product of a vector with the matrix that measures steps, ``F / n_components + DAMPING I``, shape ``(m,)``"""
+    return local.fisher_product(vector).div_(local.n_components).add_(vector, alpha=DAMPING)
+
+
 def natural_step(local: LocalModel, limit: float) -> NaturalStep:
     """
     Move a policy along its natural gradient ``F^-1 g``, to where a quadratic model of the divergence reaches a limit, or less
@@ -133,10 +139,7 @@ def natural_step(local: LocalModel, limit: float) -> NaturalStep:
     grad_norm = gradient.norm().item()
     if not grad_norm > 0 or not math.isfinite(grad_norm):
         return NaturalStep(grad_norm, 0.0, 0, False)
-
-    def product(vector: th.Tensor) -> th.Tensor:
-        return local.fisher_product(vector).div_(local.n_components).add_(vector, alpha=DAMPING)
-
+    product = partial(metric_product, local)
     direction = conjugate_gradient(product, -gradient)
     largest = local.largest_changes(limit)
     unbounded = direction.where(largest.isinf(), 0.0)

@@ -67,6 +67,13 @@ def _shorten(learner: TorchLearner | MachineLearner, before: th.Tensor) -> None:
         size *= SHRINKING
 
 
+def natural_learner(
+    objective: Objective, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer
+) -> TorchLearner | MachineLearner:
+    """:return: What a natural-gradient step with all transitions in the buffer sees of the policy"""
+    return choose_learner(replace(objective, clip_range=NO_CLIPPING), policy, rollout_buffer, "natural", math.inf)
+
+
 def natural_update(
     objective: Objective, policy: ActorPolicy, rollout_buffer: GroupRolloutBuffer, limit: float
 ) -> UpdateReport:
@@ -77,8 +84,7 @@ def natural_update(
     :param limit: Limit of the divergence, see :func:`~sb3_grpo.arithmetic.natural.natural_step`
     :return: Metrics of the step, which counts as an epoch
     """
-    objective = replace(objective, clip_range=NO_CLIPPING)
-    learner = choose_learner(objective, policy, rollout_buffer, "natural", math.inf)
+    learner = natural_learner(objective, policy, rollout_buffer)
     step = natural_step(learner, limit)
     if not step.is_accepted:
         learner.loss()  # the metrics are those of the weights that stay
