@@ -67,14 +67,14 @@ def directions(env_id: str, seed: int, policy: dict[str, Any], n_rollouts: int, 
     """
     :param policy: State of the policy
     :param n_rollouts: Number of updates
-    :param size: Transitions per rollout
+    :param size: Transitions per rollout, unless the options have ``n_steps``
     :param options: Arguments of GRPO
     :return: The updates, after :data:`N_UNSEEN` others
     """
     env = make_vec_env(env_id, N_ENVS, seed=seed)
-    model = FrozenGRPO("MlpPolicy", env, n_steps=size // N_ENVS, seed=seed, device="cpu", **options)
+    model = FrozenGRPO("MlpPolicy", env, seed=seed, device="cpu", **{"n_steps": size // N_ENVS, **options})
     model.policy.load_state_dict(policy)
-    model.learn((n_rollouts + N_UNSEEN) * size)
+    model.learn((n_rollouts + N_UNSEEN) * model.n_steps * N_ENVS)
     env.close()
     return model.directions[N_UNSEEN:]
 
@@ -84,14 +84,17 @@ def signals(truth: Sequence[Direction], updates: Sequence[Direction]) -> np.ndar
     :param truth: Independent estimates of the gradient, at least two
     :param updates: Updates
     :return: Signal of each update, whose mean over updates is free of the errors of the gradient, shape ``(n_updates,)``
+    :raises ValueError: If the estimates have no gradient in common
     """
     gradients, naturals = (np.stack(each) for each in zip(*truth, strict=True))
     squares = gradients @ naturals.T
     # Products of different estimates only, as those of an estimate with itself have its errors in them
-    squared_norm = (squares.sum() - squares.trace()) / (len(truth) * (len(truth) - 1))
+    squared_norm = (squares.sum() - squares.trace()) / max(len(truth) * (len(truth) - 1), 1)
+    if squared_norm <= 0:
+        raise ValueError(f"{len(truth)} long rollouts have no gradient in common. Pass more `--rollouts`.")
     norms = np.array([math.sqrt(each.gradient @ each.natural) for each in updates])
     gains = np.array([gradients.mean(axis=0) @ each.natural for each in updates])
-    return gains / norms / math.sqrt(max(squared_norm, np.finfo(float).tiny))
+    return gains / norms / math.sqrt(squared_norm)
 
 
 def main() -> None:
@@ -106,7 +109,7 @@ def main() -> None:
     th.set_num_threads(1)
     trained = GRPO("MlpPolicy", make_vec_env(args.env, N_ENVS, seed=args.seed), seed=args.seed, device="cpu")
     policy = trained.learn(args.timesteps).policy.state_dict()
-    n_long, plain = args.rollouts * ROLLOUT // LONG_ROLLOUT, dict(gae_lambda=1.0, normalize_advantage=False)
+    n_long, plain = max(args.rollouts * ROLLOUT // LONG_ROLLOUT, 1), dict(gae_lambda=1.0, normalize_advantage=False)
     truth = directions(args.env, args.seed + SEED_OF_THE_TRUTH, policy, n_long, LONG_ROLLOUT, **plain)
     variants = [{}, *args.options]
     found = [signals(truth, directions(args.env, args.seed, policy, args.rollouts, ROLLOUT, **each)) for each in variants]

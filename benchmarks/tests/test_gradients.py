@@ -34,6 +34,13 @@ def test_errors_of_the_gradient_do_not_change_the_mean_signal() -> None:
     assert estimated.mean() == pytest.approx(exact.mean(), rel=0.1)
 
 
+def test_a_gradient_that_its_estimates_do_not_share_is_an_error() -> None:
+    gradient = RNG.normal(size=30)
+    for truth in ([gradient], [gradient, -gradient]):
+        with pytest.raises(ValueError, match=rf"^{len(truth)} long .* more `--rollouts`"):
+            signals([direction(each) for each in truth], [direction(gradient)])
+
+
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> dict[str, th.Tensor]:
     """A policy that has learned for a rollout."""
@@ -70,6 +77,10 @@ def test_other_options_form_updates_from_the_same_rollouts(
     assert len(by_default) == len(others) == 2
     np.testing.assert_array_equal(rewards[:2], rewards[2:])
     assert not np.allclose(by_default[0].gradient, others[0].gradient)
+
+
+def test_rollouts_may_have_another_length(before: dict[str, th.Tensor]) -> None:
+    assert len(directions("Pendulum-v1", 0, before, n_rollouts=3, size=2048, n_steps=64)) == 3
 
 
 def test_updates_that_only_the_fit_sees_are_left_out(before: dict[str, th.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
