@@ -25,8 +25,6 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 LEVEL_RIDGE = 1e-12
 #: Largest relative change by which iterative refinement may correct weights that were computed in single precision.
 MAX_CORRECTION = 1e-2
-#: The default bandwidth is this number over the root of the number of inputs that vary, with which their distances grow.
-BANDWIDTH = 1.1
 #: Part of the metric that is the same in all directions, so that none is lost for good.
 ISOTROPIC = 0.1
 #: Number of steps, and number of columns, that are multiplied at a time.
@@ -305,7 +303,7 @@ class KernelBaseline:
     def __init__(
         self,
         n_features: int = 128,
-        bandwidth: float | None = None,
+        bandwidth: float = 1.1,
         ridge: float = 1e-5,
         forgetting: float = 0.8,
         clip: float = 5.0,
@@ -356,7 +354,7 @@ class KernelBaseline:
 
     def _draw_features(self, input_dim: int, n_varying: int) -> None:
         rng = np.random.default_rng(self.seed)
-        bandwidth = BANDWIDTH / math.sqrt(max(n_varying, 1)) if self.bandwidth is None else self.bandwidth
+        bandwidth = self.bandwidth / math.sqrt(max(n_varying, 1))  # because distances grow with the root of their number
         self._draws = self._frequencies = th.from_numpy(bandwidth * rng.standard_normal((input_dim + 1, self.n_features)))
         self._phases = th.from_numpy(rng.uniform(0.0, 2.0 * np.pi, size=self.n_features))
 

@@ -62,7 +62,7 @@ class GRPO(PersistentAlgorithm):
     :param n_epochs: Number of passes over the transitions of an update. ``None`` for 4 with images or boards, and 10 otherwise
     :param gamma: Discount factor
     :param gae_lambda: Lambda of generalized advantage estimation, and of the targets of the kernel baseline. ``None`` for
-        0.98 with clipped updates, and 0.95 with natural ones. Buffers that compare whole trajectories do not use it
+        0.98 with clipped updates, and 0.9 with natural ones. Buffers that compare whole trajectories do not use it
     :param clip_range: Clipping parameter, a number or a function of the remaining progress (from 1 to 0)
     :param normalize_advantage: Whether to standardise the advantages of a rollout. Buffers that compare within groups have
         their own ``scale`` instead

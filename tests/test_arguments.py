@@ -94,7 +94,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (kernel(sequence_length=0), "`sequence_length` must be an integer of at least 1 or None, not 0"),
     (kernel(n_features=0), "`n_features` must be an integer of at least 1, not 0"),
     (kernel(bandwidth=0.0), f"`bandwidth` {POSITIVE} 0.0"),
-    (kernel(ridge=-1), "`ridge` must be a finite number of at least 1e-05, not -1"),
+    (kernel(ridge=-1), "`ridge` must be a finite number of at least 1e-06, not -1"),
     (kernel(forgetting=1.5), f"`forgetting` {FROM_0_TO_1} 1.5"),
     (kernel(n_folds=0), "`n_folds` must be an integer of at least 1, not 0"),
     (kernel(relative="no"), "`relative` must be True or False, not 'no'"),
@@ -305,10 +305,10 @@ def test_a_value_on_the_boundary_is_accepted_and_the_model_acts(kwargs: dict[str
 
 BOARD = spaces.Box(0.0, 1.0, (5, 4, 3), np.float32)
 #: Update rule, lambda, number of steps and of epochs; of the kernel buffer, number of features, forgetting and metric
-CLIPPED, NATURAL = ("clipped", 0.98, 1024, 10, 128, 0.8, False), ("natural", 0.95, 2048, 10, 512, 0.9, True)
+CLIPPED, NATURAL = ("clipped", 0.98, 1024, 10, 128, 0.8, False), ("natural", 0.9, 2048, 10, 512, 0.9, True)
 ON_PICTURES, NATURAL_ON_BOARDS = (
     ("clipped", 0.98, 1024, 4, 128, 0.8, False),
-    ("natural", 0.95, 2048, 4, 512, 0.9, True),
+    ("natural", 0.9, 2048, 4, 512, 0.9, True),
 )
 CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "discrete actions": (dict(env="CartPole-v1"), CLIPPED),

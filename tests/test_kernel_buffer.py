@@ -493,7 +493,7 @@ def test_a_restored_fit_goes_on_as_the_original_does():
     assert not np.allclose(advantages[0], advantages[2])
 
 
-@pytest.mark.parametrize(("option", "saved", "present"), [("bandwidth", None, 0.5), ("n_features", 12, 24)])
+@pytest.mark.parametrize(("option", "saved", "present"), [("bandwidth", 1.1, 0.5), ("n_features", 12, 24)])
 def test_a_fit_with_other_features_is_not_taken_over(option: str, saved: Any, present: Any):
     state = KernelRolloutBuffer(8, VECTOR, DISCRETE, "cpu", **{option: saved}).get_state()
     buffer = KernelRolloutBuffer(8, VECTOR, DISCRETE, "cpu", **{option: present})

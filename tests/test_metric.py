@@ -147,3 +147,13 @@ def test_an_advantage_far_from_the_others_counts_as_three_standard_deviations():
     assert buffer._scaled(advantages, True).max() == MAX_ADVANTAGE < (50 - 0.5) / np.std(advantages)
     assert buffer._scaled(advantages, False).max() == 50
     assert buffer._scaled(np.r_[-1.0, 1.0], True).std() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("learn_metric", "horizon", "expected"), [(True, 1000, False), (True, 20, True), (False, 1000, True)], ids=str
+)
+def test_a_fit_with_a_metric_uses_the_time_only_where_time_limits_are_ends(learn_metric: bool, horizon: int, expected: bool):
+    model = make_model(n_steps=64, rollout_buffer_kwargs=dict(learn_metric=learn_metric, horizon=horizon)).learn(128 * 2)
+    baseline = model.rollout_buffer.baseline
+    weight_of_time = baseline.weights[-baseline.n_features - 1]
+    assert bool(weight_of_time != 0) is expected

@@ -1,5 +1,6 @@
 """The buffer of the kernel baseline."""
 
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from sb3_grpo.validation import require_at_least, require_between, require_bool,
 LARGE_GROUP = 4
 LARGE_GROUP_ABOVE = 1 / 3
 #: With a smaller penalty, the equations of dependent features, whose products have single precision, can be singular.
-MIN_RIDGE = 1e-5
+MIN_RIDGE = 1e-6
 #: Advantages whose standard deviation is below this share of the largest value estimate are partly rounding errors. That
 #: happens while all rewards are equal. The next fit then has double precision. What it cannot explain is similar in
 #: neighbouring states and leads the policy to new ones, which rounding errors do not.
@@ -92,7 +93,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     its own only of inputs that the policy does not standardise, and of hashed ones.
 
     The unit of time of the fit is ``horizon``, or without one the length of the longest trajectory so far, rounded up to a
-    power of two.
+    power of two. A fit that learns its metric does without the time, unless time limits are ends: in an environment that
+    shows its state, values depend on the time only then, and the metric would spend features on what is not there.
 
     Beyond a time limit, predictions stand for the rewards that would follow, as in SB3. Departure: time limits are ends if
     ``gamma ** T`` is above 1/2, where ``T`` is ``horizon``, or without one the longest length so far. The transitions would
@@ -101,9 +103,9 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
 
     :param args: See :class:`GroupRolloutBuffer`
     :param n_features: Number of random Fourier features. GRPO passes 512 with natural-gradient steps
-    :param bandwidth: Standard deviation of the random frequencies; ``None`` for 1.1 over the root of the number of inputs that
-        vary in the first rollout
-    :param ridge: Penalty on the squared weights, per sample
+    :param bandwidth: Standard deviation of the random frequencies, times the root of the number of inputs that vary in the
+        first rollout. GRPO passes 1.8 with natural-gradient steps
+    :param ridge: Penalty on the squared weights, per sample. GRPO passes 1e-6 with natural-gradient steps
     :param forgetting: Factor for the weight of earlier rollouts in each fit. GRPO passes 0.9 with natural-gradient steps
     :param n_folds: Number of folds
     :param learn_metric: Whether the features learn the metric of the value, see
@@ -118,7 +120,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self,
         *args: Any,
         n_features: int = 128,
-        bandwidth: float | None = None,
+        bandwidth: float = 1.1,
         ridge: float = 1e-5,
         forgetting: float = 0.8,
         n_folds: int = 4,
@@ -128,8 +130,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     ):
         super().__init__(*args, **kwargs)
         require_at_least("n_features", n_features, 1)
-        if bandwidth is not None:
-            require_positive("bandwidth", bandwidth)
+        require_positive("bandwidth", bandwidth)
         require_between("ridge", ridge, MIN_RIDGE)
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
@@ -159,7 +160,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         # Clipped updates ended far lower with the metric on LunarLander, and level elsewhere, so they do without.
         if update_rule == "clipped":
             return Defaults(rollout_size=1024)
-        return Defaults(rollout_size=2048, gae_lambda=0.95, arguments=dict(n_features=512, forgetting=0.9, learn_metric=True))
+        arguments = dict(n_features=512, bandwidth=1.8, ridge=1e-6, forgetting=0.9, learn_metric=True)
+        return Defaults(rollout_size=2048, gae_lambda=0.9, arguments=arguments)
 
     @classmethod
     def update_size(cls, rollout_size: int) -> int | None:
@@ -264,10 +266,12 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return features, th.as_tensor(data.rewards), folds, traces.flatten(end_dim=1), differences
 
     def _time_unit(self, steps: np.ndarray) -> float:
-        if self._fixed_time_unit is not None:
-            return float(self._fixed_time_unit)
-        self._longest = max(self._longest, int(steps.max()) + 1)
-        return float(2 ** np.ceil(np.log2(self._longest)))
+        """:return: The unit of time; infinite if the fit does without the time"""
+        if self._fixed_time_unit is None:
+            self._longest = max(self._longest, int(steps.max()) + 1)
+        if self.learn_metric and not self._limits_are_ends():
+            return math.inf
+        return float(self._fixed_time_unit or 2 ** np.ceil(np.log2(self._longest)))
 
     def _limits_are_ends(self) -> bool:
         """:return: Whether time limits count as ends, see :data:`MAX_UNSEEN`"""

@@ -29,8 +29,8 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
     if buffer == "kernel":
         trial.suggest_float("one_minus_gae_lambda", 0.001, 0.2, log=True)
         trial.suggest_categorical("n_features", [64, 128, 256, 512])
-        trial.suggest_float("bandwidth", 0.1, 2.0, log=True)
-        trial.suggest_float("ridge", 1e-5, 0.1, log=True)
+        trial.suggest_float("bandwidth", 0.3, 5.0, log=True)
+        trial.suggest_float("ridge", 1e-6, 0.1, log=True)
         trial.suggest_float("forgetting", 0.0, 0.98)
         trial.suggest_categorical("learn_metric", [True, False])
     else:
