@@ -210,9 +210,8 @@ class TorchLearner:
     def _loses_second_derivatives(self, vector: th.Tensor) -> bool:
         """:return: Whether some operation, as fused attention, has no second derivative, or silently one of zero"""
         losses.exact_kl(self._fisher_before, self._fisher_before)  # an error if it has no closed form, before a move
-        sizes, head = (
-            [each.numel() for each in self._parameters],
-            set(getattr(self._policy, "action_net", th.nn.Identity()).parameters()),
+        sizes, head = [each.numel() for each in self._parameters], set(
+            getattr(self._policy, "action_net", th.nn.Identity()).parameters()
         )
         # The entries of the action layer, which are far larger at first, would hide what the layers below it lose.
         below = [part * (each not in head) for each, part in zip(self._parameters, vector.split(sizes), strict=True)]
