@@ -90,8 +90,13 @@ class Run:
                 falls = settings["target_kl"] is None and self.timesteps > CONSTANT_UNTIL
                 settings["target_kl"] = f"falls after {CONSTANT_UNTIL} timesteps" if falls else None
             buffer = buffer_settings(settings)
-            if buffer.get("learn_metric") == (settings["update_rule"] == "natural"):  # the default, not an option once
-                del buffer["learn_metric"]
+            is_natural = settings["update_rule"] == "natural"
+            # Defaults that were not options once, or had another name
+            for name, default in (("learn_metric", is_natural), ("use_time", not (is_natural and self.is_continuous))):
+                if buffer.get(name) == default:
+                    del buffer[name]
+            if "bandwidth" in buffer and buffer["bandwidth"] == defaults(KernelRolloutBuffer)["bandwidth"]:
+                buffer["bandwidth"] = None
             settings = dict(without_neutral({**settings, "rollout_buffer_kwargs": without_neutral(buffer)}))
         what = (self.algo, self.env, self.timesteps, sorted(settings.items()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
@@ -112,7 +117,7 @@ class Run:
         settings["update_rule"] = settings["update_rule"] or chosen_update_rule(
             about, defaults(GRPO), self.is_continuous, self.has_boards
         )
-        chosen = buffer_class.defaults(settings["update_rule"])
+        chosen = buffer_class.defaults(settings["update_rule"], self.is_continuous)
         if settings["gae_lambda"] is None:
             settings["gae_lambda"] = chosen.gae_lambda
         if settings["n_epochs"] is None:
@@ -294,7 +299,7 @@ def matched_settings(about: dict[str, Any], algo: str, normalize_rewards: bool) 
         deviation nor advantages
     """
     rule: UpdateRule = "natural" if algo == "trpo" else "clipped"
-    chosen = KernelRolloutBuffer.defaults(rule)
+    chosen = KernelRolloutBuffer.defaults(rule, "half_range" in about)
     ours = {**defaults(GRPO), "gae_lambda": chosen.gae_lambda, "target_kl": LIMIT}
     ours["n_epochs"] = chosen_n_epochs(about.get("images", False))
     of_ppo = ("learning_rate", "batch_size", "n_epochs", "clip_range", "ent_coef", "max_grad_norm")

@@ -62,7 +62,8 @@ class GRPO(PersistentAlgorithm):
     :param n_epochs: Number of passes over the transitions of an update. ``None`` for 4 with images or boards, and 10 otherwise
     :param gamma: Discount factor
     :param gae_lambda: Lambda of generalized advantage estimation, and of the targets of the kernel baseline. ``None`` for
-        0.98 with clipped updates, and 0.9 with natural ones. Buffers that compare whole trajectories do not use it
+        0.98 with clipped updates, and for 0.9 with natural ones, or 0.95 where actions are not continuous. Buffers that
+        compare whole trajectories do not use it
     :param clip_range: Clipping parameter, a number or a function of the remaining progress (from 1 to 0)
     :param normalize_advantage: Whether to standardise the advantages of a rollout. Buffers that compare within groups have
         their own ``scale`` instead
@@ -226,7 +227,7 @@ class GRPO(PersistentAlgorithm):
             policy_class: type[ActorPolicy] = self.policy_class
             self.normalize_observations = not policy_class.has_own_extractor(self.observation_space, self.policy_kwargs)
         settings.check_options(self._named_settings(), parameters, self._standardises())
-        defaults = buffer_class.defaults(self.update_rule)
+        defaults = buffer_class.defaults(self.update_rule, kinds[0])
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
         if self.n_epochs is None:
             self.n_epochs = settings.chosen_n_epochs(has_images(self.observation_space))

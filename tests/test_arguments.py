@@ -308,7 +308,7 @@ BOARD = spaces.Box(0.0, 1.0, (5, 4, 3), np.float32)
 CLIPPED, NATURAL = ("clipped", 0.98, 1024, 10, 128, 0.8, False), ("natural", 0.9, 2048, 10, 512, 0.9, True)
 ON_PICTURES, NATURAL_ON_BOARDS = (
     ("clipped", 0.98, 1024, 4, 128, 0.8, False),
-    ("natural", 0.9, 2048, 4, 512, 0.9, True),
+    ("natural", 0.95, 2048, 4, 512, 0.9, True),
 )
 CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "discrete actions": (dict(env="CartPole-v1"), CLIPPED),
@@ -320,7 +320,10 @@ CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "an optimizer": (dict(policy_kwargs=dict(optimizer_class=th.optim.SGD)), CLIPPED),
     "a rate of its own for the deviation": (dict(policy_kwargs=dict(log_std_lr_factor=0.3)), NATURAL),
     "gSDE": (dict(use_sde=True), CLIPPED),
-    "asked for with discrete actions": (dict(env="CartPole-v1", update_rule="natural"), NATURAL),
+    "asked for with discrete actions": (
+        dict(env="CartPole-v1", update_rule="natural"),
+        ("natural", 0.95, 2048, 10, 512, 0.9, True),
+    ),
     "boards": (dict(policy="CnnPolicy", env=AnyEnv(BOARD)), NATURAL_ON_BOARDS),
     "boards beside an image": (dict(policy="MultiInputPolicy", env=AnyEnv(spaces.Dict(board=BOARD, eye=HWC))), ON_PICTURES),
     "images": (dict(policy="CnnPolicy", env=AnyEnv(HWC)), ON_PICTURES),

@@ -801,7 +801,7 @@ class Own(RewardIsAdvantage):
     """A user's own settings: rollouts of 24, each of which is an update; groups of five; half the advantages."""
 
     @classmethod
-    def defaults(cls, update_rule: losses.UpdateRule) -> Defaults:
+    def defaults(cls, update_rule: losses.UpdateRule, is_continuous: bool) -> Defaults:
         return Defaults(rollout_size=24, gae_lambda=0.5)
 
     @classmethod

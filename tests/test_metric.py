@@ -150,10 +150,12 @@ def test_an_advantage_far_from_the_others_counts_as_three_standard_deviations():
 
 
 @pytest.mark.parametrize(
-    ("learn_metric", "horizon", "expected"), [(True, 1000, False), (True, 20, True), (False, 1000, True)], ids=str
+    ("use_time", "horizon", "expected"), [(False, 1000, False), (False, 20, True), (True, 1000, True)], ids=str
 )
-def test_a_fit_with_a_metric_uses_the_time_only_where_time_limits_are_ends(learn_metric: bool, horizon: int, expected: bool):
-    model = make_model(n_steps=64, rollout_buffer_kwargs=dict(learn_metric=learn_metric, horizon=horizon)).learn(128 * 2)
+def test_a_fit_uses_the_time_where_time_limits_are_ends_and_otherwise_if_it_should(
+    use_time: bool, horizon: int, expected: bool
+):
+    model = make_model(n_steps=64, rollout_buffer_kwargs=dict(use_time=use_time, horizon=horizon)).learn(128 * 2)
     baseline = model.rollout_buffer.baseline
     weight_of_time = baseline.weights[-baseline.n_features - 1]
     assert bool(weight_of_time != 0) is expected

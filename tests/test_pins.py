@@ -59,6 +59,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         forgetting=0.8,
         n_folds=4,
         learn_metric=False,
+        use_time=True,
         relative=True,
     ),
     buffers.CompleteGroupRolloutBuffer: OF_COMPLETE_GROUPS,

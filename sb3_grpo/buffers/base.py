@@ -161,8 +161,8 @@ class GroupRolloutBuffer(BaseBuffer, Columns, ABC):
         return "clipped"
 
     @classmethod
-    def defaults(cls, update_rule: losses.UpdateRule) -> Defaults:
-        """:return: The settings for an update rule that are left to the buffer"""
+    def defaults(cls, update_rule: losses.UpdateRule, is_continuous: bool) -> Defaults:
+        """:return: The settings for an update rule, and actions that are continuous or not, that are left to the buffer"""
         return Defaults()
 
     @classmethod

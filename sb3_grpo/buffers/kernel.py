@@ -93,8 +93,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     its own only of inputs that the policy does not standardise, and of hashed ones.
 
     The unit of time of the fit is ``horizon``, or without one the length of the longest trajectory so far, rounded up to a
-    power of two. A fit that learns its metric does without the time, unless time limits are ends: in an environment that
-    shows its state, values depend on the time only then, and the metric would spend features on what is not there.
+    power of two.
 
     Beyond a time limit, predictions stand for the rewards that would follow, as in SB3. Departure: time limits are ends if
     ``gamma ** T`` is above 1/2, where ``T`` is ``horizon``, or without one the longest length so far. The transitions would
@@ -104,12 +103,15 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param args: See :class:`GroupRolloutBuffer`
     :param n_features: Number of random Fourier features. GRPO passes 512 with natural-gradient steps
     :param bandwidth: Standard deviation of the random frequencies, times the root of the number of inputs that vary in the
-        first rollout. GRPO passes 1.8 with natural-gradient steps
-    :param ridge: Penalty on the squared weights, per sample. GRPO passes 1e-6 with natural-gradient steps
+        first rollout. GRPO passes 1.8 with continuous actions and natural-gradient steps
+    :param ridge: Penalty on the squared weights, per sample. GRPO passes 1e-6 with continuous actions and natural-gradient
+        steps
     :param forgetting: Factor for the weight of earlier rollouts in each fit. GRPO passes 0.9 with natural-gradient steps
     :param n_folds: Number of folds
     :param learn_metric: Whether the features learn the metric of the value, see
         :func:`~sb3_grpo.baseline.gradient_metric`. GRPO passes ``True`` with natural-gradient steps
+    :param use_time: Whether the fit uses the time where time limits are not ends, too. In an environment that shows its state,
+        values depend on the time only where they are. GRPO passes ``False`` with continuous actions and natural-gradient steps
     :param relative: Whether to subtract a part of the mean advantage of the group's other members at the same step, see
         :mod:`sb3_grpo.relative`
     :param kwargs: See :class:`GroupRolloutBuffer`
@@ -125,6 +127,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         forgetting: float = 0.8,
         n_folds: int = 4,
         learn_metric: bool = False,
+        use_time: bool = True,
         relative: bool = True,
         **kwargs: Any,
     ):
@@ -135,6 +138,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         require_at_least("n_folds", n_folds, 1)
         require_between("forgetting", forgetting, 0.0, 1.0)
         require_bool("learn_metric", learn_metric)
+        require_bool("use_time", use_time)
         require_bool("relative", relative)
         self.n_folds = n_folds
         # SB3 has seeded numpy's global generator with the model's seed at this point.
@@ -142,6 +146,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         self.baseline = KernelBaseline(n_features, bandwidth, ridge, forgetting, seed=seed)
         self.relative_term = RelativeTerm() if relative else None
         self.learn_metric = learn_metric
+        self.use_time = use_time
         self._longest = 1
         self._n_fits, self._recent = 0, list[FitData]()
         self._mean_variance = 0.0  # of the advantages, over all rollouts
@@ -155,12 +160,15 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         return "natural" if is_continuous or has_boards else "clipped"
 
     @classmethod
-    def defaults(cls, update_rule: UpdateRule) -> Defaults:
+    def defaults(cls, update_rule: UpdateRule, is_continuous: bool) -> Defaults:
         # Trajectories need not be complete, so updates can follow each other quickly. A single step needs more transitions.
         # Clipped updates ended far lower with the metric on LunarLander, and level elsewhere, so they do without.
         if update_rule == "clipped":
             return Defaults(rollout_size=1024)
-        arguments = dict(n_features=512, bandwidth=1.8, ridge=1e-6, forgetting=0.9, learn_metric=True)
+        arguments: dict[str, Any] = dict(n_features=512, forgetting=0.9, learn_metric=True)
+        if not is_continuous:
+            return Defaults(rollout_size=2048, gae_lambda=0.95, arguments=arguments)
+        arguments |= dict(bandwidth=1.8, ridge=1e-6, use_time=False)
         return Defaults(rollout_size=2048, gae_lambda=0.9, arguments=arguments)
 
     @classmethod
@@ -269,7 +277,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         """:return: The unit of time; infinite if the fit does without the time"""
         if self._fixed_time_unit is None:
             self._longest = max(self._longest, int(steps.max()) + 1)
-        if self.learn_metric and not self._limits_are_ends():
+        if not self.use_time and not self._limits_are_ends():
             return math.inf
         return float(self._fixed_time_unit or 2 ** np.ceil(np.log2(self._longest)))
 

@@ -33,6 +33,7 @@ def sample_grpo_params(trial: optuna.Trial, n_actions: int, n_envs: int, additio
         trial.suggest_float("ridge", 1e-6, 0.1, log=True)
         trial.suggest_float("forgetting", 0.0, 0.98)
         trial.suggest_categorical("learn_metric", [True, False])
+        trial.suggest_categorical("use_time", [True, False])
     else:
         trial.suggest_categorical("scale", ["group", "batch", "none"])
         trial.suggest_categorical("tied_groups", ["keep", "skip"])
