@@ -219,7 +219,8 @@ class GRPO(PersistentAlgorithm):
         parameters = inspect.signature(GRPO.__init__).parameters
         self.objective = ObjectiveOptions.of(self.objective, parameters)
         self.kl_coef = self.objective.kl_coef if self.kl_coef is None else self.kl_coef
-        kinds = isinstance(self.action_space, spaces.Box), has_boards(self.observation_space)
+        is_continuous = isinstance(self.action_space, spaces.Box)
+        kinds = is_continuous, has_boards(self.observation_space)
         standard = {**{name: each.default for name, each in parameters.items()}, **self._own_defaults}
         self.update_rule = self.update_rule or settings.chosen_update_rule(self._named_settings(), standard, *kinds)
         settings.check_values(self._named_settings(), parameters)
@@ -227,7 +228,7 @@ class GRPO(PersistentAlgorithm):
             policy_class: type[ActorPolicy] = self.policy_class
             self.normalize_observations = not policy_class.has_own_extractor(self.observation_space, self.policy_kwargs)
         settings.check_options(self._named_settings(), parameters, self._standardises())
-        defaults = buffer_class.defaults(self.update_rule, kinds[0])
+        defaults = buffer_class.defaults(self.update_rule, is_continuous)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
         if self.n_epochs is None:
             self.n_epochs = settings.chosen_n_epochs(has_images(self.observation_space))

@@ -304,12 +304,16 @@ def test_a_value_on_the_boundary_is_accepted_and_the_model_acts(kwargs: dict[str
 
 
 BOARD = spaces.Box(0.0, 1.0, (5, 4, 3), np.float32)
-#: Update rule, lambda, number of steps and of epochs; of the kernel buffer, number of features, forgetting and metric
-CLIPPED, NATURAL = ("clipped", 0.98, 1024, 10, 128, 0.8, False), ("natural", 0.9, 2048, 10, 512, 0.9, True)
-ON_PICTURES, NATURAL_ON_BOARDS = (
-    ("clipped", 0.98, 1024, 4, 128, 0.8, False),
-    ("natural", 0.95, 2048, 4, 512, 0.9, True),
+#: Number of features, bandwidth, ridge and forgetting of the kernel buffer, and whether it learns a metric and uses the time
+SMALL_FIT, FIT, FIT_OF_CONTINUOUS = (
+    (128, 1.1, 1e-5, 0.8, False, True),
+    (512, 1.1, 1e-5, 0.9, True, True),
+    (512, 1.8, 1e-6, 0.9, True, False),
 )
+#: Update rule, lambda, number of steps and of epochs, and the fit
+CLIPPED, NATURAL = ("clipped", 0.98, 1024, 10, *SMALL_FIT), ("natural", 0.9, 2048, 10, *FIT_OF_CONTINUOUS)
+NATURAL_ON_DISCRETE, NATURAL_ON_BOARDS = ("natural", 0.95, 2048, 10, *FIT), ("natural", 0.95, 2048, 4, *FIT)
+ON_PICTURES = ("clipped", 0.98, 1024, 4, *SMALL_FIT)
 CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "discrete actions": (dict(env="CartPole-v1"), CLIPPED),
     "continuous actions": (dict(), NATURAL),
@@ -320,15 +324,12 @@ CHOICES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "an optimizer": (dict(policy_kwargs=dict(optimizer_class=th.optim.SGD)), CLIPPED),
     "a rate of its own for the deviation": (dict(policy_kwargs=dict(log_std_lr_factor=0.3)), NATURAL),
     "gSDE": (dict(use_sde=True), CLIPPED),
-    "asked for with discrete actions": (
-        dict(env="CartPole-v1", update_rule="natural"),
-        ("natural", 0.95, 2048, 10, 512, 0.9, True),
-    ),
+    "asked for with discrete actions": (dict(env="CartPole-v1", update_rule="natural"), NATURAL_ON_DISCRETE),
     "boards": (dict(policy="CnnPolicy", env=AnyEnv(BOARD)), NATURAL_ON_BOARDS),
     "boards beside an image": (dict(policy="MultiInputPolicy", env=AnyEnv(spaces.Dict(board=BOARD, eye=HWC))), ON_PICTURES),
     "images": (dict(policy="CnnPolicy", env=AnyEnv(HWC)), ON_PICTURES),
-    "complete groups": (dict(rollout_buffer_class="outcome"), ("clipped", 0.98, 2048, 10, None, None, None)),
-    "own lambda and steps": (dict(gae_lambda=0.9, n_steps=64), ("natural", 0.9, 64, 10, 512, 0.9, True)),
+    "complete groups": (dict(rollout_buffer_class="outcome"), ("clipped", 0.98, 2048, 10, *[None] * 6)),
+    "own lambda and steps": (dict(gae_lambda=0.8, n_steps=64), ("natural", 0.8, 64, 10, *FIT_OF_CONTINUOUS)),
 }
 
 
@@ -340,8 +341,8 @@ def test_the_update_rule_suits_the_actions_and_everything_that_was_asked_for(
     buffer = model.rollout_buffer
     found = model.update_rule, buffer.gae_lambda, model.n_steps, model.n_epochs
     baseline = getattr(buffer, "baseline", None)
-    of_fit = (getattr(baseline, name, None) for name in ("n_features", "forgetting"))
-    assert (*found, *of_fit, getattr(buffer, "learn_metric", None)) == expected
+    of_fit = (getattr(baseline, name, None) for name in ("n_features", "bandwidth", "ridge", "forgetting"))
+    assert (*found, *of_fit, *(getattr(buffer, name, None) for name in ("learn_metric", "use_time"))) == expected
 
 
 def test_a_change_that_natural_gradient_steps_do_not_use_is_named(tmp_path: Path):

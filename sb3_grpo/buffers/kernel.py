@@ -110,8 +110,8 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
     :param n_folds: Number of folds
     :param learn_metric: Whether the features learn the metric of the value, see
         :func:`~sb3_grpo.baseline.gradient_metric`. GRPO passes ``True`` with natural-gradient steps
-    :param use_time: Whether the fit uses the time where time limits are not ends, too. In an environment that shows its state,
-        values depend on the time only where they are. GRPO passes ``False`` with continuous actions and natural-gradient steps
+    :param use_time: Whether the fit uses the time even if time limits are not ends. Where observations show the state, values
+        depend on the time only if they are. GRPO passes ``False`` with continuous actions and natural-gradient steps
     :param relative: Whether to subtract a part of the mean advantage of the group's other members at the same step, see
         :mod:`sb3_grpo.relative`
     :param kwargs: See :class:`GroupRolloutBuffer`
