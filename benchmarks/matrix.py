@@ -120,6 +120,8 @@ class Run:
         chosen = buffer_class.defaults(settings["update_rule"], self.is_continuous)
         if settings["gae_lambda"] is None:
             settings["gae_lambda"] = chosen.gae_lambda
+            if chosen.late_gae_lambda is not None and self.timesteps > CONSTANT_UNTIL:
+                settings["gae_lambda"] = f"from {chosen.gae_lambda} to {chosen.late_gae_lambda}"
         if settings["n_epochs"] is None:
             settings["n_epochs"] = chosen_n_epochs(self.has_images)
         if settings["normalize_observations"] is None:  # all arms have features extractors of SB3 or of the package

@@ -25,7 +25,7 @@ from sb3_grpo.arithmetic.averaging import WeightAverage
 from sb3_grpo.arithmetic.choice import describe_choice, share_memory
 from sb3_grpo.arithmetic.kl_penalty import KLPenalty, adapted_kl_coef
 from sb3_grpo.arithmetic.metrics import describe_update
-from sb3_grpo.arithmetic.natural import default_limit
+from sb3_grpo.arithmetic.natural import default_lambda, default_limit
 from sb3_grpo.arithmetic.objective import ClipRange, Objective
 from sb3_grpo.buffers import DEFAULT_GROUP_SIZE, GroupRolloutBuffer, resolve_buffer_class
 from sb3_grpo.collection import collect, prepare_starts
@@ -62,8 +62,9 @@ class GRPO(PersistentAlgorithm):
     :param n_epochs: Number of passes over the transitions of an update. ``None`` for 4 with images or boards, and 10 otherwise
     :param gamma: Discount factor
     :param gae_lambda: Lambda of generalized advantage estimation, and of the targets of the kernel baseline. ``None`` for
-        0.98 with clipped updates, and for 0.9 with natural ones, or 0.95 where actions are not continuous. Buffers that
-        compare whole trajectories do not use it
+        0.98 with clipped updates, for 0.95 with natural ones where actions are not continuous, and where they are for 0.9 at
+        first, rising in long runs, see :func:`~sb3_grpo.arithmetic.natural.default_lambda`. Buffers that compare whole
+        trajectories do not use it
     :param clip_range: Clipping parameter, a number or a function of the remaining progress (from 1 to 0)
     :param normalize_advantage: Whether to standardise the advantages of a rollout. Buffers that compare within groups have
         their own ``scale`` instead
@@ -175,6 +176,8 @@ class GRPO(PersistentAlgorithm):
         )
         del self.vf_coef
         self._chooses_n_steps = n_steps is None  # for the environments and the buffer; again when a model is loaded
+        self._chooses_gae_lambda = gae_lambda is None
+        self._late_gae_lambda: float | None = None  # where it is chosen; that of the buffer
         self.batch_size = batch_size
         self.n_epochs: int = n_epochs  # type: ignore[assignment]  # chosen for the observations if it is None
         self.clip_range = clip_range
@@ -230,6 +233,7 @@ class GRPO(PersistentAlgorithm):
         settings.check_options(self._named_settings(), parameters, self._standardises())
         defaults = buffer_class.defaults(self.update_rule, is_continuous)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
+        self._late_gae_lambda = defaults.late_gae_lambda
         if self.n_epochs is None:
             self.n_epochs = settings.chosen_n_epochs(has_images(self.observation_space))
         if self.seed is not None:
@@ -282,6 +286,7 @@ class GRPO(PersistentAlgorithm):
         if "learning_rate" in changed:
             self._setup_lr_schedule()
         self.clip_range = FloatSchedule(self.clip_range)
+        self._chooses_gae_lambda = self._chooses_gae_lambda and "gae_lambda" not in changed
         for name in changed & {"gamma", "gae_lambda"}:
             setattr(self.rollout_buffer, name, getattr(self, name))
         if "group_size" in changed:
@@ -426,6 +431,8 @@ class GRPO(PersistentAlgorithm):
                 f"n_rollout_steps={n_rollout_steps} does not fill a rollout buffer of {rollout_buffer.buffer_size} steps: "
                 "collect as many, or make a model with another `n_steps`."
             )
+        if self._chooses_gae_lambda and self._late_gae_lambda is not None:
+            rollout_buffer.gae_lambda = default_lambda(self.gae_lambda, self._late_gae_lambda, self.num_timesteps)
         starts = self._starts(env)
         try:
             if starts.was_reset or self._last_obs is None:

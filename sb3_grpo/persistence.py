@@ -232,8 +232,8 @@ class PersistentAlgorithm(OnPolicyAlgorithm):
         accepted += saved if takes_any(cls) else []
         refuse_arguments({name: value for name, value in kwargs.items() if name not in accepted}, accepted)
         changed = {**(custom_objects or {}), **kwargs}
-        if "n_steps" in changed:
-            kwargs["_chooses_n_steps"] = changed["n_steps"] is None
+        for name in {"n_steps", "gae_lambda"} & {*changed}:
+            kwargs[f"_chooses_{name}"] = changed[name] is None
         if "objective" in changed:
             kwargs["kl_coef"] = None  # begins with that of the objective
         if "stats_window_size" in kwargs:  # SB3 keeps it under another name

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from helpers import CHW, SMALL_CNN, AnyEnv
+from stable_baselines3.common.env_util import make_vec_env
 from test_machine_code import ACTION_SPACES, InTorch, Samples, distant_reference, make_policy, needs_numba, random_update
 
 from sb3_grpo import GRPO, ActorPolicy
@@ -203,6 +205,33 @@ def test_the_default_limit_falls_in_long_runs_and_a_limit_that_was_set_does_not(
     model.num_timesteps = num_timesteps - 256  # as if it had learned for so long
     model.learn(256, reset_num_timesteps=False)
     assert 0.3 * limit < model.update_metrics["train/kl_divergence_loss"] <= limit
+
+
+@pytest.mark.parametrize(
+    ("options", "num_timesteps", "expected"),
+    [
+        ({}, 300_000, 0.9),
+        ({}, 600_000, 0.95),
+        ({}, 6_000_000, 0.98),
+        (dict(gae_lambda=0.9), 600_000, 0.9),
+        (dict(update_rule="clipped"), 600_000, 0.98),
+    ],
+)
+def test_lambda_rises_in_long_runs_unless_it_was_set(
+    options: dict[str, Any], num_timesteps: int, expected: float, tmp_path: Path
+):
+    def learned_at(model: GRPO, num_timesteps: int) -> float:
+        model.num_timesteps = num_timesteps  # as if it had learned for so long
+        return model.learn(256, reset_num_timesteps=False).rollout_buffer.gae_lambda
+
+    model = make_model(make_vec_env("Pendulum-v1", n_envs=2), n_steps=128, **options)
+    assert learned_at(model, num_timesteps) == pytest.approx(expected)
+    model.save(tmp_path / "model")
+    loaded = GRPO.load(tmp_path / "model", env=model.get_env())
+    assert learned_at(loaded, num_timesteps) == pytest.approx(expected)
+    assert learned_at(GRPO.load(tmp_path / "model", env=model.get_env(), gae_lambda=0.7), num_timesteps) == 0.7
+    loaded.gae_lambda = 0.8
+    assert learned_at(loaded, num_timesteps) == 0.8
 
 
 def test_steps_become_short_where_all_actions_have_become_nearly_as_good():

@@ -84,7 +84,24 @@ def default_limit(num_timesteps: int) -> float:
     :return: Limit of the divergence where none is set: constant at first, then inversely proportional to the timesteps of the
         run so far, as the step sizes of stochastic approximation (Robbins & Monro 1951), because most of a gradient is noise
     """
-    return LIMIT * CONSTANT_UNTIL / max(num_timesteps, CONSTANT_UNTIL)
+    return LIMIT * shortening(num_timesteps)
+
+
+def shortening(num_timesteps: int) -> float:
+    """:return: Factor of the default limit after the timesteps of the run so far, from 1 to 0"""
+    return CONSTANT_UNTIL / max(num_timesteps, CONSTANT_UNTIL)
+
+
+def default_lambda(first: float, late: float, num_timesteps: int) -> float:
+    """
+    :param first: Lambda at first
+    :param late: The largest
+    :param num_timesteps: Timesteps of the run so far
+    :return: Lambda of generalized advantage estimation where none is set. Its distance from 1 falls like the default limit: a
+        smaller lambda has less noise and more bias, and the shorter the steps are, the more updates average the noise, but
+        not the bias
+    """
+    return min(1.0 - (1.0 - first) * shortening(num_timesteps), late)
 
 
 def fisher_stride(n_samples: int) -> int:

@@ -36,11 +36,15 @@ DEFAULT_GROUP_SIZE = 2
 
 
 class Defaults(NamedTuple):
-    """Settings that suit a buffer and an update rule: transitions per rollout, lambda, and arguments of the buffer."""
+    """
+    Settings that suit a buffer and an update rule: transitions per rollout, lambda at first and late in a long run, and
+    arguments of the buffer.
+    """
 
     rollout_size: int = 2048
     gae_lambda: float = 0.98
     arguments: Mapping[str, Any] = MappingProxyType({})
+    late_gae_lambda: float | None = None  # None: lambda stays
 
 
 class GroupRolloutBuffer(BaseBuffer, Columns, ABC):

@@ -169,7 +169,7 @@ class KernelRolloutBuffer(GroupRolloutBuffer):
         if not is_continuous:
             return Defaults(rollout_size=2048, gae_lambda=0.95, arguments=arguments)
         arguments |= dict(bandwidth=1.8, ridge=1e-6, use_time=False)
-        return Defaults(rollout_size=2048, gae_lambda=0.9, arguments=arguments)
+        return Defaults(rollout_size=2048, gae_lambda=0.9, arguments=arguments, late_gae_lambda=0.98)
 
     @classmethod
     def update_size(cls, rollout_size: int) -> int | None:
