@@ -177,7 +177,6 @@ class GRPO(PersistentAlgorithm):
         del self.vf_coef
         self._chooses_n_steps = n_steps is None  # for the environments and the buffer; again when a model is loaded
         self._chooses_gae_lambda = gae_lambda is None
-        self._late_gae_lambda: float | None = None  # where it is chosen; that of the buffer
         self.batch_size = batch_size
         self.n_epochs: int = n_epochs  # type: ignore[assignment]  # chosen for the observations if it is None
         self.clip_range = clip_range
@@ -233,7 +232,7 @@ class GRPO(PersistentAlgorithm):
         settings.check_options(self._named_settings(), parameters, self._standardises())
         defaults = buffer_class.defaults(self.update_rule, is_continuous)
         self.gae_lambda = defaults.gae_lambda if self.gae_lambda is None else self.gae_lambda
-        self._late_gae_lambda = defaults.late_gae_lambda
+        self._late_gae_lambda = defaults.late_gae_lambda  # where it is chosen
         if self.n_epochs is None:
             self.n_epochs = settings.chosen_n_epochs(has_images(self.observation_space))
         if self.seed is not None:
